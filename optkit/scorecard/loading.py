@@ -5,11 +5,10 @@ Each engine of `optkit verify` has one `Loading`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from optkit.common.frozen import Frozen
 
-EngineName: TypeAlias = Literal["transformers", "vllm", "onnxruntime", "onnxruntime-genai", "optimum"]
 NOTHING = "-"
 FIRST_COLUMNS = ("engine", "loads")
 COLUMNS = ("logit difference", "mean KL", "same top-1", "same tokens")
@@ -19,7 +18,7 @@ OF_EMBEDDINGS = ("largest difference", "min cosine")
 class Loading(Frozen):
     """What one engine made of an artifact."""
 
-    engine: EngineName
+    engine: str
     version: str = ""
     """Empty if it is not installed."""
     packages: dict[str, str] = {}

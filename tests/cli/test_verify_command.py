@@ -15,7 +15,8 @@ from optkit.artifact import read_artifact
 from optkit.errors import ArtifactError
 from optkit.model.carried_state import CarriedState
 from optkit.scorecard import Loading
-from optkit.verification import Check, keep_loading, read_loading
+from optkit.verification.check_result import Check
+from optkit.verification.result_file import keep_loading, read_loading
 from tests.support.fake_engine import program, refusal, replaced, spoiled
 
 RECIPE = """\

@@ -12,8 +12,8 @@ import pytest
 from optkit_cli.main import main
 
 from optkit.artifact import read_artifact
-from optkit.verification import read_loading
 from optkit.verification.onnx_checks import rounds_inputs
+from optkit.verification.result_file import read_loading
 from tests.support.fake_engine import spoiled
 from tests.support.onnx_changes import change_graph
 from tests.support.publishing import published

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import pytest
 
+from optkit.common import plug_ins
 from optkit.errors import OptkitError
 from optkit.measure import Eval
-from optkit.recipe import registry
 from optkit.recipe.registry import EVALS, PRESETS, STAGES, eval_class, eval_names, stage_class, stage_names, summary
 from optkit.stage import Setting, Stage, Transform
 from optkit.stages.smoothquant import SmoothQuant
@@ -44,17 +44,17 @@ class Bare(Stage):
 
 @pytest.fixture(autouse=True)
 def forget_plug_ins() -> Iterator[None]:
-    registry.plugged_in.cache_clear()
+    plug_ins.plugged_in.cache_clear()
     yield
-    registry.plugged_in.cache_clear()
+    plug_ins.plugged_in.cache_clear()
 
 
 def plug_in(
     monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str], group: str = "optkit.stages", name: str = "plugged-in"
 ) -> None:
     found = [SimpleNamespace(name=kind, value=value, dist=SimpleNamespace(name=name)) for kind, value in points]
-    monkeypatch.setattr(registry, "entry_points", lambda *, group: found if group == wanted else [])
-    registry.plugged_in.cache_clear()
+    monkeypatch.setattr(plug_ins, "entry_points", lambda *, group: found if group == wanted else [])
+    plug_ins.plugged_in.cache_clear()
     wanted = group
 
 

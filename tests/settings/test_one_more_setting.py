@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from optkit import open_artifact, run
+from optkit.common import plug_ins
 from optkit.errors import OptkitError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.recipe import registry
@@ -67,9 +68,9 @@ def parrot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (metadata / "entry_points.txt").write_text("[optkit.stages]\nparrot = optkit_parrot:Parrot\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("OPTKIT_STORE", str(tmp_path / "store"))
-    registry.plugged_in.cache_clear()
+    plug_ins.plugged_in.cache_clear()
     yield
-    registry.plugged_in.cache_clear()
+    plug_ins.plugged_in.cache_clear()
 
 
 @pytest.mark.usefixtures("parrot")

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import optkit_cli.verify
 import pytest
 import torch
 
@@ -19,8 +18,6 @@ from optkit.environment import package_version
 from optkit.errors import UsageError
 from optkit.verification.agreement import compare_logits, read_logits
 from optkit.verification.engines import (
-    ENGINE_NAMES,
-    ENGINES,
     TRANSFORMERS,
     VLLM,
     WORKERS,
@@ -29,6 +26,7 @@ from optkit.verification.engines import (
     install_command,
     interpreter,
 )
+from optkit.verification.registry import ENGINES, engine_of
 from optkit.verification.workers import open_in_vllm
 from tests.conftest import TinyModel
 from tests.support.fake_engine import answer, program, refusal
@@ -202,7 +200,7 @@ import sys
 from pathlib import Path
 from optkit.verification import engines
 engines.WORKERS = Path(sys.argv[1])
-slow = engines.Engine("transformers", "slow", (), {})
+slow = engines.Engine("transformers", "slow.py", (), {})
 engines.ask(slow, sys.executable, {"device": "cpu", "logits": sys.argv[1] + "/seen"}, Path(sys.argv[1]), 300)
 """
 
@@ -251,13 +249,16 @@ def test_transformers_refuses_with_its_own_words(tmp_path: Path, tiny_model: Tin
     )
 
 
-def test_the_command_line_names_the_engines_that_there_are() -> None:
-    assert optkit_cli.verify.ENGINE_NAMES == ENGINE_NAMES
-    assert tuple(ENGINES) == ENGINE_NAMES
+def test_the_engines_are_listed_without_importing_one() -> None:
+    program = "import sys; from optkit.verification.registry import engine_names; print(*engine_names(), *sys.modules)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert tuple(said.split()[: len(ENGINES)]) == tuple(ENGINES)
+    assert not {"torch", "pydantic", "transformers"} & set(said.split()[len(ENGINES) :])
+    assert [engine_of(name).name for name in ENGINES] == list(ENGINES)
 
 
 def test_workers_know_nothing_of_optkit() -> None:
-    assert {f"{engine.worker}.py" for engine in ENGINES.values()} < {path.name for path in WORKERS.iterdir()}
+    assert {engine_of(name).worker for name in ENGINES} < {path.name for path in WORKERS.iterdir()}
     for path in WORKERS.glob("*.py"):
         assert not [
             line

@@ -16,7 +16,8 @@ import torch
 
 from optkit.model.formats.base import Format
 from optkit.verification.agreement import compare_logits, read_logits
-from optkit.verification.engines import ENGINES, ONNXRUNTIME, ONNXRUNTIME_GENAI, TRANSFORMERS, VLLM, Answer, Engine, ask
+from optkit.verification.engines import ONNXRUNTIME, ONNXRUNTIME_GENAI, TRANSFORMERS, VLLM, Answer, Engine, ask
+from optkit.verification.registry import engine_names, engine_of
 from optkit.verification.workers import open_in_onnxruntime, open_in_onnxruntime_genai
 from tests.support.exported import saved
 from tests.support.onnx_changes import change_graph, change_json
@@ -200,12 +201,12 @@ def test_what_is_not_installed_comes_with_a_warning(tmp_path: Path) -> None:
 
 
 def test_which_engine_opens_what() -> None:
-    assert [engine.name for engine in ENGINES.values() if engine.cannot_open(Format.ONNX)] == ["transformers", "vllm"]
+    assert [name for name in engine_names() if engine_of(name).cannot_open(Format.ONNX)] == ["transformers", "vllm"]
     assert (
         TRANSFORMERS.cannot_open(Format.ONNX) == VLLM.cannot_open(Format.ONNX) == "it reads safetensors, "
         "and this artifact is ONNX"
     )
-    assert [engine.name for engine in ENGINES.values() if engine.cannot_open(Format.CHECKPOINT)] == [
+    assert [name for name in engine_names() if engine_of(name).cannot_open(Format.CHECKPOINT)] == [
         "onnxruntime",
         "onnxruntime-genai",
         "optimum",

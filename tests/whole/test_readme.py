@@ -13,7 +13,7 @@ import pytest
 from optkit_cli.main import COMMANDS, optkit
 from safetensors.torch import load_file
 
-from optkit.recipe import registry
+from optkit.common import plug_ins
 from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context
 
@@ -102,9 +102,9 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (metadata / "entry_points.txt").write_text("".join(points), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "optkit_clip", raising=False)
-    registry.plugged_in.cache_clear()
+    plug_ins.plugged_in.cache_clear()
     yield
-    registry.plugged_in.cache_clear()
+    plug_ins.plugged_in.cache_clear()
 
 
 @pytest.mark.usefixtures("plug_in")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from optkit.model.formats.registry import FORMATS, instance, resolve
+from optkit.model.formats.registry import format_targets, instance, resolve
 
 if TYPE_CHECKING:
     from optkit.model.layer_sizes import LayerSize
@@ -22,12 +22,12 @@ class _Listed(type):
     """Makes `Format.ONNX` of the registry's `onnx`, and lets formats be iterated over in its order."""
 
     def __getattr__(cls, name: str) -> Format:
-        if name.isupper() and name.lower() in FORMATS:
+        if name.isupper() and name.lower() in format_targets():
             return _named(name.lower())
         raise AttributeError(f"{cls.__name__} has no attribute {name}")
 
     def __iter__(cls) -> Iterator[Format]:
-        return map(_named, FORMATS)
+        return map(_named, format_targets())
 
 
 class Format(str, metaclass=_Listed):
@@ -67,8 +67,8 @@ class Format(str, metaclass=_Listed):
         """
         if cls is not Format:
             return super().__new__(cls, cls.kind)
-        if kind not in FORMATS:
-            raise ValueError(f"'{kind}' is no format: {', '.join(FORMATS)}")
+        if kind not in format_targets():
+            raise ValueError(f"'{kind}' is no format: {', '.join(format_targets())}")
         return _named(kind)
 
     @classmethod
@@ -132,4 +132,4 @@ def makers(accepts: Collection[Format]) -> str:
 
 
 def _named(kind: str) -> Format:
-    return cast(Format, instance(FORMATS[kind]))
+    return cast(Format, instance(format_targets()[kind]))

@@ -1,5 +1,7 @@
 """Every format that a directory of weights can have.
 It is a dict of strings, so that listing imports nothing.
+
+A plug-in package adds its own with an entry point of the group `optkit.formats`.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from functools import cache
 from pkgutil import resolve_name
 from typing import Any
 
+from optkit.common.plug_ins import with_plug_ins
+
 FORMATS = {
     "checkpoint": "optkit.model.formats.checkpoint:FloatCheckpoint",
     "quantized": "optkit.model.formats.checkpoint:QuantizedCheckpoint",
@@ -15,6 +19,13 @@ FORMATS = {
     "onnx": "optkit.model.formats.onnx:OnnxModel",
 }
 """Kind -> `module:Class`. If the files of several formats lie in a directory, the first one counts."""
+
+
+def format_targets() -> dict[str, str]:
+    """Return kind -> `module:Class` of all formats, those of plug-ins last.
+    Raises OptkitError for a name taken twice.
+    """
+    return {kind: origin.target for kind, origin in with_plug_ins("format", FORMATS).items()}
 
 
 @cache

@@ -1,7 +1,7 @@
 """Answer one request about one engine, in the Python that has the engine.
 `optkit/processes/child_program.py` runs this file.
 
-The request names a worker, a file beside this one, with PACKAGES (whose versions are told),
+The request names a worker, the path of a file, with PACKAGES (whose versions are told),
 `missing(request, versions)` (what is not installed) and `answer_to(request)`.
 """
 
@@ -25,8 +25,9 @@ def versions_of(names: tuple[str, ...]) -> dict[str, str]:
 def work(parent: Any) -> dict[str, Any]:
     """Tell the versions, then return what the engine makes of the request, or what it lacks."""
     request = parent.order()
-    sys.path.insert(0, str(Path(__file__).parent))
-    engine = import_module(request["worker"])
+    worker = Path(request["worker"])
+    sys.path.insert(0, str(worker.parent))
+    engine = import_module(worker.stem)
     versions = versions_of(engine.PACKAGES)
     parent.tell("versions", python=sys.version.split()[0], **versions)
     missing = engine.missing(request, versions)

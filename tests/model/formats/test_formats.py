@@ -1,11 +1,9 @@
-"""A format is one class and one line of the registry: a third one, made here, goes through a whole
-run.
-"""
+"""A format is one class and one entry point: one more, of another package, goes through a whole run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +11,10 @@ import pytest
 from pydantic import TypeAdapter
 
 from optkit.artifact import read_artifact
+from optkit.common.plug_ins import plugged_in
 from optkit.errors import OptkitError, SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.formats.base import Format
-from optkit.model.formats.registry import FORMATS
 from optkit.model.layer_sizes import LayerSize
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.weight_files import holds_weights
@@ -117,8 +115,13 @@ class Spin(Setting):
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Format:
-    monkeypatch.setitem(FORMATS, "toy", f"{__name__}:Toy")
+def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Format]:
+    metadata = tmp_path / "optkit_toy-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: optkit-toy\nVersion: 1.0\n", encoding="utf-8")
+    (metadata / "entry_points.txt").write_text(f"[optkit.formats]\ntoy = {__name__}:Toy\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    plugged_in.cache_clear()
     for each in (Carve, Paint, Spin):
         monkeypatch.setitem(registry.STAGES, each.kind, f"{__name__}:{each.__name__}")
     monkeypatch.setattr(Carve, "produces", Format.TOY)
@@ -126,7 +129,8 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Format:
         monkeypatch.setattr(each, "accepts", frozenset({Format.TOY}))
     monkeypatch.setenv("OPTKIT_STORE", str(tmp_path / "store"))
     monkeypatch.chdir(tmp_path)
-    return Format.TOY
+    yield Format.TOY
+    plugged_in.cache_clear()
 
 
 def recipe(model: Path, *stages: str) -> Path:
