@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ class Offloading:
         for tied, source in getattr(model, "all_tied_weights_keys", {}).items():
             self.places[self._unit_of(tied)] = self.places[self._unit_of(source)]
         self._folder = self._make_folder(folder)
+        self._delete = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
     def _unit_of(self, parameter: str) -> str:
         return next(unit.name for unit in self.units if f"{parameter}.".startswith(f"{unit.name}."))
@@ -52,14 +55,15 @@ class Offloading:
         here: dict[Place, str] = {"gpu": self.device, "cpu": "cpu", "disk": "disk"}
         return {
             "device_map": {name: here[place] for name, place in self.places.items()},
-            "offload_folder": self._folder.name,
+            "offload_folder": self._folder,
         }
 
     def finish_(self, model: PreTrainedModel) -> list[str]:
         """Make copies to the GPU fast, and tie the folder's life to the model's.
         Return what the notes say.
         """
-        model.optkit_offload_folder = self._folder
+        self._delete.detach()
+        model.optkit_delete_offloaded = weakref.finalize(model, shutil.rmtree, self._folder, ignore_errors=True)
         notes = [f"offload: {placement_text(self.units, self.places, self.device)}"]
         moved = sum(unit.size_bytes for unit in self.units if self.places[unit.name] != "gpu")
         away = {place for place in self.places.values() if place != "gpu"}
@@ -69,12 +73,12 @@ class Offloading:
         return notes
 
     @staticmethod
-    def _make_folder(named: str | None) -> tempfile.TemporaryDirectory[str]:
+    def _make_folder(named: str | None) -> str:
         place = Path(named).expanduser() if named else None
         try:
             if place:
                 place.mkdir(parents=True, exist_ok=True)
-            return tempfile.TemporaryDirectory(prefix="optkit-offload-", dir=place, ignore_cleanup_errors=True)
+            return tempfile.mkdtemp(prefix="optkit-offload-", dir=place)
         except OSError as error:
             raise StageError(
                 f"nothing can be written to {named or tempfile.gettempdir()}",
@@ -86,9 +90,9 @@ class Offloading:
 
 def delete_offloaded(model: PreTrainedModel | None) -> None:
     """Delete what was written to the folder for a model; nothing happens if there is none."""
-    folder: tempfile.TemporaryDirectory[str] | None = getattr(model, "optkit_offload_folder", None)
-    if folder is not None:
-        folder.cleanup()
+    delete: Callable[[], object] | None = getattr(model, "optkit_delete_offloaded", None)
+    if delete is not None:
+        delete()
 
 
 def _units(model: PreTrainedModel) -> Iterator[Unit]:

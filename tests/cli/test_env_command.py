@@ -9,7 +9,7 @@ from optkit_cli.main import main
 
 from optkit.backends.environments import Environments
 from optkit.reports.doctor import doctor
-from tests.support.fake_library import TOY, toys
+from tests.support.fake_library import toys
 
 __all__ = ["toys"]
 
@@ -39,10 +39,7 @@ def test_errors(toys: Environments, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Did you mean 'build'?" in capsys.readouterr().err
 
 
-def test_doctor_says_what_is_built(
-    toys: Environments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "LIBRARIES", {"toy": TOY})
+def test_doctor_says_what_is_built(toys: Environments, capsys: pytest.CaptureFixture[str]) -> None:
     (part,) = (part for part in doctor.diagnose().parts if part.role == "backend")
     assert (part.works, part.note, part.remedy) == (False, "quantizes toys", "optkit env build toy")
     assert main(["env", "build", "toy", "--quiet"]) == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping
 from importlib import import_module
@@ -82,6 +83,16 @@ def test_fused_experts_are_written_to_the_folder_while_the_model_is_open(tiny_mo
     session = opened(tiny_model("mixtral"), Offload(device_map={"model.layers.*": "disk"}, folder=str(folder)))
     assert len(list(folder.rglob("*.safetensors"))) == 4
     session.close()
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("error::ResourceWarning")
+def test_the_folder_goes_with_a_model_that_nobody_closed(tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    session: Any = opened(tiny_model("mixtral"), Offload(device_map={"model.layers.*": "disk"}, folder=str(folder)))
+    assert list(folder.rglob("*.safetensors"))
+    del session
+    gc.collect()
     assert list(folder.iterdir()) == []
 
 

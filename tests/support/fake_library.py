@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -59,13 +60,12 @@ def fake_install(library: Library, directory: Path, torch: SharedTorch, progress
 
 
 @pytest.fixture
-def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environments:
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Environments]:
     """Return an empty place for environments whose only library is `toy`."""
-    monkeypatch.setattr(libraries, "LIBRARIES", {"toy": TOY})
-    monkeypatch.setattr(environments, "LIBRARIES", {"toy": TOY})
     monkeypatch.setattr(environments, "install", fake_install)
     monkeypatch.setenv("OPTKIT_ENVS", str(tmp_path / "envs"))
-    return Environments()
+    with patch.dict(libraries.LIBRARIES, {"toy": TOY}, clear=True):  # the one that all modules have, also a new one
+        yield Environments()
 
 
 def environment_at(directory: Path, name: str = "toy", versions: Mapping[str, str] | None = None) -> Environment:
