@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from optkit.common.frozen import restored
 from optkit.environment import describe_environment
 from optkit.measure import EvalContext, Found, Turn
 from optkit.measuring.fresh_process import Answer
 from optkit.processes.child_program import Parent
 from optkit.progress import Progress
+from optkit.session import open_session
 
 
 def work(parent: Parent) -> list[dict[str, Any]]:
@@ -23,11 +26,7 @@ def run(order: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
     """Open the model of an order, run its evals one after another, and return JSON values.
     They are what each eval measured.
     """
-    from optkit.session import open_session
-
     if order["threads"] is not None:
-        import torch
-
         torch.set_num_threads(order["threads"])
     settings = [restored(each) for each in order["settings"]]
     trusted = order["trust_remote_code"]

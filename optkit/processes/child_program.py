@@ -22,6 +22,7 @@ DESCRIPTOR   what this process tells, a JSON object a line; stdout and stderr be
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -170,9 +171,17 @@ def main(descriptor: int, target: str) -> int:
 
 
 def _work_of(target: str) -> Callable[[Parent], Any]:
-    found: Callable[[Parent], Any] = (
-        runpy.run_path(target)["work"] if target.endswith(".py") else importlib.import_module(target).work
-    )
+    """Import the target with all that it needs, and leave that out of garbage collections.
+    With them, torch and transformers take a third longer.
+    """
+    gc.disable()
+    try:
+        found: Callable[[Parent], Any] = (
+            runpy.run_path(target)["work"] if target.endswith(".py") else importlib.import_module(target).work
+        )
+    finally:
+        gc.freeze()
+        gc.enable()
     return found
 
 

@@ -22,8 +22,10 @@ from torch import Tensor, distributed
 from optkit.common.frozen import restored
 from optkit.devices.peak_memory import Peak, watched_peak
 from optkit.processes.child_program import Parent, answer
+from optkit.session.opening import open_session
 from optkit.session.splitting import join
 from optkit.session.step_bytes import local_part
+from optkit.session.torch_session import TorchSession
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,6 @@ class Rank:
 
     def __init__(self, job: Job) -> None:
         """Join the others and open the model; raises what `open_session` raises."""
-        from optkit.session.opening import open_session
-        from optkit.session.torch_session import TorchSession
-
         self._job, self._memory = job, job.memory
         os.set_inheritable(job.memory, False)
         if job.device == "cpu":

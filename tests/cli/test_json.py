@@ -238,10 +238,13 @@ def test_what_a_models_own_code_prints_is_in_no_document(tiny_model: Callable[[s
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config |= {"architectures": ["ChattyForCausalLM"], "auto_map": {"AutoModelForCausalLM": "chatty.ChattyForCausalLM"}}
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    timed = "{throughput: {prompts: [8], new_tokens: 3, repeats: 2, warmup: 1, limit_s: 1}}"
-    recipe = f"model: {{name: model, trust_remote_code: true}}\nevals: [footprint, {timed}]\n"
-    (tmp_path / "chatty.yaml").write_text(recipe, encoding="utf-8")
-    for words in (["--json"], []):
+    quick = "prompts: [8], new_tokens: 3, repeats: 2, processes: 2, warmup: 1, limit_s: 1"
+    for words, isolated in ((["--json"], "true"), ([], "false")):
+        recipe = (
+            "model: {name: model, trust_remote_code: true}\n"
+            f"evals: [footprint, {{throughput: {{{quick}, isolated: {isolated}}}}}]\n"
+        )
+        (tmp_path / "chatty.yaml").write_text(recipe, encoding="utf-8")
         store = str(tmp_path / f"store{len(words)}")
         done = apart(
             "-m", "optkit_cli.main", "run", "chatty.yaml", "--device", "cpu", "--store", store, *words, cwd=tmp_path

@@ -48,7 +48,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_from_a_recipe_to_a_verified_artifact(
     tiny_encoder: TinyEncoder, desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    evals = [EMBEDDING, {"encoding": {"batch_sizes": [2], "lengths": [8], "calls": 2, "repeats": 2}}, "footprint"]
+    encoding = {"batch_sizes": [2], "lengths": [8], "calls": 2, "repeats": 2, "processes": 2}
+    evals = [EMBEDDING, {"encoding": encoding}, "footprint"]
     recipe: dict[str, Any] = {
         "name": "small",
         "model": str(tiny_encoder("BertModel")[1]),

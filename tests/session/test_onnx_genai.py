@@ -153,7 +153,7 @@ def test_a_recipe_times_it(exported: Path, tmp_path: Path) -> None:
         "name": "generated",
         "model": {"name": str(exported)},
         "stages": [{"onnx_provider": {"engine": "onnxruntime-genai"}}],
-        "evals": [{"throughput": {"prompts": [16], "new_tokens": 4, "repeats": 2}}],
+        "evals": [{"throughput": {"prompts": [16], "new_tokens": 4, "repeats": 2, "processes": 2}}],
     }
     scorecard = optkit.run(optkit.load_recipe(recipe), out=tmp_path / "out", store=tmp_path / "store", device="cpu")
     notes = [str(note) for note in scorecard.notes]
