@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from optkit.algorithms.eight_bit import NumberFormat, round_inputs
+from optkit.kernels.linear_layer import hold_
 
 
 class EightBitLinear(nn.Module):
@@ -31,10 +33,13 @@ class EightBitLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = codes.shape
         self.dtype = dtype
-        self.register_buffer("codes", codes)
-        self.register_buffer("scales", scales.float().flatten())
-        self.register_buffer("input_scale", None if input_scale is None else input_scale.float().flatten())
-        self.register_buffer("bias", None if bias is None else bias.float())
+        hold_(
+            self,
+            codes=codes,
+            scales=scales.float().flatten(),
+            input_scale=None if input_scale is None else input_scale.float().flatten(),
+            bias=None if bias is None else bias.float(),
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """float [..., in] -> float [..., out]."""
@@ -48,6 +53,6 @@ class EightBitLinear(nn.Module):
             product = product.add_(self.bias)
         return product.to(self.dtype).view(*hidden.shape[:-1], self.out_features)
 
+    @abstractmethod
     def _sums(self, codes: Tensor) -> Tensor:
         """Codes [rows, in] -> a new float [rows, out]: the sums of products of codes."""
-        raise NotImplementedError

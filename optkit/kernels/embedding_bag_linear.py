@@ -13,8 +13,9 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from optkit.kernels.linear_layer import RowsLinear, hold_
 from optkit.kernels.packed_linear import PackedWeight
 
 BAG_ROWS = 8
@@ -45,7 +46,7 @@ def why_not_bag(weight: PackedWeight, device: str) -> str | None:
     return None
 
 
-class BagLinear(nn.Module):
+class BagLinear(RowsLinear):
     """`x W^T + b` with W in 2, 4 or 8 bits; computes in float32 whatever the dtype of x."""
 
     rows: Tensor
@@ -54,8 +55,6 @@ class BagLinear(nn.Module):
     """float32 [groups, out]."""
     offsets: Tensor | None
     """float32 [groups, out]: (zero - 2^(bits - 1)) * scale."""
-    order: Tensor | None
-    bias: Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -65,11 +64,14 @@ class BagLinear(nn.Module):
         self.indices, self.starts = _indices(weight.inputs), _starts(weight.inputs, self.group_size)
         scales = weight.scales.float().T.contiguous()
         shifts = weight.shifts()
-        self.register_buffer("rows", _rows(weight))
-        self.register_buffer("scales", scales)
-        self.register_buffer("offsets", None if shifts is None else shifts.T.contiguous() * scales)
-        self.register_buffer("order", weight.order)
-        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+        hold_(
+            self,
+            rows=_rows(weight),
+            scales=scales,
+            offsets=None if shifts is None else shifts.T.contiguous() * scales,
+            order=weight.order,
+            bias=None if bias is None else bias.to(dtype),
+        )
 
     def dequantize(self) -> Tensor:
         """Return float32 [in, out], the inputs sorted by their group."""
@@ -81,19 +83,11 @@ class BagLinear(nn.Module):
             weight = weight.sub_(self.offsets.unsqueeze(1))
         return weight.view(self.in_features, self.out_features)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """float [..., in] -> float [..., out]."""
-        rows = hidden.reshape(-1, self.in_features)
-        if self.order is not None:
-            rows = rows[:, self.order]
-        product = (
-            self._bags(rows.float()).to(self.dtype)
-            if len(rows) <= BAG_ROWS
-            else rows @ self.dequantize().to(self.dtype)
-        )
-        if self.bias is not None:
-            product = product.add_(self.bias)
-        return product.view(*hidden.shape[:-1], self.out_features)
+    def products(self, rows: Tensor) -> Tensor:
+        """See `RowsLinear`."""
+        if len(rows) > BAG_ROWS:
+            return rows @ self.dequantize().to(self.dtype)
+        return self._bags(rows.float()).to(self.dtype)
 
     def _bags(self, hidden: Tensor) -> Tensor:
         count, groups = len(hidden), len(self.scales)
@@ -121,19 +115,12 @@ def _rows(weight: PackedWeight) -> Tensor:
 
 def _bag(bits: int, rows: Tensor, indices: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
     operations = torch.ops.quantized
-    if bits == 8:
-        sums = operations.embedding_bag_byte_rowwise_offsets(
-            rows, indices, starts, False, 0, False, weights, None, False
-        )
-    elif bits == 4:
-        sums = operations.embedding_bag_4bit_rowwise_offsets(
-            rows, indices, starts, False, 0, False, weights, None, False
-        )
-    else:
-        sums = operations.embedding_bag_2bit_rowwise_offsets(
-            rows, indices, starts, False, 0, False, weights, None, False
-        )
-    return sums  # type: ignore[no-any-return]
+    sums = {
+        8: operations.embedding_bag_byte_rowwise_offsets,
+        4: operations.embedding_bag_4bit_rowwise_offsets,
+        2: operations.embedding_bag_2bit_rowwise_offsets,
+    }[bits]
+    return sums(rows, indices, starts, False, 0, False, weights, None, False)  # type: ignore[no-any-return]
 
 
 @cache

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from optkit.algorithms.eight_bit import FLOAT8, dequantize, float8_values, round_inputs
 from optkit.kernels.eight_bit_linear import EightBitLinear
+from optkit.kernels.linear_layer import hold_
 
 MULTIPLE = 16
 """`torch._scaled_mm` takes multiples of so many outputs and inputs."""
@@ -68,9 +69,7 @@ class WidenedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = codes.shape
         self.tile, self.input_group, self.dtype = tile, input_group, dtype
-        self.register_buffer("codes", codes)
-        self.register_buffer("scales", scales.float())
-        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+        hold_(self, codes=codes, scales=scales.float(), bias=None if bias is None else bias.to(dtype))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """float [..., in] -> float [..., out]."""

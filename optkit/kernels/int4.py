@@ -19,8 +19,9 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from optkit.kernels.linear_layer import RowsLinear, hold_
 from optkit.kernels.packed_linear import PackedWeight
 
 GROUP_SIZES = (32, 64, 128, 256)
@@ -71,16 +72,13 @@ def why_not_int4(weight: PackedWeight, dtype: torch.dtype, device: str) -> str |
     return None
 
 
-class Int4Linear(nn.Module):
+class Int4Linear(RowsLinear):
     """`x W^T + b` with W in 4 bits and x in bfloat16."""
 
     codes: Tensor
     """In the kernel's layout."""
     scales_and_zeros: Tensor
     """bfloat16 [groups, out, 2]."""
-    order: Tensor | None
-    """int64 [in]: the inputs sorted by their group, if they are not so already."""
-    bias: Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
         super().__init__()
@@ -89,12 +87,13 @@ class Int4Linear(nn.Module):
         scales = weight.scales.float()
         shifts = weight.shifts()
         zeros = torch.zeros_like(scales) if shifts is None else -shifts * scales
-        self.register_buffer("codes", _write_codes(weight.grouped_codes()))
-        self.register_buffer(
-            "scales_and_zeros", torch.stack([scales.T, zeros.T], dim=-1).to(torch.bfloat16).contiguous()
+        hold_(
+            self,
+            codes=_write_codes(weight.grouped_codes()),
+            scales_and_zeros=torch.stack([scales.T, zeros.T], dim=-1).to(torch.bfloat16).contiguous(),
+            order=weight.order,
+            bias=None if bias is None else bias.to(torch.bfloat16),
         )
-        self.register_buffer("order", weight.order)
-        self.register_buffer("bias", None if bias is None else bias.to(torch.bfloat16))
 
     def dequantize(self) -> Tensor:
         """Return bfloat16 [in, out], the inputs sorted by their group."""
@@ -103,18 +102,11 @@ class Int4Linear(nn.Module):
         scales, zeros = self.scales_and_zeros.unsqueeze(1).unbind(-1)  # [groups, 1, out]
         return torch.addcmul(zeros.contiguous(), steps, scales.contiguous()).view(self.in_features, self.out_features)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """bfloat16 [..., in] -> bfloat16 [..., out]."""
-        rows = hidden.reshape(-1, self.in_features)
-        if self.order is not None:
-            rows = rows[:, self.order]
+    def products(self, rows: Tensor) -> Tensor:
+        """See `RowsLinear`; all numbers are bfloat16."""
         if len(rows) < DENSE_ROWS[rows.device.type]:
-            product = _product(rows, self.codes, self.group_size, self.scales_and_zeros)
-        else:
-            product = rows @ self.dequantize()
-        if self.bias is not None:
-            product = product + self.bias
-        return product.view(*hidden.shape[:-1], self.out_features)
+            return _product(rows, self.codes, self.group_size, self.scales_and_zeros)
+        return rows @ self.dequantize()
 
 
 def _product(rows: Tensor, codes: Tensor, group_size: int, scales_and_zeros: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.errors import SourceError
+from optkit.kernels.linear_layer import hold_
 from optkit.model.adapter import Adapter, LowRank
 
 
@@ -21,8 +22,7 @@ class LowRankLinear(nn.Module):
         super().__init__()
         self.base = base
         self.in_features, self.out_features = down.shape[1], up.shape[0]
-        self.register_buffer("down", down)
-        self.register_buffer("up", up)
+        hold_(self, down=down, up=up)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """float [..., in] -> float [..., out]."""

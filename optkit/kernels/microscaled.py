@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from optkit.algorithms.microscaling import E2M1, exponent_scales
 from optkit.errors import SourceError
+from optkit.kernels.linear_layer import hold_
 from optkit.kernels.stored_layer import StoredLayer
 from optkit.model.shape import TensorInfo
 
@@ -41,10 +42,8 @@ class MicroscaledLinear(nn.Module):
         self.out_features, self.in_features = packed.shape[0], packed.shape[1] * 2
         self.dtype = dtype
         self.values, self.steps = _pairs(packed.device), _scales(scales.device, scales.dtype)
-        self.register_buffer("packed", packed)
-        self.register_buffer("scales", scales)
-        self.register_buffer("global_scale", global_scale)
-        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+        bias = None if bias is None else bias.to(dtype)
+        hold_(self, packed=packed, scales=scales, global_scale=global_scale, bias=bias)
 
     def dequantize(self) -> Tensor:
         """Return float [out, in]: computed in float32 and rounded once, as compressed-tensors does."""

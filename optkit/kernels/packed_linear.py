@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.algorithms.packing import unpack
+from optkit.kernels.linear_layer import hold_
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,14 @@ class PackedLinear(nn.Module):
             group_of_input = torch.arange(weight.inputs, device=weight.words.device) // (
                 size or -(-weight.inputs // weight.groups)
             )
-        self.register_buffer("words", weight.words)
-        self.register_buffer("scales", weight.scales.to(dtype))
-        self.register_buffer("zeros", weight.zeros)
-        self.register_buffer("group_of_input", group_of_input[:0] if self.in_order else group_of_input)
-        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+        hold_(
+            self,
+            words=weight.words,
+            scales=weight.scales.to(dtype),
+            zeros=weight.zeros,
+            group_of_input=group_of_input[:0] if self.in_order else group_of_input,
+            bias=None if bias is None else bias.to(dtype),
+        )
 
     def dequantize(self) -> Tensor:
         """Return float [out, in], in the dtype of the scales."""

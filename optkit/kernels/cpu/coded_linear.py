@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from optkit.kernels.cpu.native import packed_linear, why_not_native
+from optkit.kernels.linear_layer import RowsLinear, hold_
 from optkit.kernels.packed_linear import PackedWeight
 
 LANES = 16
@@ -28,36 +29,30 @@ def why_not_coded(weight: PackedWeight, device: str) -> str | None:
     return why_not_native()
 
 
-class CodedLinear(nn.Module):
+class CodedLinear(RowsLinear):
     """`x W^T + b` with W in 2, 4 or 8 bits; computes in float32 whatever the dtype of x."""
 
     codes: Tensor
     scales: Tensor
     shifts: Tensor | None
     """These three as `packed_linear` takes them, the inputs sorted by their group."""
-    order: Tensor | None
-    """int64 [in]: the inputs sorted by their group, if they are not so already."""
-    bias: Tensor | None
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.bits, self.in_features, self.out_features = weight.bits, weight.inputs, weight.outputs
         shifts = weight.shifts()
-        self.register_buffer("codes", _words(weight))
-        self.register_buffer("scales", _in_blocks(weight.scales.float()))
-        self.register_buffer("shifts", None if shifts is None else _in_blocks(shifts.to(torch.int8)))
-        self.register_buffer("order", weight.order)
-        self.register_buffer("bias", None if bias is None else bias.to(dtype))
+        hold_(
+            self,
+            codes=_words(weight),
+            scales=_in_blocks(weight.scales.float()),
+            shifts=None if shifts is None else _in_blocks(shifts.to(torch.int8)),
+            order=weight.order,
+            bias=None if bias is None else bias.to(dtype),
+        )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """float [..., in] -> float [..., out]."""
-        rows = hidden.reshape(-1, self.in_features)
-        if self.order is not None:
-            rows = rows[:, self.order]
-        product = packed_linear(rows, self.codes, self.scales, self.shifts, self.bits, self.out_features)
-        if self.bias is not None:
-            product = product + self.bias
-        return product.view(*hidden.shape[:-1], self.out_features)
+    def products(self, rows: Tensor) -> Tensor:
+        """See `RowsLinear`."""
+        return packed_linear(rows, self.codes, self.scales, self.shifts, self.bits, self.out_features)
 
 
 def _words(weight: PackedWeight) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from optkit.kernels.cuda.matrix import Matrix, dequantized, multiply
 from optkit.kernels.cuda.schedule import MOST_TOKENS
+from optkit.kernels.linear_layer import hold_
 
 
 class TiledLinear(nn.Module):
@@ -29,11 +30,7 @@ class TiledLinear(nn.Module):
     def __init__(self, matrix: Matrix, order: Tensor | None) -> None:
         super().__init__()
         self.in_features, self.out_features, self.group_size = matrix.inputs, matrix.outputs, matrix.group_size
-        self.register_buffer("codes", matrix.weight)
-        self.register_buffer("scales", matrix.scales)
-        self.register_buffer("offsets", matrix.offsets)
-        self.register_buffer("order", order)
-        self.register_buffer("bias", matrix.bias)
+        hold_(self, codes=matrix.weight, scales=matrix.scales, offsets=matrix.offsets, order=order, bias=matrix.bias)
 
     @property
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, int, int]:
