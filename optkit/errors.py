@@ -28,6 +28,11 @@ def _sentence(text: str) -> str:
     return text if not text or text[-1] in ".?!:" or "\n" in text else text + "."
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, the exception itself if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), repr(error))
+
+
 class OptkitError(Exception):
     """A mistake or a limit that the user can act on; never shown with a traceback."""
 

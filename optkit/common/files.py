@@ -140,6 +140,17 @@ def read_object(path: Path, error: type[OptkitError] = SourceError, remedy: str 
     return found
 
 
+def object_if_any(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file, an empty one if there is none or it cannot be read.
+    It is for what is only a memory, and if others say what is wrong with the file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def texts_of(value: Any) -> Mapping[str, str]:
     """Return an object whose values are texts; raises ValueError for any other value."""
     if not isinstance(value, dict):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from optkit.common.files import object_if_any
 from optkit.errors import SourceError
 from optkit.source.texts import TextSource
 
@@ -105,9 +105,5 @@ def encoder(tokenizer: Any) -> Encode:
 
 def family_that_needs_bos(directory: Path) -> str:
     """Return the `model_type` of a model whose windows have to begin with BOS; empty for others."""
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        kind = config.get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return ""
+    kind = object_if_any(directory / "config.json").get("model_type")
     return kind if isinstance(kind, str) and NEEDS_BOS in kind else ""

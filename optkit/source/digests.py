@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from optkit.common.files import sha256_of
+from optkit.common.files import object_if_any, sha256_of
 
 REMEMBERED_BYTES = 1 << 20
 """Smaller files are read again each time; that is quicker than to be wrong."""
@@ -54,14 +54,5 @@ class FileDigests:
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
-    # Only a memory: if it is damaged, the files themselves are read again and it is written
-    # anew.
-    try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return (
-        {path: entry for path, entry in known.items() if isinstance(entry, dict) and "sha256" in entry}
-        if isinstance(known, dict)
-        else {}
-    )
+    known = object_if_any(file)
+    return {path: entry for path, entry in known.items() if isinstance(entry, dict) and "sha256" in entry}

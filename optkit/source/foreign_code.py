@@ -4,10 +4,11 @@ The files are read, and nothing is imported.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from optkit.common.files import object_if_any
 
 CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 """The files in which transformers looks for `auto_map`, the classes that come with a model."""
@@ -37,24 +38,15 @@ def libraries_in(config: Any) -> list[str]:
 
 def classes_of(directory: Path) -> list[str]:
     """Return the classes that any file of a model directory names as its own code."""
-    return sorted({name for file in CONFIGS for name in classes_in(_read(directory / file))})
+    return sorted({name for file in CONFIGS for name in classes_in(object_if_any(directory / file))})
 
 
 def loaded_unasked(directory: Path) -> list[str]:
     """Return, in words, the kernels and shared libraries that a directory has loaded.
     Those who open it load them even if they trust no code.
     """
-    kernels = [f"the kernel {name} of the hub" for name in kernels_in(_read(directory / "config.json"))]
-    return kernels + [f"the library {name}" for name in libraries_in(_read(directory / GENAI_CONFIG))]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return a JSON object; an empty one if there is none, for whoever needs the file says so."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    kernels = [f"the kernel {name} of the hub" for name in kernels_in(object_if_any(directory / "config.json"))]
+    return kernels + [f"the library {name}" for name in libraries_in(object_if_any(directory / GENAI_CONFIG))]
 
 
 def _pairs(value: Any) -> Iterator[tuple[str, Any]]:

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from optkit.common.files import reading
-from optkit.errors import SourceError
+from optkit.errors import SourceError, first_line
 from optkit.model.safetensors_file import tensor_info
 from optkit.model.shape import TensorInfo
 from optkit.progress import Progress
@@ -71,12 +71,13 @@ class HubRepo:
         cached = self.snapshot(commit) / name
         if cached.is_file():
             return cached
-        with self._explained(commit) as unreachable, quiet_hub():
-            from huggingface_hub import hf_hub_download
+        with self._explained(commit) as unreachable:
+            from huggingface_hub import hf_hub_download, utils
             from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
             try:
-                return Path(hf_hub_download(self.name, name, repo_type=self.kind, revision=commit))
+                with without_bars(utils):
+                    return Path(hf_hub_download(self.name, name, repo_type=self.kind, revision=commit))
             except LocalEntryNotFoundError as error:
                 unreachable.append(error)
             except EntryNotFoundError as error:
@@ -200,20 +201,15 @@ class HubRepo:
             ) from error
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of what an exception says."""
-    return str(error).strip().partition("\n")[0]
-
-
 @contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Draw none of the hub's own progress bars, and leave its setting as it was."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    before = are_progress_bars_disabled()
-    disable_progress_bars()
+def without_bars(library: Any) -> Iterator[None]:
+    """Draw none of the progress bars of `huggingface_hub.utils` or `datasets`.
+    The setting is left as it was.
+    """
+    before = library.are_progress_bars_disabled()
+    library.disable_progress_bars()
     try:
         yield
     finally:
         if not before:
-            enable_progress_bars()
+            library.enable_progress_bars()

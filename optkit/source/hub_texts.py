@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-from optkit.errors import MissingPackageError, SourceError, did_you_mean
-from optkit.source.hub import HubRepo, first_line, quiet_hub
+from optkit.errors import MissingPackageError, SourceError, did_you_mean, first_line
+from optkit.source.hub import HubRepo, without_bars
 
 FIRST_ROWS = 10_000
 """Rows that are read of a data set that is streamed: enough to calibrate and to measure on,
@@ -30,11 +28,12 @@ def read_hub_text(repo: HubRepo, name: str, split: str, field: str, revision: st
     try:
         import datasets
         from datasets.exceptions import DatasetsError
+        from huggingface_hub import utils
     except ImportError as error:
         raise MissingPackageError("datasets", where=where, install="optkit[hub]") from error
     identifier, _, configuration = name.partition(":")
     commit = repo.commit(revision)
-    with quiet_hub(), quiet_datasets():
+    with without_bars(utils), without_bars(datasets):
         try:
             rows = datasets.load_dataset(
                 identifier, configuration or None, split=split, revision=commit, streaming=identifier not in WHOLE
@@ -48,20 +47,6 @@ def read_hub_text(repo: HubRepo, name: str, split: str, field: str, revision: st
                 remedy="Check split and configuration (org/name:configuration) at "
                 f"https://huggingface.co/datasets/{identifier}",
             ) from error
-
-
-@contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """Draw none of the progress bars of `datasets`, and leave its setting as it was."""
-    import datasets
-
-    before = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not before:
-            datasets.enable_progress_bars()
 
 
 def _field(row: dict[str, Any], field: str, where: str) -> str:

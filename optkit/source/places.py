@@ -10,6 +10,7 @@ from pathlib import Path
 
 from optkit.common.atomic import write_text_atomically
 from optkit.common.cache import default_store
+from optkit.common.files import object_if_any
 from optkit.errors import SourceError
 from optkit.source.digests import PREFIX
 from optkit.source.models import BUILT_IN, ModelSource, pin_model
@@ -70,10 +71,4 @@ def _file(cache: Path | None) -> Path:
 
 
 def _known(cache: Path | None) -> dict[str, str]:
-    try:
-        known = json.loads(_file(cache).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return (
-        {str(key): place for key, place in known.items() if isinstance(place, str)} if isinstance(known, dict) else {}
-    )
+    return {key: place for key, place in object_if_any(_file(cache)).items() if isinstance(place, str)}

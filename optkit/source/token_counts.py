@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from optkit.common.atomic import write_text_atomically
-from optkit.common.files import sha256_of
+from optkit.common.files import object_if_any, sha256_of
 from optkit.common.frozen import digest
 from optkit.errors import SourceError
 from optkit.source.calibration import load_tokenizer
@@ -125,7 +125,7 @@ class TokenCounts:
         else:
             whole, at_once = text.joined(self.data), PIECES_AT_ONCE
             parts = [whole[start : start + PIECE_CHARACTERS] for start in range(0, len(whole), PIECE_CHARACTERS)]
-        ends = int(text.packs_documents and self._has_end())
+        ends = int(text.packs_documents and bool(self._config().get("eos_token")))
         for start in range(0, len(parts), at_once):
             some = tokenizer.encode_batch_fast(parts[start : start + at_once], add_special_tokens=text.packs_documents)
             yield sum(len(each) + ends for each in some), max((max(each.ids, default=0) for each in some), default=0)
@@ -148,16 +148,8 @@ class TokenCounts:
         tokenizer.no_padding()
         return tokenizer
 
-    def _has_end(self) -> bool:
-        """Say whether documents are ended by a token."""
-        return bool(self._config().get("eos_token"))
-
     def _config(self) -> dict[str, Any]:
-        try:
-            found = json.loads((self.directory / TOKENIZER_CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return object_if_any(self.directory / TOKENIZER_CONFIG)
 
     def _file(self, text: TrainingText) -> Path:
         tokenizer = {"file": sha256_of(self.directory / TOKENIZER), "config": self._config()}
