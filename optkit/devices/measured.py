@@ -59,7 +59,7 @@ def measure_roof(device: str, progress: Progress) -> Roof:
             with _float32_products("high" if name == "tf32" else "highest"):
                 rates[name] = _best(calls(), device)
             task.advance(note=name)
-    _free(device)
+    return_freed_memory(device)
     return Roof(reading=read, copying=copy, products=rates)
 
 
@@ -200,9 +200,3 @@ def _float32_products(precision: str) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _free(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.empty_cache()
-    return_freed_memory()

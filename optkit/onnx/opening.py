@@ -27,6 +27,8 @@ UNKNOWN = (
 attribute.
 """
 
+HIDDEN_MEMORY = "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
+
 
 @dataclass(frozen=True)
 class Provider:
@@ -62,6 +64,18 @@ class Opened:
     """How many nodes of the optimised graph each provider computes; empty if ONNX Runtime does
     not tell.
     """
+
+    def note(self) -> str:
+        """Return a sentence on what computes the graph."""
+        import onnxruntime
+
+        counts = self.nodes
+        shares = [
+            f"{name} ({counts[name]} nodes)" if name in counts else name
+            for name in self.providers
+            if counts.get(name, 1)
+        ]
+        return f"onnxruntime {onnxruntime.__version__}: computed by {', '.join(shares)}"
 
 
 def open_model(model: Path, device: str = "cpu", threads: int | None = None, providers: Sequence[str] = ()) -> Opened:

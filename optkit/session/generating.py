@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from optkit.errors import EvalError
-from optkit.session.tokenizer import encode
 from optkit.source.calibration import load_tokenizer
 
 NO_POSITIONS = 1 << 31
@@ -66,7 +65,7 @@ class GeneratingSession(ABC):
 
     def encode(self, text: str) -> Tensor:
         """Return a text's token ids, int64 [tokens], with the tokenizer's own special tokens."""
-        return encode(self.tokenizer, text)
+        return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
     def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
         """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""

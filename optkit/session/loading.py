@@ -9,7 +9,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from optkit.common.out_of_resources import is_out_of_memory
-from optkit.errors import MissingPackageError, OptkitError, SourceError
+from optkit.errors import MissingPackageError, OptkitError, SourceError, first_line
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.names import is_ignorable
@@ -57,11 +57,11 @@ def load_by_transformers(
     except ImportError as error:
         if method in PACKAGES:
             raise MissingPackageError(PACKAGES[method], where=f"{where} ({method})") from error
-        raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
+        raise SourceError("transformers cannot open it", where=where, why=first_line(error)) from error
     except Exception as error:  # whatever transformers makes of numbers that it does not expect
         if is_out_of_memory(error) or isinstance(error, OptkitError):
             raise
-        raise SourceError("transformers cannot open it", where=where, why=_first_line(error)) from error
+        raise SourceError("transformers cannot open it", where=where, why=first_line(error)) from error
     report["missing_keys"] = [name for name in report["missing_keys"] if not _is_unused(name, checkpoint)]
     report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not is_ignorable(name, model)]
     problems = [
@@ -105,7 +105,3 @@ def _refuse_unpackable(model: PreTrainedModel, where: str) -> None:
 def _some(names: Any) -> str:
     shown = sorted(name if isinstance(name, str) else str(name[0]) for name in names)
     return ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), repr(error))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from optkit.model.memory import return_freed_memory
 from optkit.model.pooling import Pooling
 from optkit.onnx.directory import OnnxDirectory
 from optkit.onnx.feeds import prompt_feeds
-from optkit.onnx.opening import Opened, import_runtime, open_model, runtime_errors
+from optkit.onnx.opening import HIDDEN_MEMORY, Opened, open_model, runtime_errors
 from optkit.session.encoder import Encoder
 
 if TYPE_CHECKING:
@@ -59,10 +59,8 @@ class OnnxEncoder(Encoder):
         super().__init__(directory, device, trust_remote_code, pooling, self.graph.positions, int(vocabulary))
         self.output = self._named(FEATURES if pooling else LOGITS)
         self._opened: Opened | None = open_model(self.graph.path, device, threads, providers)
-        self.notes: tuple[str, ...] = tuple(self._notes(self._opened))
-        self.hidden_memory = (
-            "" if device == "cpu" else "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
-        )
+        self.notes = (self._opened.note(), *self._pooling_notes())
+        self.hidden_memory = "" if device == "cpu" else HIDDEN_MEMORY
 
     @property
     def dtype(self) -> str:
@@ -111,14 +109,3 @@ class OnnxEncoder(Encoder):
             + ("an encoder that gives features" if names == FEATURES else "an encoder with a head"),
             remedy="Export it again, with exporter: torch",
         )
-
-    def _notes(self, opened: Opened) -> Iterator[str]:
-        version = import_runtime(str(self.directory)).__version__
-        counts = opened.nodes
-        shares = [
-            f"{name} ({counts[name]} nodes)" if name in counts else name
-            for name in opened.providers
-            if counts.get(name, 1)
-        ]
-        yield f"onnxruntime {version}: computed by {', '.join(shares)}"
-        yield from self._pooling_notes()

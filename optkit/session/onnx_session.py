@@ -11,14 +11,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optkit.model.pooling import pooling_for
+from optkit.model.task import Task, task_of
 from optkit.onnx.decode_bytes import decode_bytes
 from optkit.onnx.directory import OnnxDirectory
 from optkit.onnx.genai import GenaiModel
-from optkit.onnx.opening import import_runtime
+from optkit.onnx.opening import HIDDEN_MEMORY
 from optkit.onnx.runtime import OnnxRunner
 from optkit.session.generating import NO_POSITIONS, GeneratingSession
+from optkit.session.onnx_encoder import OnnxEncoder
+from optkit.stage import Opening
 
 Engine = Literal["onnxruntime", "onnxruntime-genai"]
+
+
+def open_onnx(opening: Opening) -> OnnxSession | OnnxEncoder:
+    """Open an ONNX directory; see `optkit.session.open_session`."""
+    directory, options = opening.directory, opening.load_kwargs
+    task = task_of(OnnxDirectory(directory).config) or Task.GENERATION
+    if task is Task.GENERATION:
+        return OnnxSession(directory, opening.device, opening.trust_remote_code, **options)
+    pooling = pooling_for(directory, task)
+    return OnnxEncoder(directory, opening.device, opening.trust_remote_code, pooling, **options)
 
 
 class OnnxSession(GeneratingSession):
@@ -47,9 +61,7 @@ class OnnxSession(GeneratingSession):
         self.vocabulary = self._genai.vocabulary if self._genai else self.runner.vocabulary
         self.positions = self._model.positions or NO_POSITIONS
         self.notes: tuple[str, ...] = self._genai.notes if self._genai else tuple(self._notes())
-        self.hidden_memory = (
-            "" if device == "cpu" else "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
-        )
+        self.hidden_memory = "" if device == "cpu" else HIDDEN_MEMORY
 
     @property
     def generates_elsewhere(self) -> bool:
@@ -141,14 +153,7 @@ class OnnxSession(GeneratingSession):
         return chosen
 
     def _notes(self) -> Iterator[str]:
-        version = import_runtime(str(self.directory)).__version__
-        counts = self.runner.opened.nodes
-        shares = [
-            f"{name} ({counts[name]} nodes)" if name in counts else name
-            for name in self.runner.providers
-            if counts.get(name, 1)
-        ]
-        yield f"onnxruntime {version}: computed by {', '.join(shares)}"
+        yield self.runner.opened.note()
         if not self.runner.cache:
             yield "onnxruntime: the graph has no KV cache, so that each new token is computed from the whole sequence"
         elif not all(layer.shared for layer in self.runner.cache):

@@ -62,9 +62,7 @@ class TorchEncoder(Encoder):
     def close(self) -> None:
         """Give the memory back; the session cannot be used afterwards."""
         self._opened = None
-        if self.device != "cpu":
-            torch.cuda.empty_cache()
-        return_freed_memory()
+        return_freed_memory(self.device)
 
     def _run(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """int64 [batch, sequence] twice -> the first output, float32, on the device."""

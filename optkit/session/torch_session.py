@@ -57,7 +57,11 @@ class TorchSession(GeneratingSession):
         self._compiled = getattr(model, "_compiled_call_impl", None) is not None
         self._compiles = self._compiled or getattr(model.config, "_attn_implementation", "") == "flex_attention"
         self._notes, self._given_up_before = notes, times_given_up()
-        self._compiling = self._watch_compiler() if self._compiled else None
+        self._compiling: CompileWatch | None = None
+        if self._compiled:
+            from optkit.session.compile_watch import CompileWatch
+
+            self._compiling = CompileWatch()
         self.speculation: Speculation | None = None
         """What was proposed and kept so far; None if the model decodes token by token."""
         self._proposer: tuple[Proposer, int] | None = None
@@ -250,9 +254,7 @@ class TorchSession(GeneratingSession):
             self._compiling.close()
         if self._compiles:
             torch.compiler.reset()
-        if self.device != "cpu":
-            torch.cuda.empty_cache()
-        return_freed_memory()
+        return_freed_memory(self.device)
 
     def _stream(self, tokens: Tensor, new_tokens: int, *, waiting: bool) -> Iterator[Tensor]:
         if self._proposer and self.speculation is not None:
@@ -319,18 +321,12 @@ class TorchSession(GeneratingSession):
 
     @contextmanager
     def _no_gradients(self) -> Iterator[None]:
-        with torch.no_grad() if self._compiled else torch.inference_mode(), self._computing():
-            if self._compiling:
-                with self._compiling.errors():
-                    yield
-            else:
-                yield
-
-    @staticmethod
-    def _watch_compiler() -> CompileWatch:
-        from optkit.session.compile_watch import CompileWatch
-
-        return CompileWatch()
+        with (
+            torch.no_grad() if self._compiled else torch.inference_mode(),
+            self._computing(),
+            self._compiling.errors() if self._compiling else nullcontext(),
+        ):
+            yield
 
     def _synchronize(self) -> None:
         if self.device != "cpu":

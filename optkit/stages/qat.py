@@ -17,6 +17,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from optkit.common.field_types import LearningRate
 from optkit.common.frozen import Frozen, digest
 from optkit.model.linear_layers import Layer, layers_of
+from optkit.model.memory import return_freed_memory
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES
@@ -239,7 +240,7 @@ class Qat(GptqFields, WeightQuantizer):
         facts = {"begun": self._begun, "details": job.details, "notes": job.notes, "calibrated_on": job.calibrated_on}
         write_codes(path, starts, {name: packed_grid(job, name) for name in starts}, facts)
         job.inputs = None
-        _give_back(job.context.device)
+        return_freed_memory(job.context.device)
         layers, _, facts = read_codes(path)
         return layers, facts
 
@@ -299,11 +300,3 @@ def _place(context: Context) -> Iterator[Path]:
     else:
         context.workspace.mkdir(parents=True, exist_ok=True)
         yield context.workspace
-
-
-def _give_back(device: str) -> None:
-    """Let go of a GPU's memory that is no longer used."""
-    if device != "cpu":
-        import torch
-
-        torch.cuda.empty_cache()

@@ -31,7 +31,7 @@ class OnnxModel(Format):
     may_link: ClassVar[bool] = False  # onnx.load and onnx.checker refuse data files with several hard links
     computes_in: ClassVar[str | None] = "float32"
     libraries: ClassVar[Mapping[str, tuple[str, ...]]] = {"onnxruntime": RUNTIME_BUILDS}
-    session: ClassVar[str] = "optkit.session.onnx_opening:open_onnx"
+    session: ClassVar[str] = "optkit.session.onnx_session:open_onnx"
     verification: ClassVar[str] = "optkit.verification.onnx_checks:OnnxFiles"
 
     def detects(self, names: Collection[str]) -> bool:
