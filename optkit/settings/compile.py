@@ -122,20 +122,11 @@ def _kind(device: str) -> str:
 
 
 def _require_tools(kind: str) -> None:
-    if kind == "cuda":
-        _require_triton()
-    _require_compiler(kind)
-
-
-def _require_triton() -> None:
-    if find_spec("triton") is None:
-        raise MissingPackageError("triton", where="compile on cuda")
-
-
-def _require_compiler(kind: str) -> None:
-    """Raise StageError if the compiler that torch or triton calls is missing.
+    """Raise MissingPackageError without triton on a GPU, StageError without the compiler to call.
     torch calls C++ on the CPU, triton C on a GPU.
     """
+    if kind == "cuda" and find_spec("triton") is None:
+        raise MissingPackageError("triton", where="compile on cuda")
     if not _has_compiler(kind):
         language, variable, names = COMPILERS[kind]
         named = os.environ.get(variable)

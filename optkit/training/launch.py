@@ -16,7 +16,7 @@ from optkit.processes.child import Child, collect
 from optkit.processes.commands import python_environment
 from optkit.processes.crashes import ChildEndedError, ChildError
 from optkit.stage import Context, Report, Transform
-from optkit.training.worker import Job
+from optkit.training.worker import PATHS, Job
 
 WORKER = "optkit.training.worker"
 GRACE_S = 10.0
@@ -44,17 +44,14 @@ def launch(stage: Transform, source: Path, target: Path, context: Context, devic
 
 
 def _job(stage: Transform, source: Path, target: Path, context: Context, rank: int, ranks: int, directory: Path) -> Job:
+    paths = {name: str(path.absolute()) if (path := getattr(context, name)) else None for name in PATHS}
+    told = {"seed": context.seed, "trust_remote_code": context.trust_remote_code, "may_link": context.may_link}
     return Job(
         stage=described(stage),
         source=source.absolute(),
         target=target.absolute(),
         device=context.device.partition(":")[0],
-        seed=context.seed,
-        data=context.data.absolute() if context.data else None,
-        trust_remote_code=context.trust_remote_code,
-        origin=context.origin.absolute() if context.origin else None,
-        workspace=context.workspace.absolute() if context.workspace else None,
-        may_link=context.may_link,
+        context={**told, **paths},
         rank=rank,
         ranks=ranks,
         meeting=directory.absolute() / "meeting",

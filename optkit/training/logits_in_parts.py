@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from optkit.errors import SourceError
+from optkit.model.replaced_forward import replaced_forward
 
 
 class _Output:
@@ -26,17 +27,6 @@ class _Output:
         return None
 
 
-class _Given(nn.Module):
-    """Stands in the place of the decoder and returns what it was given."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.output = _Output(hidden)
-
-    def forward(self, *_arguments: Any, **_keywords: Any) -> _Output:
-        return self.output
-
-
 class TwoParts:
     """The decoder of a model, and what follows: lm_head, and what the model does to logits."""
 
@@ -45,12 +35,9 @@ class TwoParts:
         cannot be taken apart.
         """
         self.model = model
-        self.owner, self.leaf = self._place()
-
-    @property
-    def decoder(self) -> nn.Module:
-        """The module from tokens to the hidden states that lm_head is given."""
-        return self.owner.get_submodule(self.leaf)
+        self.decoder: nn.Module
+        """From tokens to the hidden states that lm_head is given."""
+        self._find_decoder()
 
     @property
     def head_parameters(self) -> list[nn.Parameter]:
@@ -67,16 +54,12 @@ class TwoParts:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float [b, n, v] for any positions, float [b, n, h], of what the decoder returned."""
-        decoder = self.decoder
-        tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-        try:
-            self.owner._modules[self.leaf] = _Given(hidden)
+        tokens, output = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device), _Output(hidden)
+        with replaced_forward({self.decoder: lambda *_, **__: output}):
             return self.model(input_ids=tokens, use_cache=False).logits  # type: ignore[no-any-return]
-        finally:
-            self.owner._modules[self.leaf] = decoder
 
     @torch.no_grad()
-    def _place(self) -> tuple[nn.Module, str]:
+    def _find_decoder(self) -> None:
         base = self.model.base_model
         tokens = torch.arange(1, 9, device=self.model.device)[None]
         whole = self.model(input_ids=tokens, use_cache=False).logits
@@ -84,14 +67,14 @@ class TwoParts:
         for owner, leaf in ((self.model, self.model.base_model_prefix), (base, "decoder")):
             if leaf not in owner._modules:
                 continue
-            self.owner, self.leaf = owner, leaf
+            self.decoder = owner.get_submodule(leaf)
             try:
                 found = self.logits(self.run(tokens).last_hidden_state)
             except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:
                 reason = str(error).partition("\n")[0]
                 continue
             if found.shape == whole.shape and torch.allclose(found.float(), whole.float(), rtol=1e-3, atol=1e-3):
-                return owner, leaf
+                return
             reason = "its logits are others than those of the whole model"
         raise SourceError(
             f"unsupported architecture {type(self.model).__name__}: decoder and output layer cannot be run apart",

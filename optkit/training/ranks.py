@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from optkit.model.blocks import find_blocks
 from optkit.training.objective import Objective
@@ -152,20 +153,14 @@ class Group(Ranks):
         return float(told)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor
-
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
         if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
             return whole
         return distribute_tensor(whole.to(self.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
     def hand_out_(self, parameter: Tensor, whole: Tensor | None) -> None:
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
         told = torch.empty(parameter.shape, dtype=parameter.dtype) if whole is None else whole
         told = told.to(self.device, parameter.dtype)
         if isinstance(parameter, DTensor):

@@ -15,7 +15,7 @@ from optkit.model.shape import ModelShape
 from optkit.training.flops import step_flops
 from optkit.training.memory_kinds import MemoryKinds
 from optkit.training.ranks import Ranks
-from optkit.training.speed import Speed, peak_of
+from optkit.training.speed import peak_of, speed_record
 from optkit.training.training_options import TrainingResult
 from optkit.training.training_record import Judged, Point, SpeedRecord, TrainingRecord, fewer, thinned
 
@@ -108,5 +108,5 @@ def _speed(result: TrainingResult, trainee: Trainee, device: str, devices: int) 
     except SourceError:
         return None
     peak = None if device == "cpu" and devices > 1 else peak_of(device)  # processes on a CPU share its rate
-    speed = Speed(result.tokens, result.course.step_seconds, flops, trainee.length, devices, peak, trainee.arithmetic)
-    return SpeedRecord.model_validate(speed.details())
+    seconds = result.course.step_seconds
+    return speed_record(result.tokens, seconds, flops, trainee.length, devices, peak, trainee.arithmetic)

@@ -16,6 +16,9 @@ from optkit.stage import Context, Report, Transform
 TIMEOUT_S = 1800.0
 """How long a process waits for the others: longer than writing a checkpoint takes."""
 
+PATHS = ("data", "origin", "workspace")
+"""Fields of a `Context` that are paths or None."""
+
 
 class Job(Frozen):
     """What all processes do together, and which one this is."""
@@ -26,12 +29,8 @@ class Job(Frozen):
     target: Path
     device: str
     """`cpu` or `cuda`, of which each process takes its own."""
-    seed: int
-    data: Path | None
-    trust_remote_code: bool
-    origin: Path | None
-    workspace: Path | None
-    may_link: bool
+    context: dict[str, Any]
+    """The other fields of a `Context` that are JSON values."""
     rank: int
     ranks: int
     meeting: Path
@@ -54,16 +53,9 @@ def run(job: Job, parent: Parent) -> Report:
 
     device = "cpu" if job.device == "cpu" else f"cuda:{job.rank}"
     join(device, job.rank, job.ranks, str(job.meeting), TIMEOUT_S)
-    context = Context(
-        device=device,
-        seed=job.seed,
-        progress=parent if job.rank == 0 else SilentProgress(),
-        data=job.data,
-        trust_remote_code=job.trust_remote_code,
-        origin=job.origin,
-        workspace=job.workspace,
-        may_link=job.may_link,
-    )
+    paths = {name: value and Path(value) for name, value in job.context.items() if name in PATHS}
+    progress = parent if job.rank == 0 else SilentProgress()
+    context = Context(**{**job.context, **paths, "device": device, "progress": progress})
     stage = restored(job.stage)
     assert isinstance(stage, Transform)
     report = stage.run(job.source, job.target, context)

@@ -16,8 +16,7 @@ from optkit.model.attention import attention_of
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.training.flops import StepFlops, forward_flops, step_flops
-from optkit.training.speed import Speed, peak_of
-from optkit.training.training_record import SpeedRecord
+from optkit.training.speed import peak_of, speed_record
 
 TinyModel = Callable[[str], Path]
 DENSE = ("llama", "qwen2", "gemma", "gpt2", "gptj", "opt")
@@ -117,14 +116,16 @@ def test_a_token_meets_the_experts_that_it_is_sent_to(tiny_model: TinyModel) -> 
 
 def test_speed_is_a_share_of_the_rate_of_each_device() -> None:
     peak = Device("a device", 1e12, {"fp32": 1e12, "bf16": 4e12}, 1e9, "its datasheet")
-    speed = Speed(1000, 2.0, StepFlops(1e9, 2e9, 0.9e9, 0.1e9), length=10, devices=2, peak=peak, arithmetic="bf16")
+    sequence = StepFlops(1e9, 2e9, 0.9e9, 0.1e9)
+    speed = speed_record(1000, 2.0, sequence, length=10, devices=2, peak=peak, arithmetic="bf16")
     assert speed.tokens_per_s == 500
-    assert speed.model_tflops_per_s == pytest.approx(3e9 * 50 / 2 / 1e12)
-    assert speed.model_flops_utilization == pytest.approx(3e9 * 50 / 2 / 4e12)
-    assert speed.hardware_flops_utilization == pytest.approx(4e9 * 50 / 2 / 4e12)
-    assert speed.details()["peak"] == "bf16 of a device, its datasheet"
-    assert SpeedRecord.model_validate(speed.details()).peak_tflops_per_s == speed.details()["peak_tflops_per_s"]
-    assert "mfu" not in Speed(1000, 2.0, StepFlops(1e9, 2e9, 0, 0), length=10).details()
+    assert speed.tflops_per_s == pytest.approx(3e9 * 50 / 2 / 1e12)
+    assert speed.hardware_tflops_per_s == pytest.approx(4e9 * 50 / 2 / 1e12)
+    assert speed.mfu == pytest.approx(3e9 * 50 / 2 / 4e12)
+    assert speed.hfu == pytest.approx(4e9 * 50 / 2 / 4e12)
+    assert speed.peak == "bf16 of a device, its datasheet"
+    assert speed.peak_tflops_per_s == 4
+    assert speed_record(1000, 2.0, StepFlops(1e9, 2e9, 0, 0), length=10).mfu is None
 
 
 @pytest.mark.parametrize(
