@@ -4,16 +4,15 @@ It is built on the meta device, with the real weights of one part of it at a tim
 skeleton = Skeleton(Checkpoint(directory))
 inputs = skeleton.capture_inputs(tokens, "cpu", batch_size=8)
 for index, block in enumerate(skeleton.blocks):
-    skeleton.load_(block.name, "cpu")
-    for batch in inputs.batches:
-        inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
-    skeleton.release_(block.name)
+    with skeleton.loaded(block, "cpu", "Take a machine with more memory"):
+        skeleton.advance_(index, inputs)
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -24,8 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from optkit.common.out_of_resources import is_out_of_memory
-from optkit.errors import SourceError, StageError
+from optkit.common.out_of_resources import is_out_of_memory, out_of_memory
+from optkit.errors import SourceError, StageError, first_line
 from optkit.model.attention_choice import attention_options
 from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
 from optkit.model.checkpoint import Checkpoint, all_finite
@@ -119,6 +118,16 @@ class Skeleton:
         """Put a module and all below it back to the meta device."""
         self._release(self._slots(module_name))
 
+    @contextmanager
+    def loaded(self, block: Block, device: str, less_memory: str) -> Iterator[None]:
+        """Have the weights of a block on the device for a while; raises as `load_` does.
+        Without memory it raises ResourceError, which says what to lower.
+        """
+        with out_of_memory(block.name, device, less_memory):
+            self.load_(block.name, device)
+            yield
+            self.release_(block.name)
+
     def load_outside_(self, device: str | torch.device) -> None:
         """Put everything outside the blocks on the device; raises as `load_` does."""
         self._load(self._outside(), device)
@@ -158,6 +167,18 @@ class Skeleton:
     def run_block(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         """Run one loaded block alone: float [batch, sequence, hidden] -> the same shape."""
         return call.run(self.blocks[index].module, hidden)
+
+    def advance_(self, index: int, inputs: BlockInputs, hidden: Tensor | None = None) -> None:
+        """Replace hidden states by what a loaded block makes of them.
+        They are float [sequences, sequence_length, hidden]; None: those of the inputs.
+        """
+        hidden = inputs.hidden if hidden is None else hidden
+        for batch in inputs.batches:
+            hidden[batch.rows] = self.run_block(index, hidden[batch.rows], batch.calls[index])
+
+    def stored_dtype(self, tensor: str) -> torch.dtype:
+        """Return the dtype in which the checkpoint has a tensor."""
+        return TORCH_DTYPES[self.checkpoint.tensors[tensor].dtype]
 
     def head_inputs(self, inputs: BlockInputs, device: str | torch.device) -> Iterator[Tensor]:
         """Yield what lm_head is given for each batch, once `inputs.hidden` left the last block.
@@ -273,13 +294,9 @@ def empty_model(
         )
         architecture = ", ".join(checkpoint.config.get("architectures") or [str(checkpoint.config.get("model_type"))])
         raise SourceError(
-            f"transformers cannot build {architecture}", where=where, why=_first_line(error), remedy=remedy
+            f"transformers cannot build {architecture}", where=where, why=first_line(error), remedy=remedy
         ) from error
     return model.requires_grad_(False).eval()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), repr(error))
 
 
 def stored_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:

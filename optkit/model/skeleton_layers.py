@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from optkit.model.experts import Experts
@@ -33,6 +33,18 @@ def layers_of_skeleton(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, 
         name: layer for name, layer in matrices_of(skeleton.checkpoint.shape).items() if f"{name}.weight" not in read
     }
     return layers, {**outside, **unread}
+
+
+def float_weight(module: nn.Module) -> Tensor:
+    """Return the weight of a Linear or Conv1D as float32 [out, in]."""
+    stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+    return (stored.T.contiguous() if isinstance(module, Conv1D) else stored).float()
+
+
+def put_weight_(module: nn.Module, weight: Tensor) -> None:
+    """Set the weight of a Linear or Conv1D to float [out, in]."""
+    parameter: Tensor = module.weight  # type: ignore[assignment]
+    parameter.copy_(weight.T if isinstance(module, Conv1D) else weight)
 
 
 def stored_names(skeleton: Skeleton) -> dict[str, str]:

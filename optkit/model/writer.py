@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,9 @@ from optkit.model.companions import find_companions
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from optkit.model.skeleton import Skeleton
+    from optkit.progress import Task
 
 SHARD_BYTES = 4 << 30
 """Largest shard, unless one tensor is larger."""
@@ -117,6 +120,21 @@ class CheckpointWriter:
             return
         for path in self.target.glob(".shard-*.partial"):
             path.unlink()
+
+
+def write_blocks(skeleton: Skeleton, target: Path, changed: Iterable[Mapping[str, Tensor]], task: Task) -> None:
+    """Write every tensor of a model, block after block; `changed` yields those of each that are others.
+    Raises SourceError for weights that are NaN or Inf, ResourceError when the disk is full.
+    """
+    checkpoint = skeleton.checkpoint
+    with CheckpointWriter(target) as writer:
+        for name in skeleton.outside_tensors:
+            writer.add(name, checkpoint.read_finite(name))
+        for block, tensors in zip(skeleton.blocks, changed, strict=True):
+            left = dict(tensors)
+            for name in skeleton.block_tensors(block):
+                writer.add(name, left.pop(name) if name in left else checkpoint.read_finite(name))
+            task.advance(note=block.name)
 
 
 def copy_companions(source: Path, target: Path, trusted: bool = False) -> None:

@@ -32,6 +32,8 @@ from optkit.stages.sensitivity.needed_memory import sensitivity_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from optkit.model.skeleton import Skeleton
+
 KIND = "auto_bits"
 DEFAULT_CHOICES = (
     Choice(bits=4, group_size=128, symmetric=True),
@@ -204,12 +206,9 @@ class AutoBits(Transform):
 
     def _costs(self, source: Path, items: Sequence[Item], tokens: Tensor, context: Context) -> list[list[float]]:
         """Return the predicted divergence of each item under each of its choices, nats per token."""
-        import torch
-
-        from optkit.model.skeleton import Skeleton
         from optkit.stages.sensitivity.measure import grids_of, measure_sensitivity
 
-        skeleton = Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
+        skeleton = _skeleton(source, context)
         forms = {layer.name: [choice.form for choice in item.choices] for item in items for layer in item.layers}
         grids = grids_of(skeleton.checkpoint, forms)
         measured = measure_sensitivity(
@@ -247,9 +246,6 @@ class AutoBits(Transform):
         """Quantize with a single form too, and leave in `target` the model that diverges less.
         Held-out windows decide. Returns its report.
         """
-        import torch
-
-        from optkit.model.skeleton import Skeleton
         from optkit.stages.sensitivity.held_out import mean_divergences
 
         label = next(iter(uniform.values())).form.label
@@ -257,9 +253,10 @@ class AutoBits(Transform):
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.uniform-") as directory:
             other = Path(directory)
             simpler = self._stage(uniform).run(source, other, context)
-            skeleton = Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
             copies = [Checkpoint(target), Checkpoint(other)]
-            chosen, single = mean_divergences(skeleton, copies, windows, context.device, context.progress)
+            chosen, single = mean_divergences(
+                _skeleton(source, context), copies, windows, context.device, context.progress
+            )
             details["held_out_divergence"] = {"chosen": chosen, label: single, "tokens": windows.numel()}
             if chosen <= single:
                 return report
@@ -288,6 +285,14 @@ class AutoBits(Transform):
                 remedy="Take a longer text, or set held_out_samples: 0",
             )
         return windows[unseen[-self.held_out_samples :]]
+
+
+def _skeleton(source: Path, context: Context) -> Skeleton:
+    import torch
+
+    from optkit.model.skeleton import Skeleton
+
+    return Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
 
 
 def _override(choice: Choice) -> Override:

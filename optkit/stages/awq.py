@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from optkit.common.out_of_resources import out_of_memory
-from optkit.errors import StageError
 from optkit.model.linear_layers import Layer, Selection
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
@@ -16,8 +15,8 @@ from optkit.packed_tensors.awq import AWQ, AwqPacked, refuse_unfit_for_awq
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.stages.quantizing.backend_field import Backed
-from optkit.stages.quantizing.fitting import refuse_some_experts, refuse_uneven_groups, refuse_unfit
-from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling, ScaledBlock, weight_of
+from optkit.stages.quantizing.fitting import refuse_conv1d, refuse_some_experts, refuse_uneven_groups, refuse_unfit
+from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling, ScaledBlock
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.overrides import Override
 from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob
@@ -78,14 +77,12 @@ class Awq(InputScaling, Backed):
 
     def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         layers = tuple(selection.layers.values())
-        transposed = [layer.name for layer in layers if layer.transposed]
-        if transposed:
-            raise StageError(
-                f"{len(transposed):,} layers are Conv1D ({transposed[0]}, ...)",
-                where=self.kind,
-                why="compressed-tensors and awq hold Linear layers only",
-                remedy="Put `- awq_scale` in front of `- gptq: {format: gptq}`",
-            )
+        refuse_conv1d(
+            layers,
+            self.kind,
+            "Put `- awq_scale` in front of `- gptq: {format: gptq}`",
+            "compressed-tensors and awq hold Linear layers only",
+        )
         if self.packing == AWQ:
             refuse_unfit_for_awq(layers, formats, self.kind)
             refuse_uneven_groups(layers, next(iter(formats.values())).group_size, self.kind)  # type: ignore[attr-defined]
@@ -112,15 +109,13 @@ class Awq(InputScaling, Backed):
     def _block(self, job: QuantizationJob, index: int, scaler: BlockScaler) -> BlockOutput:
         """Scale and round a block; nothing of it is in memory when it returns but what is written."""
         device, skeleton, block = job.context.device, job.skeleton, job.skeleton.blocks[index]
-        with out_of_memory(block.name, device, LESS_MEMORY):
-            skeleton.load_(block.name, device)
+        with skeleton.loaded(block, device, LESS_MEMORY):
             grids = {name: packed_grid(job, name) for name in job.modules(index)}
             calibrated = {name: grid for name, grid in grids.items() if not self._rounds_to_nearest(name)}
             scaled = scaler.scale_(index, calibrated, "nearest", self.kind)
             quantized = self._quantize_block(job, index, grids, scaled)
             if index + 1 < len(skeleton.blocks) or job.head:
-                scaler.advance_(index)
-            skeleton.release_(block.name)
+                skeleton.advance_(index, scaler.inputs)
         job.details["gains"] |= scaled.gains
         job.details["unscaled"] |= scaled.refused
         replaced = {
@@ -133,19 +128,19 @@ class Awq(InputScaling, Backed):
     ) -> dict[str, QuantizedWeight]:
         """Round the layers of a block, and put the rounded weights into the modules."""
         from optkit.algorithms.gptq import relative_error
+        from optkit.model.skeleton_layers import float_weight, put_weight_
 
         quantized = {}
         for name, module in job.modules(index).items():
             job.task.advance(0, note=name)
-            weight, hessian = weight_of(module), scaled.hessians.get(name)
+            weight, hessian = float_weight(module), scaled.hessians.get(name)
             quantized[name] = self._round(name, weight, grids[name], None if hessian is None else hessian.diagonal())
             rounded = quantized[name].dequantize()
             if hessian is not None:
                 job.details["losses"][name] = relative_error(weight, rounded, hessian)
             elif not self._rounds_to_nearest(name):
                 job.details["rounded_without_inputs"].append(name)
-            parameter: Tensor = module.weight  # type: ignore[assignment]
-            parameter.copy_(rounded)
+            put_weight_(module, rounded)
         return quantized
 
     def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -12,12 +12,14 @@ from optkit.common.out_of_resources import out_of_memory
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, layers_of, select
 from optkit.model.shape import ModelShape
-from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.model.writer import SHARD_BYTES, copy_companions, write_blocks, write_config
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.quantizing.fitting import refuse_uneven_groups
 from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from optkit.model.skeleton import Skeleton
 
 STAGE = "awq_scale"
@@ -59,29 +61,24 @@ class AwqScale(InputScaling, Transform):
         details: dict[str, Any] = {"gains": {}}
         refused: dict[str, str] = {}
         changed: set[str] = set()
-        with context.progress.task(STAGE, len(skeleton.blocks), "blocks") as task, CheckpointWriter(target) as writer:
-            for name in skeleton.outside_tensors:
-                writer.add(name, skeleton.checkpoint.read_finite(name))
+
+        def scaled_blocks() -> Iterator[dict[str, Tensor]]:
             with out_of_memory("in front of the first block", context.device, LESS_MEMORY):
                 tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
                 scaler = BlockScaler(skeleton, tokens, context.device, self)
             for index, block in enumerate(skeleton.blocks):
-                with out_of_memory(block.name, context.device, LESS_MEMORY):
-                    skeleton.load_(block.name, context.device)
+                with skeleton.loaded(block, context.device, LESS_MEMORY):
                     scaled = scaler.scale_(index, self._grids(skeleton, index, layers), self.rounding, STAGE)
                     scaled.hessians.clear()
                     if index + 1 < len(skeleton.blocks):
-                        scaler.advance_(index)
-                    skeleton.release_(block.name)
-                details["gains"] |= scaled.gains
-                refused |= scaled.refused
-                changed |= set(scaled.changed)
-                for name in skeleton.block_tensors(block):
-                    writer.add(
-                        name,
-                        scaled.changed.pop(name) if name in scaled.changed else skeleton.checkpoint.read_finite(name),
-                    )
-                task.advance(note=block.name)
+                        skeleton.advance_(index, scaler.inputs)
+                details["gains"].update(scaled.gains)
+                refused.update(scaled.refused)
+                changed.update(scaled.changed)
+                yield scaled.changed
+
+        with context.progress.task(STAGE, len(skeleton.blocks), "blocks") as task:
+            write_blocks(skeleton, target, scaled_blocks(), task)
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, skeleton.checkpoint.config)
         details["seconds"] = round(time.monotonic() - started, 2)

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.linear_layers import Selection
 from optkit.packed_tensors.base import LayerFormat
-from optkit.packed_tensors.eight_bit import BLOCK, Activations, Number, Scales
+from optkit.packed_tensors.eight_bit import BLOCK, Number
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer
 from optkit.stages.quantizing.fitting import refuse_odd_shapes
@@ -60,18 +60,6 @@ class Fp8(EightBitQuantizer):
                 "vLLM has no static activations beside weights in blocks: set activations: dynamic, or scales: channel"
             )
         return self
-
-    @property
-    def weight_scales(self) -> Scales:
-        return self.scales
-
-    @property
-    def input_rounding(self) -> Activations:
-        return self.activations
-
-    @property
-    def calibration_text(self) -> Calibration | None:
-        return self.calibration
 
     def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         super().check_layers(selection, formats)

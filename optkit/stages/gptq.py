@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from optkit.algorithms.grid import QuantizedWeight
     from optkit.algorithms.hessian import Hessian
-    from optkit.stages.quantizing.hessians import HessianCollector
 
 FEW_TOKENS = 128
 """A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its
@@ -97,7 +96,7 @@ class Gptq(GptqFields, Backed):
 
     def calibrated_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield each block's quantized layers, and count the zeros of pruned ones in the details."""
-        from optkit.stages.quantizing.hessians import HessianCollector
+        from optkit.stages.quantizing.hessians import collect_hessians, turns_of
 
         device, skeleton = job.context.device, job.skeleton
         tokens = self.calibration.tokens(job.source, job.context.data, job.context.trust_remote_code)
@@ -106,16 +105,18 @@ class Gptq(GptqFields, Backed):
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
         for index, block in enumerate(skeleton.blocks):
-            with out_of_memory(block.name, device, LESS_MEMORY):
-                skeleton.load_(block.name, device)
-                collector = HessianCollector(skeleton, index, inputs, self.equal_tokens)
+            with skeleton.loaded(block, device, LESS_MEMORY):
                 modules = job.modules(index)
                 quantized: dict[str, QuantizedWeight] = {}
-                for turn in collector.turns(modules) if self.true_sequential and modules else [list(modules)]:
-                    quantized |= self._quantize_turn(job, {name: modules[name] for name in turn}, collector)
+                whole = [list(modules)]
+                for turn in turns_of(skeleton, index, inputs, modules) if self.true_sequential else whole:
+                    layers = {name: modules[name] for name in turn}
+                    # the Hessians of a turn are gone before the next one's are made
+                    quantized |= self._quantize_turn(
+                        job, layers, collect_hessians(skeleton, index, inputs, layers, self.equal_tokens)
+                    )
                 if index + 1 < len(skeleton.blocks) or job.head:
-                    collector.advance_()
-                skeleton.release_(block.name)
+                    skeleton.advance_(index, inputs)
             yield quantized
         job.inputs = inputs
         if few := job.details["rounded_to_nearest"]:
@@ -142,12 +143,9 @@ class Gptq(GptqFields, Backed):
             return self._packed(job, {HEAD: joined(parts)})[HEAD]
 
     def _quantize_turn(
-        self, job: QuantizationJob, layers: Mapping[str, nn.Module], collector: HessianCollector
+        self, job: QuantizationJob, layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]
     ) -> dict[str, QuantizedWeight]:
-        """Quantize layers whose inputs are observed together.
-        Their Hessians are gone when it returns.
-        """
-        hessians = collector.collect(layers) if layers else {}
+        """Quantize layers whose inputs are observed together."""
         quantized: dict[str, QuantizedWeight] = {}
         for together in self._alike(job, layers, hessians):
             job.task.advance(0, note=together[0])
@@ -161,9 +159,9 @@ class Gptq(GptqFields, Backed):
         import torch
 
         from optkit.algorithms.gptq import relative_error
+        from optkit.model.skeleton_layers import float_weight, put_weight_
 
-        transposed = {name: job.selection.layers[name].transposed for name in layers}
-        stacked = torch.cat([_weight(module, transposed[name]) for name, module in layers.items()])
+        stacked = torch.cat([float_weight(module) for module in layers.values()])
         sizes = [job.selection.layers[name].outputs for name in layers]
         weights = stacked.split(sizes)
         whole, matrix = self._rounded(job, next(iter(layers)), stacked, hessian, self._held(weights))
@@ -177,8 +175,7 @@ class Gptq(GptqFields, Backed):
         for (layer, module), weight in zip(layers.items(), weights, strict=True):
             rounded = quantized[layer].dequantize()
             _count_zeros(job, weight, rounded)
-            parameter: Tensor = module.weight  # type: ignore[assignment]
-            parameter.copy_(rounded.T if transposed[layer] else rounded)
+            put_weight_(module, rounded)
         return quantized
 
     def _held(self, weights: Sequence[Tensor]) -> Tensor | None:
@@ -246,12 +243,6 @@ class Gptq(GptqFields, Backed):
         work = max(_work_bytes(stack) for block in blocks for stack in block)
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + max(batch, work)
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
-
-
-def _weight(module: nn.Module, transposed: bool) -> Tensor:
-    """Return the weight as float32 [out, in]."""
-    stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
-    return (stored.T if transposed else stored).float()
 
 
 def _count_zeros(job: QuantizationJob, weight: Tensor, rounded: Tensor) -> None:

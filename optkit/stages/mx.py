@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +16,7 @@ from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.microscaled import BLOCKS, Microscaled
 from optkit.stage import Context, Cost, Report
-from optkit.stages.quantizing.fitting import EXPERTS, refuse_some_experts
+from optkit.stages.quantizing.fitting import EXPERTS, refuse_conv1d, refuse_layers, refuse_some_experts
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:
@@ -58,15 +59,9 @@ class Mx(LayerQuantizer):
 
     def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         layers = tuple(selection.layers.values())
-        _refuse_any(
-            [layer.name for layer in layers if layer.transposed],
-            "are Conv1D",
-            where=self.kind,
-            why="transformers opens compressed-tensors for Linear layers only",
-            remedy="Use the stage nf4, or gptq with format: gptq",
-        )
+        refuse_conv1d(layers, self.kind, "Use the stage nf4, or gptq with format: gptq")
         refuse_some_experts(selection, formats, self.kind)
-        _refuse_any(
+        refuse_layers(
             [layer.name for layer in layers if EXPERTS in layer.name and self.type == "nvfp4"],
             "belong to experts",
             where=f"{self.kind}.type",
@@ -75,7 +70,7 @@ class Mx(LayerQuantizer):
         )
         block = BLOCKS[self.type]
         wrong = [layer for layer in layers if layer.inputs % block]
-        _refuse_any(
+        refuse_layers(
             [layer.name for layer in wrong],
             f"have columns ({wrong[0].inputs if wrong else 0}) that are not a multiple of {block}",
             where=f"{self.kind}.type",
@@ -110,12 +105,10 @@ class Mx(LayerQuantizer):
             return {name: pack(quantize_nvfp4(weight, shared, search)) for name, weight in weights.items()}
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        modules: dict[str, int] = {}
+        modules: Counter[str] = Counter()
         for name, layer in layers.items():
             bits = DTYPE_BITS[shape.tensors[f"{name}.weight"].dtype]
-            modules[name.rpartition(".")[0]] = (
-                modules.get(name.rpartition(".")[0], 0) + layer.outputs * layer.inputs * (bits + 8) // 8
-            )
+            modules[_parent(name)] += layer.outputs * layer.inputs * (bits + 8) // 8
         held = max(modules.values())
         return (held, held + WORK_BYTES["cuda"]) if device.startswith("cuda") else (held + WORK_BYTES["cpu"], 0)
 
@@ -133,13 +126,6 @@ def _refuse_other_dtypes(shape: ModelShape, stage: str) -> None:
             "mix it with another dtype",
             remedy="Put `- bf16` before it",
         )
-
-
-def _refuse_any(names: list[str], what: str, *, where: str, why: str, remedy: str) -> None:
-    """Raise StageError if there are layers of the kind that `what` says."""
-    if names:
-        shown = names[0] + (", ..." if len(names) > 1 else "")
-        raise StageError(f"{len(names):,} layers {what} ({shown})", where=where, why=why, remedy=remedy)
 
 
 def _parent(name: str) -> str:

@@ -18,7 +18,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
-from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.model.writer import SHARD_BYTES, copy_companions, write_blocks, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.pruning.fitting import LEVELS, engines_note, pruning_memory, refuse_unfit
@@ -26,8 +26,6 @@ from optkit.stages.sensitivity.needed_memory import sensitivity_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from optkit.stages.pruning.blocks import BlockPruner
 
 KIND = "prune"
 DEFAULT_SPREAD = 0.08
@@ -184,7 +182,8 @@ class Prune(Transform):
             self.batch_size,
         )
         pruner = BlockPruner(skeleton, sparsities, options, context)
-        _write(pruner, tokens, target)
+        with context.progress.task(KIND, len(skeleton.blocks), "blocks") as task:
+            write_blocks(skeleton, target, pruner.blocks(tokens), task)
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, skeleton.checkpoint.config)
         if few := pruner.by_magnitude:
@@ -245,19 +244,6 @@ class Prune(Transform):
             return by_outliers(shares, layers, self._share, spread)
         windows = tokens[:: max(1, len(tokens) // (self.sensitivity_samples or 1))][: self.sensitivity_samples]
         return by_sensitivity(source, layers, windows, self._share, spread, self.method, context)
-
-
-def _write(pruner: BlockPruner, tokens: Tensor | None, target: Path) -> None:
-    """Write every tensor of the model, those of pruned layers with their zeros."""
-    skeleton, checkpoint = pruner.skeleton, pruner.skeleton.checkpoint
-    with pruner.context.progress.task(KIND, len(skeleton.blocks), "blocks") as task, CheckpointWriter(target) as writer:
-        for name in skeleton.outside_tensors:
-            writer.add(name, checkpoint.read_finite(name))
-        for block, pruned in zip(skeleton.blocks, pruner.blocks(tokens), strict=True):
-            for name in skeleton.block_tensors(block):
-                layer = name.removesuffix(".weight")
-                writer.add(name, pruned.pop(layer) if layer in pruned else checkpoint.read_finite(name))
-            task.advance(note=block.name)
 
 
 def recount(written: Checkpoint, layers: Mapping[str, Layer], pattern: Pattern | None) -> dict[str, float]:

@@ -16,12 +16,11 @@ from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.output_layer import tied_embedding, with_own_head
-from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
+from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.stage import Context, Cost, Report, Transform
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from optkit.algorithms.hadamard import Rotation
@@ -294,7 +293,7 @@ def _write(job: _Job, tensor: str, rotated: Tensor | None, like: str | None = No
     if rotated is None:
         job.writer.add(tensor, checkpoint.read_finite(tensor))
         return
-    stored = _dtype(checkpoint.tensors[like or tensor])
+    stored = job.skeleton.stored_dtype(like or tensor)
     cast = rotated.detach().to("cpu", stored, copy=True)
     if not all_finite(cast):
         raise StageError(
@@ -305,12 +304,6 @@ def _write(job: _Job, tensor: str, rotated: Tensor | None, like: str | None = No
         )
     job.writer.add(tensor, cast)
     job.changed.add(tensor)
-
-
-def _dtype(info: TensorInfo) -> torch.dtype:
-    from optkit.model.skeleton import TORCH_DTYPES
-
-    return TORCH_DTYPES[info.dtype]
 
 
 def _embedding(skeleton: Skeleton) -> str:

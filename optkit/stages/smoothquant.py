@@ -12,7 +12,7 @@ from pydantic import Field
 
 from optkit.errors import StageError
 from optkit.model.linear_layers import Layer, scaled_together, stacks
-from optkit.packed_tensors.eight_bit import Activations, Number, Scales
+from optkit.packed_tensors.eight_bit import Number, Scales
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer, Preparation
 from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob
@@ -50,6 +50,7 @@ class SmoothQuant(EightBitQuantizer):
     kind: ClassVar[str] = "smoothquant"
     version: ClassVar[int] = 5
     number: ClassVar[Number] = "int"
+    scales: ClassVar[Scales] = "channel"
 
     alpha: Annotated[float, Field(ge=0, le=1)] | Literal["search"] = "search"
     """How much of the outliers moves into the weights: 0 none to speak of, 1 all of it, 0.5 in the
@@ -66,18 +67,6 @@ class SmoothQuant(EightBitQuantizer):
     """
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose activations decide what is an outlier."""
-
-    @property
-    def weight_scales(self) -> Scales:
-        return "channel"
-
-    @property
-    def input_rounding(self) -> Activations:
-        return self.activations
-
-    @property
-    def calibration_text(self) -> Calibration | None:
-        return self.calibration
 
     @property
     def sampled_rows(self) -> int:
@@ -188,8 +177,6 @@ class _Smoothing:
 
     def _value(self, group: FoldGroup, tensor: str) -> Tensor:
         """Return a changed tensor of the checkpoint, in the dtype that the file has it in."""
-        from optkit.model.skeleton import TORCH_DTYPES
-
         name, _, leaf = tensor.rpartition(".")
         held: Tensor = getattr(self.job.skeleton.model.get_submodule(group.places[name]), leaf)
-        return held.detach().to(TORCH_DTYPES[self.job.skeleton.checkpoint.tensors[tensor].dtype]).cpu().clone()
+        return held.detach().to(self.job.skeleton.stored_dtype(tensor)).cpu().clone()

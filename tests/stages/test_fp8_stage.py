@@ -155,7 +155,7 @@ def test_an_expert_without_tokens_is_calibrated_as_the_others(tiny_model: TinyMo
 def test_layers_without_any_token_are_refused(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_inputs, "watch_inputs", lambda *_: None)
+    monkeypatch.setattr(layer_inputs, "watch_inputs", lambda *_: {})
     with pytest.raises(
         StageError,
         match=r"q_proj: no token of the calibration text "

@@ -19,7 +19,7 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing import hessians as layer_inputs
-from optkit.stages.quantizing.hessians import HessianCollector
+from optkit.stages.quantizing.hessians import collect_hessians, turns_of
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
 from tests.support.predictions import predicted
@@ -130,8 +130,8 @@ def test_layers_with_one_input_share_a_hessian(tiny_model: TinyModel, text: Cali
     skeleton.load_("model.layers.0", "cpu")
     seen: dict[str, list[torch.Tensor]] = {}
     linears = skeleton.linears(skeleton.blocks[0])
-    collector = HessianCollector(skeleton, 0, inputs, equal_tokens=False)
-    hessians = {name.rpartition(".")[2]: hessian for name, hessian in collector.collect(linears).items()}
+    collected = collect_hessians(skeleton, 0, inputs, linears, equal_tokens=False)
+    hessians = {name.rpartition(".")[2]: hessian for name, hessian in collected.items()}
     assert hessians["q_proj"] is hessians["k_proj"] is hessians["v_proj"]
     assert hessians["gate_proj"] is hessians["up_proj"]
     assert len({id(hessian) for hessian in hessians.values()}) == 4
@@ -139,12 +139,13 @@ def test_layers_with_one_input_share_a_hessian(tiny_model: TinyModel, text: Cali
         module.register_forward_pre_hook(
             lambda _module, given, name=name: seen.setdefault(name, []).append(given[0].flatten(0, 1))
         )
-    collector.advance_()
+    turns = [[name.rpartition(".")[2] for name in turn] for turn in turns_of(skeleton, 0, inputs, linears)]
+    seen.clear()
+    skeleton.advance_(0, inputs)
     for name, batches in seen.items():
         rows = torch.cat(batches)
         assert len(batches) == 4
         assert torch.allclose(hessians[name.rpartition(".")[2]].matrix(), rows.T @ rows / len(rows), atol=1e-4)
-    turns = [[name.rpartition(".")[2] for name in turn] for turn in collector.turns(linears)]
     assert turns == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
 
 
@@ -160,14 +161,12 @@ def test_hessians_are_gone_before_the_next_ones_are_made(
             super().__init__(*arguments)
             alive.add(self)
 
-    collect = HessianCollector.collect
-
-    def counted(collector: HessianCollector, *arguments: Any) -> Any:
+    def counted(*arguments: Any, **keywords: Any) -> Any:
         left.append(len(alive))
-        return collect(collector, *arguments)
+        return collect_hessians(*arguments, **keywords)
 
     monkeypatch.setattr(layer_inputs, "Hessian", Seen)
-    monkeypatch.setattr(HessianCollector, "collect", counted)
+    monkeypatch.setattr(layer_inputs, "collect_hessians", counted)
     quantize(tiny_model("llama"), tmp_path / "out", Gptq(calibration=text, true_sequential=true_sequential))
     assert left == [0] * len(left)
     assert len(left) == (15 if true_sequential else 3)
@@ -178,7 +177,7 @@ def test_turns_of_experts_stand_side_by_side(tiny_model: TinyModel, text: Calibr
     skeleton = Skeleton(Checkpoint(source))
     inputs = skeleton.capture_inputs(text.tokens(source, None), "cpu", 8)
     skeleton.load_("model.layers.0", "cpu")
-    turns = HessianCollector(skeleton, 0, inputs, equal_tokens=True).turns(skeleton.linears(skeleton.blocks[0]))
+    turns = turns_of(skeleton, 0, inputs, skeleton.linears(skeleton.blocks[0]))
     ends = [{name.rpartition(".")[2] for name in turn} for turn in turns]
     assert ends == [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"w1", "w3"}, {"w2"}]
     assert len(turns[2]) == 8

@@ -83,7 +83,7 @@ class NarrowerBlocks:
             if inputs and self._is_spread(tensor, left):
                 self._spread_(skeleton, places[tensor], tensor, written, left)
         if inputs:
-            self.chooser.advance_(index)
+            skeleton.advance_(index, inputs)
             skeleton.release_(block.name)
 
     def _left_of(self, tensor: str, stored: Tensor, left: Left) -> Tensor:
@@ -92,7 +92,7 @@ class NarrowerBlocks:
         if not axes or not left.touches(axes):
             return stored
         narrowed = left.norm_weight(stored) if is_norm(tensor) else left.narrow(stored, axes)
-        cast = narrowed.to("cpu", _dtype(self.skeleton.checkpoint, tensor))
+        cast = narrowed.to("cpu", self.skeleton.stored_dtype(tensor))
         if not all_finite(cast):
             raise StageError(
                 f"weights of up to {float(narrowed.abs().max()):,.0f} do not fit "
@@ -120,9 +120,3 @@ def only(hidden: Tensor, channels: Tensor) -> Tensor:
     """Return hidden states, float [..., hidden], with 0 in all channels but these."""
     mask = torch.zeros(hidden.shape[-1], dtype=hidden.dtype, device=hidden.device)
     return hidden * mask.index_fill_(0, channels.to(hidden.device), 1)
-
-
-def _dtype(checkpoint: Checkpoint, tensor: str) -> torch.dtype:
-    from optkit.model.skeleton import TORCH_DTYPES
-
-    return TORCH_DTYPES[checkpoint.tensors[tensor].dtype]

@@ -4,9 +4,8 @@ The outputs are those of the layers that read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +20,7 @@ from optkit.stages.quantizing.hessians import S, finite_matrix, watch_inputs
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from optkit.model.blocks import BlockInputs, Call
+    from optkit.model.blocks import BlockInputs
     from optkit.model.skeleton import Projection, Skeleton
 
 
@@ -93,12 +92,11 @@ class WidthChooser:
         for index in blocks:
             self.skeleton.load_(self.skeleton.blocks[index].name, device)
             readers = self._readers(index, Role.HIDDEN)
-            sums: dict[str, _Squares] = {}
-            self._watch(index, readers, sums, _Squares)
-            for name, squares in sums.items():
+            for name, squares in self._watch(index, readers, _Squares).items():
                 energy = squares.total * _weight(readers[name]).float().square().sum(0)
                 total += (energy / energy.sum()).cpu()
-            self.advance_(index)
+            if self.inputs:
+                self.skeleton.advance_(index, self.inputs)
             self.skeleton.release_(self.skeleton.blocks[index].name)
         return highest(total, self.after.hidden)
 
@@ -109,9 +107,7 @@ class WidthChooser:
         if after.heads != before.heads or (after.key_heads != before.key_heads and not self.pooling):
             wanted.append(Role.QUERY)
         layers = {name: (module, role) for role in wanted for name, module in self._readers(index, role).items()}
-        hessians: dict[str, Hessian] = {}
-        if layers:
-            self._watch(index, {name: module for name, (module, _) in layers.items()}, hessians, _hessian)
+        hessians = self._watch(index, {name: module for name, (module, _) in layers.items()}, _hessian)
         readers = [
             Reader(name, *layers[name], finite_matrix(hessian, name, self.skeleton))
             for name, hessian in hessians.items()
@@ -125,22 +121,8 @@ class WidthChooser:
         heads, pools = left_heads(energies, before, after, self.pooling)
         return Left(before, after, hidden, ffn, heads, pools), readers
 
-    def advance_(self, index: int) -> None:
-        """Replace the inputs of a loaded block by its outputs."""
-        for hidden, call in self._batches(index):
-            hidden.copy_(self.skeleton.run_block(index, hidden, call))
-
-    def _watch(
-        self, index: int, layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]
-    ) -> None:
-        for hidden, call in self._batches(index):
-            watch_inputs(partial(self.skeleton.run_block, index, hidden, call), layers, sums, start)
-
-    def _batches(self, index: int) -> Iterator[tuple[Tensor, Call]]:
-        """Yield what enters a block, a view of the hidden states, and what it is called with."""
-        if self.inputs:
-            for batch in self.inputs.batches:
-                yield self.inputs.hidden[batch.rows], batch.calls[index]
+    def _watch(self, index: int, layers: Mapping[str, nn.Module], start: Callable[[Tensor], S]) -> dict[str, S]:
+        return watch_inputs(self.skeleton, index, self.inputs, layers, start) if self.inputs else {}
 
     def _readers(self, index: int, role: Role) -> dict[str, Projection]:
         """Return the layers of a block whose inputs are of one role."""

@@ -93,7 +93,7 @@ class BlockImportance:
             for index in left:
                 self.skeleton.load_(self.skeleton.blocks[index].name, self.device)
                 entering.append(inputs.hidden.clone())
-                self._advance_(inputs, index, inputs.hidden)
+                self.skeleton.advance_(index, inputs)
                 self.skeleton.release_(self.skeleton.blocks[index].name)
                 if len(entering) == length:
                     pairs = zip(entering[0], inputs.hidden, strict=True)
@@ -115,8 +115,8 @@ class BlockImportance:
                 if place + length <= len(left):
                     streams.append(inputs.hidden.clone())
                 for stream in streams[: max(0, place - length + 1)]:
-                    self._advance_(inputs, index, stream)
-                self._advance_(inputs, index, inputs.hidden)
+                    self.skeleton.advance_(index, inputs, stream)
+                self.skeleton.advance_(index, inputs)
                 self.skeleton.release_(self.skeleton.blocks[index].name)
                 task.advance(note=self.skeleton.blocks[index].name)
         self.skeleton.load_outside_(self.device)
@@ -128,10 +128,6 @@ class BlockImportance:
 
     def _inputs(self) -> BlockInputs:
         return self.skeleton.capture_inputs(self.tokens, self.device, self.batch_size)
-
-    def _advance_(self, inputs: BlockInputs, index: int, hidden: Tensor) -> None:
-        for batch in inputs.batches:
-            hidden[batch.rows] = self.skeleton.run_block(index, hidden[batch.rows], batch.calls[index])
 
     @torch.no_grad()
     def _perplexity(self, hidden: Tensor) -> float:

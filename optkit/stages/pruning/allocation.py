@@ -22,10 +22,10 @@ from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer
 from optkit.model.skeleton import Skeleton
+from optkit.model.skeleton_layers import float_weight
 from optkit.stages.pruning.blocks import FEW_TOKENS, LESS_MEMORY, input_squares
 from optkit.stages.pruning.fitting import LEVELS
-from optkit.stages.quantizing.hessians import HessianCollector
-from optkit.stages.sensitivity.measure import float_weight, layer_gradients
+from optkit.stages.sensitivity.measure import layer_gradients
 
 if TYPE_CHECKING:
     from optkit.stage import Context
@@ -48,16 +48,13 @@ def outlier_shares(
         with out_of_memory("in front of the first block", context.device, LESS_MEMORY):
             inputs = skeleton.capture_inputs(tokens, context.device, batch_size)
         for index, block in enumerate(skeleton.blocks):
-            with out_of_memory(block.name, context.device, LESS_MEMORY):
-                skeleton.load_(block.name, context.device)
+            with skeleton.loaded(block, context.device, LESS_MEMORY):
                 modules = {name: module for name, module in skeleton.linears(block).items() if name in layers}
-                if modules:
-                    squares = input_squares(skeleton, index, inputs, modules)
-                    scores = [wanda_scores(float_weight(modules[name]), each.norms()) for name, each in squares.items()]
-                    shares |= dict.fromkeys(modules, outlier_share(scores, threshold))
+                squares = input_squares(skeleton, index, inputs, modules)
+                scores = [wanda_scores(float_weight(modules[name]), each.norms()) for name, each in squares.items()]
+                shares |= dict.fromkeys(modules, outlier_share(scores, threshold))
                 if index + 1 < len(skeleton.blocks):
-                    HessianCollector(skeleton, index, inputs, equal_tokens=True).advance_()
-                skeleton.release_(block.name)
+                    skeleton.advance_(index, inputs)
             task.advance(note=block.name)
     return shares
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from optkit.algorithms.gptq import relative_error
 from optkit.algorithms.hessian import Hessian
@@ -19,10 +18,10 @@ from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.blocks import BlockInputs
-from optkit.model.skeleton import TORCH_DTYPES, Skeleton
+from optkit.model.skeleton import Skeleton
+from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.stage import Context
-from optkit.stages.quantizing.hessians import HessianCollector, finite_matrix, refuse_infinite, watch_inputs
-from optkit.stages.sensitivity.measure import float_weight
+from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix, refuse_infinite, watch_inputs
 
 FEW_TOKENS = 128
 """A layer (an expert) that saw fewer tokens is pruned by magnitude: so few say nothing about its
@@ -61,7 +60,7 @@ class BlockPruner:
     raised_damping: dict[str, float] = field(default_factory=dict)
 
     def blocks(self, tokens: Tensor | None) -> Iterator[dict[str, Tensor]]:
-        """Yield the pruned weights of each block by layer, as they are stored. tokens: int64
+        """Yield the pruned weights of each block by tensor, as they are stored. tokens: int64
         [sequences, sequence_length].
         """
         skeleton, device = self.skeleton, self.context.device
@@ -70,14 +69,12 @@ class BlockPruner:
             with out_of_memory("in front of the first block", device, LESS_MEMORY):
                 inputs = skeleton.capture_inputs(tokens, device, self.options.batch_size)
         for index, block in enumerate(skeleton.blocks):
-            with out_of_memory(block.name, device, LESS_MEMORY):
-                skeleton.load_(block.name, device)
+            with skeleton.loaded(block, device, LESS_MEMORY):
                 modules = {name: module for name, module in skeleton.linears(block).items() if name in self.sparsities}
                 self._prune_(modules, index, inputs)
-                pruned = {name: self._stored(name, module) for name, module in modules.items()}
+                pruned = {f"{name}.weight": self._stored(name, module) for name, module in modules.items()}
                 if inputs is not None and index + 1 < len(skeleton.blocks):
-                    HessianCollector(skeleton, index, inputs, self.options.equal_tokens).advance_()
-                skeleton.release_(block.name)
+                    skeleton.advance_(index, inputs)
             yield pruned
 
     def _prune_(self, modules: Mapping[str, nn.Module], index: int, inputs: BlockInputs | None) -> None:
@@ -94,9 +91,9 @@ class BlockPruner:
                     refuse_infinite(norms, name, self.skeleton)
                     weight = float_weight(module)
                     stays = kept(wanda_scores(weight, norms), self.sparsities[name], options.pattern, by_output=True)
-                    _put_(module, weight.masked_fill(~stays, 0))
+                    put_weight_(module, weight.masked_fill(~stays, 0))
         else:
-            hessians = HessianCollector(self.skeleton, index, inputs, options.equal_tokens).collect(modules)
+            hessians = collect_hessians(self.skeleton, index, inputs, modules, options.equal_tokens)
             self._by_magnitude_(self._barely_seen(modules, hessians))
             for together in _alike(hessians, self.by_magnitude):
                 self._by_sparsegpt_({name: modules[name] for name in together}, hessians[together[0]])
@@ -105,7 +102,7 @@ class BlockPruner:
         for name, module in modules.items():
             weight = float_weight(module)
             stays = kept(weight.abs(), self.sparsities[name], self.options.pattern, by_output=False)
-            _put_(module, weight.masked_fill(~stays, 0))
+            put_weight_(module, weight.masked_fill(~stays, 0))
 
     def _by_sparsegpt_(self, modules: Mapping[str, nn.Module], hessian: Hessian) -> None:
         """Prune layers that share their input."""
@@ -116,7 +113,7 @@ class BlockPruner:
             weight = float_weight(module)
             pruned = sparsegpt(weight, curved, self.sparsities[layer], self.options.pattern, self.options.refinements)
             self.losses[layer] = relative_error(weight, pruned, matrix)
-            _put_(module, pruned)
+            put_weight_(module, pruned)
 
     def _curvature(self, matrix: Tensor, name: str) -> Curvature:
         try:
@@ -140,22 +137,14 @@ class BlockPruner:
     def _stored(self, name: str, module: nn.Module) -> Tensor:
         """Return the weight of a module as its checkpoint has it."""
         weight: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
-        return weight.to(TORCH_DTYPES[self.skeleton.checkpoint.tensors[f"{name}.weight"].dtype], copy=True)
+        return weight.to(self.skeleton.stored_dtype(f"{name}.weight"), copy=True)
 
 
 def input_squares(
     skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module]
 ) -> dict[str, InputSquares]:
     """Return the summed squares of the inputs of each layer of a loaded block that saw a token."""
-    sums: dict[str, InputSquares] = {}
-    for batch in inputs.batches:
-        hidden, call = inputs.hidden[batch.rows], batch.calls[index]
-
-        def run(hidden: Tensor = hidden, call: Any = call) -> Tensor:
-            return skeleton.run_block(index, hidden, call)
-
-        watch_inputs(run, layers, sums, lambda given: InputSquares(given.shape[-1], given.device))
-    return sums
+    return watch_inputs(skeleton, index, inputs, layers, lambda given: InputSquares(given.shape[-1], given.device))
 
 
 def _alike(hessians: Mapping[str, Hessian], without: Mapping[str, int]) -> Sequence[list[str]]:
@@ -165,9 +154,3 @@ def _alike(hessians: Mapping[str, Hessian], without: Mapping[str, int]) -> Seque
         if name not in without:
             groups.setdefault(id(hessian), []).append(name)
     return list(groups.values())
-
-
-def _put_(module: nn.Module, weight: Tensor) -> None:
-    """Set the weight of a Linear or Conv1D to float [out, in]."""
-    parameter: Tensor = module.weight  # type: ignore[assignment]
-    parameter.copy_(weight.T if isinstance(module, Conv1D) else weight)

@@ -35,6 +35,7 @@ from optkit.source.calibration import Calibration
 from optkit.source.directory import is_built_into_transformers
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.backend_support import OFFERS, Offer
+from optkit.stages.quantizing.fitting import either
 from optkit.stages.quantizing.integers import WeightQuantizer
 from optkit.stages.quantizing.streaming import recount
 
@@ -58,7 +59,9 @@ class Backed(WeightQuantizer):
             )
         for name, values in offer.values.items():
             if (value := self._default(name, getattr(self, name))) not in values:
-                raise ValueError(f"{name}: {offer.library} has {_either(values)}, not {_text(value)}")
+                raise ValueError(
+                    f"{name}: {offer.library} has {either([_text(each) for each in values])}, not {_text(value)}"
+                )
         return self
 
     @model_serializer(mode="wrap")
@@ -258,11 +261,6 @@ def _refuse_multi_modal(config: Mapping[str, Any], kind: str) -> None:
             why="Libraries name its layers in their own ways, which optkit cannot hold against the checkpoint's",
             remedy=f"Take backend: {OWN}",
         )
-
-
-def _either(values: tuple[Any, ...]) -> str:
-    words = [_text(value) for value in values]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _text(value: Any) -> str:

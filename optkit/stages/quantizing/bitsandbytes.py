@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from optkit.common.out_of_resources import out_of_memory
-from optkit.errors import StageError
 from optkit.model.linear_layers import Layer, Selection
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.packed_tensors.base import LayerFormat
 from optkit.source.quiet import quiet_bitsandbytes
-from optkit.stages.quantizing.fitting import EXPERTS
+from optkit.stages.quantizing.fitting import EXPERTS, refuse_layers
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:
@@ -30,15 +29,13 @@ class BitsAndBytesQuantizer(LayerQuantizer):
         raise NotImplementedError
 
     def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
-        experts = [name for name in selection.layers if EXPERTS in name]
-        if experts:
-            raise StageError(
-                f"{len(experts):,} layers belong to experts ({experts[0]}, ...)",
-                where=self.kind,
-                why="transformers holds the experts of a block in one tensor, and bitsandbytes "
-                "knows Linear layers only",
-                remedy=f"Set {self.kind}.exclude to ['*.experts.*'], or use the stage gptq",
-            )
+        refuse_layers(
+            [name for name in selection.layers if EXPERTS in name],
+            "belong to experts",
+            where=self.kind,
+            why="transformers holds the experts of a block in one tensor, and bitsandbytes knows Linear layers only",
+            remedy=f"Set {self.kind}.exclude to ['*.experts.*'], or use the stage gptq",
+        )
 
     def deployment_notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
         return [

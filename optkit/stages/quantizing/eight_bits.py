@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from optkit.common.field_types import BatchSize
@@ -18,7 +17,7 @@ from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.eight_bit import BLOCK, Activations, EightBitFormat, Number, Scales
 from optkit.source.calibration import Calibration
-from optkit.stages.quantizing.fitting import joined_differently, refuse_some_experts
+from optkit.stages.quantizing.fitting import joined_differently, refuse_conv1d, refuse_some_experts
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:
@@ -53,20 +52,16 @@ class EightBitQuantizer(LayerQuantizer):
     batch_size: BatchSize = 8
     """Sequences of the calibration text that run through a block at once."""
 
-    @property
-    def weight_scales(self) -> Scales:
-        """What shares a scale."""
-        raise NotImplementedError
+    if TYPE_CHECKING:  # fields of the stages, each with its own choices
 
-    @property
-    def input_rounding(self) -> Activations:
-        """How inputs are rounded."""
-        raise NotImplementedError
+        @property
+        def scales(self) -> Scales: ...
 
-    @property
-    def calibration_text(self) -> Calibration | None:
-        """The calibration text, if one is needed."""
-        raise NotImplementedError
+        @property
+        def activations(self) -> Activations: ...
+
+        @property
+        def calibration(self) -> Calibration | None: ...
 
     @property
     def sampled_rows(self) -> int:
@@ -74,17 +69,10 @@ class EightBitQuantizer(LayerQuantizer):
         return 0
 
     def layer_format(self, layer: Layer) -> EightBitFormat:
-        return EightBitFormat(self.number, self.weight_scales, self.input_rounding)
+        return EightBitFormat(self.number, self.scales, self.activations)
 
     def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
-        transposed = [layer.name for layer in selection.layers.values() if layer.transposed]
-        if transposed:
-            raise StageError(
-                f"{len(transposed):,} layers are Conv1D ({transposed[0]}, ...)",
-                where=self.kind,
-                why="transformers opens compressed-tensors for Linear layers only",
-                remedy="Use gptq with format: gptq",
-            )
+        refuse_conv1d(selection.layers.values(), self.kind, "Use gptq with format: gptq")
         refuse_some_experts(selection, formats, self.kind)
 
     def deployment_notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
@@ -96,11 +84,10 @@ class EightBitQuantizer(LayerQuantizer):
         A layer that saw too few tokens to be compensated on is rounded to nearest, and reported.
         """
         from optkit.algorithms.eight_bit import amax_scales, quantize, search_scales, tile_of
-        from optkit.model.skeleton import TORCH_DTYPES
         from optkit.stages.quantizing.input_ranges import FEW_TOKENS
 
-        tile, numbers = tile_of(self.weight_scales, (weight.shape[0], weight.shape[1])), self._numbers()
-        dtype = TORCH_DTYPES[job.skeleton.checkpoint.tensors[job.weight(name)].dtype]
+        tile, numbers = tile_of(self.scales, (weight.shape[0], weight.shape[1])), self._numbers()
+        dtype = job.skeleton.stored_dtype(job.weight(name))
         scales = (search_scales if self.scale_search == "mse" else amax_scales)(weight, tile, numbers, dtype)
         hessian = None if inputs is None else inputs.hessian()
         if inputs is None or hessian is None or inputs.tokens < FEW_TOKENS:
@@ -111,9 +98,9 @@ class EightBitQuantizer(LayerQuantizer):
             codes = self._compensated(name, weight, hessian, scales)
         tensors = {
             "weight": codes,
-            "weight_scale": (scales.view(-1) if self.weight_scales == "tensor" else scales).to(dtype),
+            "weight_scale": (scales.view(-1) if self.scales == "tensor" else scales).to(dtype),
         }
-        if inputs is not None and self.input_rounding == "static":
+        if inputs is not None and self.activations == "static":
             tensors["input_scale"] = (
                 amax_scales(inputs.amax.amax().view(1, 1), (1, 1), numbers, dtype).view(-1).to(dtype)
             )
@@ -123,7 +110,7 @@ class EightBitQuantizer(LayerQuantizer):
         from optkit.algorithms.eight_bit import tile_of
         from optkit.algorithms.eight_bit_gptq import compensated_codes
 
-        tile = tile_of(self.weight_scales, (weight.shape[0], weight.shape[1]))
+        tile = tile_of(self.scales, (weight.shape[0], weight.shape[1]))
         try:
             return compensated_codes(weight, hessian, scales, tile, self._numbers())
         except ValueError as error:
@@ -145,12 +132,10 @@ class EightBitQuantizer(LayerQuantizer):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
             prepare = self.preparation(job, tokens)
         for index, block in enumerate(skeleton.blocks):
-            with out_of_memory(block.name, device, less):
-                skeleton.load_(block.name, device)
+            with skeleton.loaded(block, device, less):
                 output = self._calibrated_block(job, index, inputs, prepare)
                 if index + 1 < len(skeleton.blocks):
                     self._advance_(job, index, inputs, output.layers)
-                skeleton.release_(block.name)
             yield output
 
     def _calibrated_block(
@@ -182,15 +167,12 @@ class EightBitQuantizer(LayerQuantizer):
         from optkit.stages.quantizing.hessians import watch_inputs, without_indices
         from optkit.stages.quantizing.input_ranges import InputRange
 
-        seen: dict[str, InputRange] = {}
         rows = -(-self.sampled_rows // len(inputs.batches))
-        for batch in inputs.batches if modules else ():
-            watch_inputs(
-                partial(job.skeleton.run_block, index, inputs.hidden[batch.rows], batch.calls[index]),
-                modules,
-                seen,
-                lambda given: InputRange(given.shape[-1], given.device, rows, hessian=self.rounding == "gptq"),
-            )
+
+        def start(given: Tensor) -> InputRange:
+            return InputRange(given.shape[-1], given.device, rows, hessian=self.rounding == "gptq")
+
+        seen = watch_inputs(job.skeleton, index, inputs, modules, start)
         for name, each in seen.items():
             if not bool(each.amax.isfinite().all()):
                 raise StageError(
@@ -223,8 +205,7 @@ class EightBitQuantizer(LayerQuantizer):
 
         opened = {module: self._opened(module, layers[name]).forward for name, module in job.modules(index).items()}
         with replaced_forward(opened):
-            for batch in inputs.batches:
-                inputs.hidden[batch.rows] = job.skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+            job.skeleton.advance_(index, inputs)
 
     def _opened(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return the layer that a session would build for a quantized one."""
@@ -235,11 +216,11 @@ class EightBitQuantizer(LayerQuantizer):
         weight: Tensor = module.weight  # type: ignore[assignment]
         bias: Tensor | None = module.bias  # type: ignore[assignment]
         codes, scales = tensors["weight"], tensors["weight_scale"]
-        if self.weight_scales == "block" or self.input_rounding == "none":
-            tile = tile_of(self.weight_scales, (codes.shape[0], codes.shape[1]))
-            grid = scales.view(1, 1) if self.weight_scales == "tensor" else scales
+        if self.scales == "block" or self.activations == "none":
+            tile = tile_of(self.scales, (codes.shape[0], codes.shape[1]))
+            grid = scales.view(1, 1) if self.scales == "tensor" else scales
             return WidenedLinear(
-                codes, grid, tile, BLOCK if self.input_rounding == "dynamic" else None, bias, weight.dtype
+                codes, grid, tile, BLOCK if self.activations == "dynamic" else None, bias, weight.dtype
             )
         kind = Int8Linear if self.number == "int" else Float8Linear
         return kind(codes, scales, tensors.get("input_scale"), bias, weight.dtype)
@@ -252,13 +233,11 @@ class EightBitQuantizer(LayerQuantizer):
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         largest = max(layer.outputs * layer.inputs for layer in layers.values())
         work = FLOAT_COPIES * largest * DTYPE_BITS["F32"] // 8
-        if self.calibration_text is None:
+        if self.calibration is None:
             return (largest * 4, work) if device.startswith("cuda") else (work, 0)
         widest = max(layer.inputs for layer in layers.values())
-        tokens = self.calibration_text.samples * self.calibration_text.sequence_length
-        hidden, batch = calibration_bytes(
-            shape, layers, tokens, (self.batch_size, self.calibration_text.sequence_length)
-        )
+        tokens = self.calibration.samples * self.calibration.sequence_length
+        hidden, batch = calibration_bytes(shape, layers, tokens, (self.batch_size, self.calibration.sequence_length))
         blocks = by_block(shape, layers)
         compensating = hessians = 0
         if self.rounding == "gptq":

@@ -23,7 +23,7 @@ def refuse_unfit(selection: Selection, formats: Mapping[str, LayerFormat], stage
     layers = tuple(selection.layers.values())
     methods = {form.method for form in formats.values()}
     if COMPRESSED_TENSORS in methods:
-        refuse_conv1d(layers, stage)
+        refuse_conv1d(layers, f"{stage}.format", "Set format: gptq")
         _refuse_asymmetric_experts(layers, formats, stage)
     refuse_some_experts(selection, formats, stage)
     if GPTQ in methods:
@@ -38,29 +38,36 @@ def refuse_unfit(selection: Selection, formats: Mapping[str, LayerFormat], stage
         refuse_uneven_groups([layer for layer in layers if sizes[layer.name] == size], size, stage)
 
 
-def refuse_conv1d(layers: Sequence[Layer], stage: str) -> None:
+def refuse_layers(names: Sequence[str], what: str, *, where: str, why: str, remedy: str, and_so: str = "") -> None:
+    """Raise StageError if there are layers of the kind that `what` says."""
+    if names:
+        shown = names[0] + (", ..." if len(names) > 1 else "")
+        raise StageError(f"{len(names):,} layers {what} ({shown}){and_so}", where=where, why=why, remedy=remedy)
+
+
+def refuse_conv1d(
+    layers: Iterable[Layer],
+    where: str,
+    remedy: str,
+    why: str = "transformers opens compressed-tensors for Linear layers only",
+) -> None:
     """Raise StageError for Conv1D layers, which compressed-tensors does not have."""
     transposed = [layer.name for layer in layers if layer.transposed]
-    if transposed:
-        raise StageError(
-            f"{len(transposed):,} layers are Conv1D ({transposed[0]}, ...)",
-            where=f"{stage}.format",
-            why="transformers opens compressed-tensors for Linear layers only",
-            remedy="Set format: gptq",
-        )
+    refuse_layers(transposed, "are Conv1D", where=where, why=why, remedy=remedy)
 
 
 def _refuse_asymmetric_experts(layers: Sequence[Layer], formats: Mapping[str, LayerFormat], stage: str) -> None:
     experts = [
         layer.name for layer in layers if EXPERTS in layer.name and not getattr(formats[layer.name], "symmetric", True)
     ]
-    if experts:
-        raise StageError(
-            f"{len(experts):,} layers belong to experts ({experts[0]}, ...) and would have zero points",
-            where=f"{stage}.symmetric",
-            why="transformers and vLLM open experts in compressed-tensors without zero points only",
-            remedy="Set symmetric: true, or exclude *.experts.*",
-        )
+    refuse_layers(
+        experts,
+        "belong to experts",
+        and_so=" and would have zero points",
+        where=f"{stage}.symmetric",
+        why="transformers and vLLM open experts in compressed-tensors without zero points only",
+        remedy="Set symmetric: true, or exclude *.experts.*",
+    )
 
 
 def refuse_some_experts(selection: Selection, formats: Mapping[str, LayerFormat], stage: str) -> None:
@@ -155,11 +162,12 @@ def refuse_uneven_groups(layers: Sequence[Layer], group_size: int | None, stage:
         raise StageError(
             f"{wrong[0].inputs} columns are not a multiple of group_size {group_size}{others}",
             where=wrong[0].name,
-            remedy=f"Use {_either(fitting)}"
+            remedy=f"Use {either(fitting)}"
             if fitting
             else f"Set {stage}.group_size to null: one scale per output channel",
         )
 
 
-def _either(words: Sequence[str]) -> str:
+def either(words: Sequence[str]) -> str:
+    """Return e.g. `2, 4 or 8`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

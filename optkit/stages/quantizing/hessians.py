@@ -5,7 +5,9 @@ Layers with the same input share it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from optkit.algorithms.hessian import Hessian
@@ -15,7 +17,7 @@ from optkit.model.output_layer import HEAD
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from optkit.model.blocks import Batch, BlockInputs
+    from optkit.model.blocks import BlockInputs
     from optkit.model.skeleton import Skeleton
     from optkit.stages.quantizing.streaming import QuantizationJob
 
@@ -35,67 +37,61 @@ class _AllSeenError(Exception):
     """Ends the run of a block once every layer has its input: nothing after the last one is needed."""
 
 
-class HessianCollector:
-    """Sums the Hessians of some layers of a loaded block."""
+def collect_hessians(
+    skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module], equal_tokens: bool
+) -> dict[str, Hessian]:
+    """Return the Hessian of each layer of a loaded block that saw a token.
+    The order is that in which they were first called.
 
-    def __init__(self, skeleton: Skeleton, index: int, inputs: BlockInputs, equal_tokens: bool) -> None:
-        self.skeleton, self.index, self.inputs, self.equal_tokens = skeleton, index, inputs, equal_tokens
+    The very same Hessian is returned for layers that were given the same tensor (q, k and v;
+    gate and up).
+    """
+    return watch_inputs(
+        skeleton, index, inputs, layers, lambda given: Hessian(given.shape[-1], given.device, equal_tokens)
+    )
 
-    def collect(self, layers: Mapping[str, nn.Module], batches: Sequence[Batch] | None = None) -> dict[str, Hessian]:
-        """Return the Hessian of each layer that saw a token.
-        The order is that in which they were first called.
 
-        The very same Hessian is returned for layers that were given the same tensor (q, k and v;
-        gate and up).
-        """
-        hessians: dict[str, Hessian] = {}
-        for batch in self.inputs.batches if batches is None else batches:
-            self._observe(batch, layers, hessians)
-        return hessians
+def turns_of(skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module]) -> list[list[str]]:
+    """Return the layers of a loaded block in the order of true-sequential GPTQ.
+    Those whose input does not depend on each other are together.
 
-    def turns(self, layers: Mapping[str, nn.Module]) -> list[list[str]]:
-        """Return the layers in the order of true-sequential GPTQ.
-        Those whose input does not depend on each other are together.
-
-        Experts stand side by side, so layers whose names differ by an index alone have the same
-        turn.
-        """
-        first = self.collect(layers, self.inputs.batches[:1])
-        shared: dict[int, str] = {}
-        turn_of = {}
-        for name, hessian in first.items():
-            turn_of[without_indices(name)] = shared.setdefault(id(hessian), without_indices(name))
-        turns: dict[str, list[str]] = {}
-        for name in (*first, *(name for name in layers if name not in first)):
-            key = turn_of.get(without_indices(name), "")
-            turns.setdefault(turn_of.get(key, key), []).append(name)
-        return list(turns.values())
-
-    def advance_(self) -> None:
-        """Replace the inputs of the block by its outputs."""
-        for batch in self.inputs.batches:
-            self.inputs.hidden[batch.rows] = self.skeleton.run_block(
-                self.index, self.inputs.hidden[batch.rows], batch.calls[self.index]
-            )
-
-    def _observe(self, batch: Batch, layers: Mapping[str, nn.Module], hessians: dict[str, Hessian]) -> None:
-        watch_inputs(
-            lambda: self.skeleton.run_block(self.index, self.inputs.hidden[batch.rows], batch.calls[self.index]),
-            layers,
-            hessians,
-            lambda inputs: Hessian(inputs.shape[-1], inputs.device, self.equal_tokens),
-        )
+    Experts stand side by side, so layers whose names differ by an index alone have the same turn.
+    """
+    first = collect_hessians(skeleton, index, replace(inputs, batches=inputs.batches[:1]), layers, equal_tokens=False)
+    shared: dict[int, str] = {}
+    turn_of = {}
+    for name, hessian in first.items():
+        turn_of[without_indices(name)] = shared.setdefault(id(hessian), without_indices(name))
+    turns: dict[str, list[str]] = {}
+    for name in (*first, *(name for name in layers if name not in first)):
+        key = turn_of.get(without_indices(name), "")
+        turns.setdefault(turn_of.get(key, key), []).append(name)
+    return list(turns.values())
 
 
 def watch_inputs(
-    run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]
-) -> None:
-    """Run something and add the inputs of layers to their `sums`.
-    `start` begins them with a layer's first input.
+    skeleton: Skeleton,
+    index: int,
+    inputs: BlockInputs,
+    layers: Mapping[str, nn.Module],
+    start: Callable[[Tensor], S],
+) -> dict[str, S]:
+    """Run a loaded block on all batches, and return the sums of the inputs of its layers.
+    `start` begins them with a layer's first input; a layer that saw no token has none.
 
-    The very same sum is kept for layers that were given the same tensor. The run ends once every
+    The very same sum is kept for layers that were given the same tensor. A run ends once every
     layer was called.
     """
+    sums: dict[str, S] = {}
+    for batch in inputs.batches if layers else ():
+        run = partial(skeleton.run_block, index, inputs.hidden[batch.rows], batch.calls[index])
+        _watch_run(run, layers, sums, start)
+    return sums
+
+
+def _watch_run(
+    run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]
+) -> None:
     seen: set[str] = set()
     last: list[tuple[Tensor, S]] = []
 

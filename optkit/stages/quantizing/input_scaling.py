@@ -160,9 +160,9 @@ class BlockScaler:
         """Return what layers of a loaded block saw, without those that saw few tokens. Raises
         StageError for inputs that are NaN or Inf.
         """
-        from optkit.stages.quantizing.hessians import HessianCollector, finite_matrix
+        from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix
 
-        sums = HessianCollector(self.skeleton, index, self.inputs, self.settings.equal_tokens).collect(layers)
+        sums = collect_hessians(self.skeleton, index, self.inputs, layers, self.settings.equal_tokens)
         alike: dict[int, list[str]] = {}
         for name, hessian in sums.items():
             alike.setdefault(id(hessian), []).append(name)
@@ -174,31 +174,10 @@ class BlockScaler:
         return seen
 
     def _values(self, index: int, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-        from optkit.model.skeleton import TORCH_DTYPES
-
-        block = self.skeleton.blocks[index]
-        stored = self.skeleton.checkpoint.tensors
-        return {
-            self.skeleton.tensor_name(name): parameter.detach().to(
-                TORCH_DTYPES[stored[self.skeleton.tensor_name(name)].dtype]
-            )
-            for name, parameter in block.module.named_parameters(prefix=block.name)
-            if self.skeleton.tensor_name(name) in tensors
-        }
-
-    def advance_(self, index: int) -> None:
-        """Replace the inputs of the block by its outputs."""
-        from optkit.stages.quantizing.hessians import HessianCollector
-
-        HessianCollector(self.skeleton, index, self.inputs, self.settings.equal_tokens).advance_()
-
-
-def weight_of(module: nn.Module) -> Tensor:
-    """Return the weight of a Linear or Conv1D as float32 [out, in]."""
-    from transformers.pytorch_utils import Conv1D
-
-    stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
-    return (stored.T if isinstance(module, Conv1D) else stored).float()
+        skeleton, block = self.skeleton, self.skeleton.blocks[index]
+        named = block.module.named_parameters(prefix=block.name)
+        changed = {skeleton.tensor_name(name): parameter.detach() for name, parameter in named}
+        return {name: value.to(skeleton.stored_dtype(name)) for name, value in changed.items() if name in tensors}
 
 
 def _readers(
@@ -210,12 +189,13 @@ def _readers(
     import torch
 
     from optkit.algorithms.awq import Reader
+    from optkit.model.skeleton_layers import float_weight
 
     alike: dict[tuple[_Seen, Grid], list[str]] = {}
     for name in group.consumers:
         if name in seen and name in grids:
             alike.setdefault((seen[name], grids[name]), []).append(name)
     return [
-        Reader(torch.cat([weight_of(linears[name]) for name in names]), each.matrix * each.tokens, grid)
+        Reader(torch.cat([float_weight(linears[name]) for name in names]), each.matrix * each.tokens, grid)
         for (each, grid), names in alike.items()
     ]

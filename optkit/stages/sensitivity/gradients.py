@@ -47,10 +47,7 @@ class BlockGradients:
 
     def forward_(self, index: int) -> None:
         """Run a loaded block on all sequences and keep what leaves it."""
-        for batch in self.inputs.batches:
-            self.inputs.hidden[batch.rows] = self.skeleton.run_block(
-                index, self.inputs.hidden[batch.rows], batch.calls[index]
-            )
+        self.skeleton.advance_(index, self.inputs)
         self.entering.append(self.inputs.hidden.to("cpu", copy=True))
 
     def turn_(self) -> None:

@@ -45,8 +45,7 @@ def mean_divergences(
             linears = skeleton.linears(block)
             for hidden, layers in zip(streams, ({}, *quantized), strict=True):
                 with _computing_with(linears, layers, skeleton.dtype, device):
-                    for batch in inputs.batches:
-                        hidden[batch.rows] = skeleton.run_block(index, hidden[batch.rows], batch.calls[index])
+                    skeleton.advance_(index, inputs, hidden)
             skeleton.release_(block.name)
             task.advance(note=block.name)
     skeleton.load_outside_(device)

@@ -11,18 +11,17 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Literal
 
-from transformers.pytorch_utils import Conv1D
-
 from optkit.algorithms.grid import Grid
 from optkit.algorithms.sensitivity import Seen, rounding_divergences
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.skeleton import TORCH_DTYPES
+from optkit.model.skeleton_layers import float_weight
 from optkit.stages.sensitivity.gradients import BlockGradients
 from optkit.stages.sensitivity.needed_memory import PROBES
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from optkit.model.checkpoint import Checkpoint
     from optkit.model.skeleton import Skeleton
@@ -94,22 +93,18 @@ def layer_gradients(
         with out_of_memory("in front of the first block", device, remedy):
             passes = BlockGradients(skeleton, tokens, device, PROBES, seed)
         for index, block in enumerate(skeleton.blocks):
-            with out_of_memory(block.name, device, remedy):
-                skeleton.load_(block.name, device)
+            with skeleton.loaded(block, device, remedy):
                 passes.forward_(index)
-                skeleton.release_(block.name)
             task.advance(note=block.name)
         with out_of_memory("behind the last block", device, remedy):
             passes.turn_()
         for index in reversed(range(len(skeleton.blocks))):
             block = skeleton.blocks[index]
-            with out_of_memory(block.name, device, remedy):
-                skeleton.load_(block.name, device)
+            with skeleton.loaded(block, device, remedy):
                 layers = {name: module for name, module in skeleton.linears(block).items() if name in names}
                 seen = passes.backward_(index, layers)
                 for name, module in layers.items():
                     yield name, float_weight(module), seen.pop(name)
-                skeleton.release_(block.name)
             task.advance(note=block.name)
 
 
@@ -125,9 +120,3 @@ def grids_of(checkpoint: Checkpoint, forms: Mapping[str, Sequence[PackQuantized]
             for form in candidates
         ]
     return grids
-
-
-def float_weight(module: nn.Module) -> Tensor:
-    """Return the weight of a Linear or Conv1D as float32 [out, in]."""
-    stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
-    return (stored.T.contiguous() if isinstance(module, Conv1D) else stored).float()
