@@ -4,7 +4,6 @@ there are several).
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import pytest
@@ -110,17 +109,19 @@ def test_processes_sum_what_they_send_to_each_other() -> None:
     assert small.seconds > 0
 
 
-def test_links_that_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("first line\nNCCL error: unhandled system error")
-
-    monkeypatch.setattr(importlib.import_module("torch.multiprocessing.spawn"), "spawn", fail)
-    with pytest.raises(
-        ResourceError,
-        match=r"links: 4 processes cannot exchange data by nccl\. "
-        r"NCCL error: unhandled system error\. Run it ag",
-    ):
-        all_reduce_rates(4, "nccl")
+@pytest.mark.parametrize(
+    ("ending", "why"),
+    [
+        ("raise RuntimeError('first line\\nNCCL error: unhandled system error')", "NCCL error: unhandled system error"),
+        ("os._exit(7)", "ended with status 7 and without a result"),
+    ],
+)
+def test_links_that_fail_are_told(ending: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fails.py").write_text(f"import os\n\n\ndef work(parent):\n    {ending}\n", encoding="utf-8")
+    monkeypatch.setattr(links_module, "WORKER", tmp_path / "fails.py")
+    told = rf"links: 2 processes cannot exchange data by nccl\. .*{why}\. Run it again with NCCL_DEBUG"
+    with pytest.raises(ResourceError, match=told):
+        all_reduce_rates(2, "nccl")
 
 
 def test_a_link_has_two_ends(monkeypatch: pytest.MonkeyPatch) -> None:

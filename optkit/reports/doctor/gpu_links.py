@@ -6,23 +6,24 @@ whatever the number of GPUs is. https://github.com/NVIDIA/nccl-tests/blob/master
 
 from __future__ import annotations
 
-import json
+import contextlib
 import tempfile
-import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from optkit.common.frozen import Frozen
-from optkit.errors import ResourceError, UsageError
-from optkit.processes.commands import safe_children
+from optkit.errors import OptkitError, ResourceError, UsageError
+from optkit.processes.child import Child, collect
+from optkit.processes.crashes import ChildError
 
 SIZES = (1 << 20, 16 << 20, 256 << 20, 1 << 30)
 """Bytes of the tensors: what decoding exchanges is small, what training and prefill exchange is
 large.
 """
-WARM_UP, REPEATS = 5, 20
-TIMEOUT_S = 120
+WORKER = "optkit.reports.doctor.gpu_links_worker"
+TIMEOUT_S = 120.0
+GRACE_S = 10.0
+"""How long the other processes may take once one has failed; then they wait for it in vain."""
 
 
 class LinkRate(Frozen):
@@ -52,69 +53,32 @@ def all_reduce_rates(
 
     Raises ResourceError if the processes cannot exchange data, or what comes out is not the sum.
     """
-    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
-
-    with tempfile.TemporaryDirectory() as place:
-        try:
-            with safe_children():
-                spawn(_work, args=(processes, backend, tuple(sizes), place, timeout_s), nprocs=processes)
-        except (ProcessRaisedException, ProcessExitedException, RuntimeError) as error:
-            last = str(error).strip().splitlines()[-1]
-            remedy = "Run it again with NCCL_DEBUG=INFO to see which link fails" if backend == "nccl" else ""
-            raise ResourceError(
-                f"{processes} processes cannot exchange data by {backend}", where="links", why=last, remedy=remedy
-            ) from error
-        seconds = json.loads((Path(place) / "seconds.json").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as running:
+        children = []
+        for rank in range(processes):
+            log = Path(place) / f"rank-{rank}.log"
+            child = running.enter_context(Child(WORKER, name=f"rank {rank} of {processes}", log=log))
+            order = {"rank": rank, "ranks": processes, "meeting": f"{place}/meeting", "sizes": [*sizes]}
+            child.send({**order, "device": f"cuda:{rank}" if backend == "nccl" else "cpu", "timeout_s": timeout_s})
+            children.append(child)
+        results, errors = collect(children, grace_s=GRACE_S, timeout_s=timeout_s)
+    if len(results) < processes:
+        raise _error(errors, processes, backend)
     share = 2 * (processes - 1) / processes
     return tuple(
         LinkRate(size_bytes=size, seconds=each, bus_bytes_per_s=size / each * share)
-        for size, each in zip(sizes, seconds, strict=True)
+        for size, each in zip(sizes, results[0], strict=True)
     )
 
 
-def _work(rank: int, processes: int, backend: str, sizes: Sequence[int], place: str, timeout_s: float) -> None:
-    """Take part in every all-reduce; rank 0 writes the seconds."""
-    import torch
-    from torch import distributed
-
-    device = torch.device(f"cuda:{rank}" if backend == "nccl" else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    meeting = f"file://{place}/meeting"
-    distributed.init_process_group(
-        backend, init_method=meeting, rank=rank, world_size=processes, timeout=timedelta(seconds=timeout_s)
+def _error(errors: Mapping[int, OptkitError | ChildError], processes: int, backend: str) -> ResourceError:
+    """Return why data could not be exchanged: the first thing that went wrong in a process."""
+    first = min(errors.values(), key=lambda error: getattr(error, "time", 0.0), default=None)
+    words = first.words if isinstance(first, ChildError) else ""
+    last = (words or str(first or "a process says nothing any more")).strip().splitlines()[-1]
+    remedy = "Run it again with NCCL_DEBUG=INFO to see which link fails" if backend == "nccl" else ""
+    refused = ResourceError(
+        f"{processes} processes cannot exchange data by {backend}", where="links", why=last, remedy=remedy
     )
-    try:
-        seconds = [_time(size, device) for size in sizes]
-        if rank == 0:
-            (Path(place) / "seconds.json").write_text(json.dumps(seconds), encoding="utf-8")
-        distributed.barrier()
-    finally:
-        distributed.destroy_process_group()
-
-
-def _time(size: int, device: object) -> float:
-    import torch
-    from torch import distributed
-
-    data = torch.ones(size // 4, dtype=torch.float32, device=device)  # type: ignore[call-overload]
-    distributed.all_reduce(data)
-    if not bool((data == distributed.get_world_size()).all()):
-        raise RuntimeError(f"the sum of {size:,} bytes came out wrong")
-    data.zero_()
-    samples: list[float] = []
-    for _ in range(WARM_UP + REPEATS):
-        distributed.barrier()
-        _finish(device)
-        start = time.perf_counter()
-        distributed.all_reduce(data)
-        _finish(device)
-        samples.append(time.perf_counter() - start)
-    return sorted(samples[WARM_UP:])[REPEATS // 2]
-
-
-def _finish(device: object) -> None:
-    import torch
-
-    if str(device) != "cpu":
-        torch.cuda.synchronize(device)  # type: ignore[arg-type]
+    refused.__cause__ = first
+    return refused
