@@ -294,24 +294,18 @@ class Setting(Stage):
         return f"{self.kind}: {self.model_dump(mode='json')}"
 
 
-def exclusion(settings: Sequence[Setting], device: str) -> tuple[int, int, str] | None:
-    """Return the first two settings, by their places, that exclude each other on a device, and why.
-    Their order does not matter.
+def exclusion(
+    settings: Sequence[Setting], device: str, name: Callable[[int], str] | None = None
+) -> tuple[int, StageError] | None:
+    """Return the first setting, by its place, that another before it excludes on a device, and why.
+    Their order does not matter; `name` says how the other one is called in the message.
     """
     for (first, one), (second, other) in combinations(enumerate(settings), 2):
         if why := one.excludes(other, device) or other.excludes(one, device) or _both_place(one, other):
-            return first, second, why
+            what = f"{other.kind} and {name(first) if name else one.kind} exclude each other"
+            return second, StageError(what, where=other.kind, why=why, remedy="Take one of the two out")
     return None
 
 
 def _both_place(one: Setting, other: Setting) -> str:
     return "Each of the two says itself where every weight lies" if one.places_weights and other.places_weights else ""
-
-
-def check_together(settings: Sequence[Setting], device: str) -> None:
-    """Raise StageError if two settings exclude each other on a device."""
-    if found := exclusion(settings, device):
-        first, second, why = found
-        one, other = settings[first].kind, settings[second].kind
-        remedy = "Take one of the two out of the recipe"
-        raise StageError(f"{one} and {other} exclude each other", where=other, why=why, remedy=remedy)

@@ -226,8 +226,8 @@ def _eval_of(model: type, left: Format, leaves: str, last: str) -> str:
 def _exclusions(stages: Iterable[Item], devices: Iterable[str], place: Placing[Item]) -> Broken[Item]:
     """Yield the second of two settings that exclude each other, whatever their order."""
     items = [item for item in stages if isinstance(item.value, Setting)]
-    found = [exclusion([item.value for item in items], device) for device in devices]
+    settings = [item.value for item in items]
+    found = [exclusion(settings, device, lambda first: _placed(items[first], place)) for device in devices]
     if found and found[0] and all(found):
-        first, second, why = found[0]
-        one, other = items[second], items[first]
-        yield one, f"{one.kind} and {_placed(other, place)} exclude each other. {why}. Take one of the two out."
+        later, error = found[0]
+        yield items[later], f"{error.what}. {error.why}. {error.remedy}."

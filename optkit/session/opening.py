@@ -35,7 +35,7 @@ from optkit.session.loading import load_by_transformers
 from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_transformers
-from optkit.stage import Format, Opening, Setting, check_together
+from optkit.stage import Format, Opening, Setting, exclusion
 
 if TYPE_CHECKING:
     from optkit.session.onnx_encoder import OnnxEncoder
@@ -65,7 +65,8 @@ def open_session(
     opening = Opening(Path(directory), tuple(settings), device, dtype, trust_remote_code, progress or SilentProgress())
     format = Format.of(opening.directory)
     _refuse_other_formats(opening, format)
-    check_together(settings, device)
+    if excluded := exclusion(settings, device):
+        raise excluded[1]
     opened = next((found for setting in settings if (found := setting.open(opening)) is not None), None)
     if opened is not None:
         return cast(AnySession, opened)

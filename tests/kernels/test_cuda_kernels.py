@@ -199,7 +199,7 @@ def test_one_thing_decides_how_a_token_is_decoded_whatever_the_order(
         with pytest.raises(StageError, match="exclude each other") as error:
             open_session(tiny_model("llama"), order)
         assert "cuda_graphs" in str(error.value)
-        assert str(error.value).endswith("Take one of the two out of the recipe.")
+        assert str(error.value).endswith("Take one of the two out.")
 
 
 def test_settings_that_exclude_each_other_are_refused_at_their_line(

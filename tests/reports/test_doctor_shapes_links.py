@@ -5,6 +5,7 @@ there are several).
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch

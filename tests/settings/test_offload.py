@@ -271,7 +271,7 @@ def test_fields_that_say_nothing(fields: dict[str, Any], message: str) -> None:
 
 
 def test_settings_that_hold_addresses_are_refused_at_their_line(tiny_model: TinyModel) -> None:
-    why = "offload and cuda_graphs exclude each other"
+    why = "cuda_graphs and offload exclude each other"
     with pytest.raises(OptkitError, match=why):
         open_session(tiny_model("llama"), [Offload(), CudaGraphs()])
     with pytest.raises(RecipeError, match="exclude each other"):
