@@ -18,6 +18,7 @@ from optkit_cli.options import (
     retime_option,
     trust_option,
 )
+from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 
 
 @click.command(cls=Command, short_help="Measure a model or an artifact.")
@@ -31,13 +32,15 @@ from optkit_cli.options import (
 )
 @retime_option
 @against_option
-@all_of(place_options, json_option, quiet_option, trust_option)
+@all_of(pipeline_options, place_options, json_option, quiet_option, trust_option)
 def command(
     model: str,
     evals: str,
     unmodified: str | None,
     retime: bool,
     against: Path | None,
+    junit: Path | None,
+    metrics: Path | None,
     as_json: bool,
     quiet: bool,
     trust_remote_code: bool,
@@ -49,9 +52,12 @@ def command(
     gates of FILE.
     """
     from optkit import pipeline
+    from optkit.recipe.gate_places import gate_places
     from optkit_cli.output import only_the_result_on_stdout, print_scorecard
     from optkit_cli.progress import open_progress
 
+    files = PipelineFiles(junit, metrics)
+    files.prepare()
     with only_the_result_on_stdout():
         scorecard = pipeline.evaluate(
             model,
@@ -64,4 +70,5 @@ def command(
             **place,
         )
     print_scorecard(scorecard, None, as_json=as_json)
+    files.write(scorecard, lambda: gate_places(evals))
     return scorecard.exit_status

@@ -23,6 +23,7 @@ from optkit_cli.options import (
     set_option,
     trust_option,
 )
+from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 
 
 @click.command(cls=Command, short_help="Make an artifact, measure it, print its scorecard.")
@@ -42,7 +43,7 @@ from optkit_cli.options import (
     is_flag=True,
     help="Open the artifact in every installed engine at the end, as `optkit verify` does.",
 )
-@all_of(place_options, json_option, quiet_option, trust_option)
+@all_of(pipeline_options, place_options, json_option, quiet_option, trust_option)
 def command(
     recipe: str,
     model: str | None,
@@ -51,6 +52,8 @@ def command(
     retime: bool,
     verified: bool,
     against: Path | None,
+    junit: Path | None,
+    metrics: Path | None,
     as_json: bool,
     quiet: bool,
     trust_remote_code: bool,
@@ -69,6 +72,8 @@ def command(
     from optkit_cli.output import only_the_result_on_stdout, print_scorecard
     from optkit_cli.progress import open_progress
 
+    files = PipelineFiles(junit, metrics)
+    files.prepare()
     try:
         with only_the_result_on_stdout():
             wanted = load_recipe(recipe, overrides=overrides, model=model).trusting(trust_remote_code)
@@ -87,6 +92,7 @@ def command(
         print_scorecard(pipeline.read_scorecard(target), target, as_json=as_json)
         raise
     print_scorecard(scorecard, target, as_json=as_json)
+    files.write(scorecard, lambda: gate_places(recipe, overrides))
     if verified and any(each.failed for each in scorecard.loading):
         return 3
     return scorecard.exit_status

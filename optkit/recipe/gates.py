@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, get_args
 
 from optkit.common.byte_sizes import size_text
 from optkit.common.frozen import Frozen
@@ -38,6 +38,7 @@ Other: TypeAlias = Literal["previous"]
 Of: TypeAlias = Literal["", "baseline"] | Other
 """What a limit is relative to; empty for an absolute one."""
 OTHERS: tuple[Other, ...] = get_args(Other)
+RELATIVE_TO: tuple[Of, ...] = ("baseline", *OTHERS)
 
 
 @dataclass(frozen=True)
@@ -168,11 +169,9 @@ def parse_gate(key: str, text: str) -> Gate:
 
 def _read_of(said: str, text: str) -> Of:
     name = " ".join(said.split()).removeprefix("of ")
-    if name not in ("baseline", *OTHERS):
-        raise ValueError(
-            f"'{said.strip()}' in '{text}' is nothing to be relative to.{did_you_mean(name, ('baseline', *OTHERS))}"
-        )
-    return cast(Of, name)
+    if name not in RELATIVE_TO:
+        raise ValueError(f"'{said.strip()}' in '{text}' is nothing to be relative to.{did_you_mean(name, RELATIVE_TO)}")
+    return name
 
 
 def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:

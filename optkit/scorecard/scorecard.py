@@ -25,7 +25,7 @@ SCHEMA = 1
 REMEDY = "Run its recipe again"
 FEW = 3
 """Names, or reasons, that are told one by one."""
-EXIT_STATUS = {Verdict.PASS: 0, Verdict.FAIL: 3, Verdict.INCONCLUSIVE: 4}
+EXIT_STATUS = {Verdict.PASS: 0, Verdict.FAIL: 3, Verdict.INCONCLUSIVE: 4, Verdict.SKIPPED: 0}
 
 
 class StepLine(Frozen):
