@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from optkit.comparison import compare as compare
     from optkit.errors import OptkitError as OptkitError
-    from optkit.pipeline import compare as compare
     from optkit.pipeline import evaluate as evaluate
     from optkit.pipeline import open_artifact as open_artifact
     from optkit.pipeline import run as run
@@ -30,7 +30,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "OptkitError": "optkit.errors",
-    "compare": "optkit.pipeline",
+    "compare": "optkit.comparison",
     "evaluate": "optkit.pipeline",
     "load_recipe": "optkit.recipe.recipe",
     "open_artifact": "optkit.pipeline",

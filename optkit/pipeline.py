@@ -35,9 +35,7 @@ from optkit.progress import Progress, SilentProgress
 from optkit.recipe.gate_places import require_earlier_release
 from optkit.recipe.recipe import Recipe, load_recipe
 from optkit.scorecard import (
-    Comparison,
     Scorecard,
-    compare_table,
     file_lines,
     pictures,
     read_json,
@@ -203,11 +201,6 @@ def read_scorecard(artifact: Path) -> Scorecard:
             "there is no scorecard", where=str(artifact), why="It was deleted", remedy="Run its recipe again"
         )
     return read_json(artifact / SCORECARD_JSON).model_copy(update={"loading": read_loading(found)})
-
-
-def compare(artifacts: Sequence[Path]) -> Comparison:
-    """Return several artifacts' scorecards side by side."""
-    return compare_table([read_scorecard(Path(artifact)) for artifact in artifacts])
 
 
 def open_artifact(

@@ -1,4 +1,4 @@
-"""`optkit compare`: several artifacts side by side."""
+"""`optkit compare`: which of several artifacts to take."""
 
 from __future__ import annotations
 
@@ -9,20 +9,52 @@ import click
 from optkit_cli.options import Command, json_option
 
 
-@click.command(cls=Command, short_help="Put artifacts side by side.")
-@click.argument("artifacts", metavar="ARTIFACT...", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.command(cls=Command, short_help="Put artifacts side by side, and say which to take.")
+@click.argument("places", metavar="ARTIFACT...", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option(
+    "--require",
+    metavar="LIMIT",
+    multiple=True,
+    help='Take only what keeps this limit, e.g. "perplexity<=1.05x" or "decode_tokens_per_s[batch=8]>=2x"; repeatable.',
+)
+@click.option("--best", metavar="METRIC", help="Pick the best by this metric, e.g. size_bytes.")
+@click.option(
+    "--axis",
+    "axes",
+    metavar="METRIC",
+    multiple=True,
+    help="Rank by this metric; repeatable. By default a quality, a size and a speed.",
+)
+@click.option("--csv", "form", flag_value="csv", help="Print every number as CSV.")
+@click.option("--markdown", "form", flag_value="markdown", help="Print the tables in Markdown.")
 @json_option
-def command(artifacts: tuple[Path, ...], as_json: bool) -> None:
-    """Print the scorecards of several artifacts side by side, each protocol in its own rows."""
-    from optkit import pipeline
-    from optkit_cli.compare_view import comparison_view
+def command(
+    places: tuple[Path, ...],
+    require: tuple[str, ...],
+    best: str | None,
+    axes: tuple[str, ...],
+    form: str | None,
+    as_json: bool,
+) -> int:
+    """Compare artifacts, scorecard.json files and what lies below directories.
+
+    \b
+    optkit compare artifacts/sweep_int4 --require "perplexity<=1.05x" --best size_bytes
+
+    Exit status: 3 if none meets what is required, 4 if one may.
+    """
+    from optkit.comparison import compare, to_csv, to_markdown
     from optkit_cli.output import print_json, show
 
+    if as_json and form:
+        raise click.UsageError(f"--json and --{form} exclude each other. Name one of them.")
+    comparison = compare(places, require=require, best=best, axes=axes)
     if as_json:
-        cards = {
-            str(artifact): pipeline.read_scorecard(artifact).model_dump(mode="json", by_alias=True)
-            for artifact in artifacts
-        }
-        print_json([{"artifact": artifact, **card} for artifact, card in cards.items()])
+        print_json(comparison.model_dump(mode="json"))
+    elif form:
+        click.echo(to_csv(comparison) if form == "csv" else to_markdown(comparison), nl=False)
     else:
-        show(*comparison_view(pipeline.compare(artifacts)))
+        from optkit_cli.compare_view import comparison_view
+
+        show(*comparison_view(comparison))
+    return comparison.exit_status

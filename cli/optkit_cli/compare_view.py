@@ -1,52 +1,156 @@
-"""Several scorecards on the terminal: a column for each artifact if they fit, else a line for each."""
+"""A comparison on the terminal: a table for each group, the reason, and what must be known beside it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from optkit.scorecard import Comparison, ComparisonRow, footnotes
-from optkit_cli.tables import definition_list, fits, grouped, indented, plain_table
+from optkit.comparison import Column, Comparison, Entry, Floor, Group
+from optkit.comparison.table import (
+    UNMODIFIED,
+    CellText,
+    beside_first,
+    cell_text,
+    compared_with,
+    floor_text,
+    heading,
+    left_out_lines,
+    shown_columns,
+    standing,
+    unmodified_cells,
+)
+from optkit.scorecard import footnotes
+from optkit_cli.tables import VERDICT_STYLES, fits, indented, plain_table
+
+STYLES = {"better": "green", "worse": "", "none": "dim", None: ""}
+MOST_LINES = 40
+"""Entries of a group that are shown; `--csv` has all."""
+WIDEST_NAME = 24
+"""Characters of a name in a narrow table; a longer one is broken."""
 
 
 def comparison_view(comparison: Comparison) -> list[RenderableType]:
     """Return what to print, top to bottom."""
-    notes = indented([(f"[{number}]", line) for number, line in enumerate(footnotes(comparison.protocols), start=1)])
-    parts = (SideBySide(comparison), notes, Text("x: ratio to the artifact's own unmodified model", style="dim"))
-    return [each for part in parts if part is not None for each in (Text(""), part)]
+    found = list[RenderableType]()
+    for index, group in enumerate(comparison.groups):
+        if len(comparison.groups) > 1:
+            found += [Text(""), Text(f"group {index + 1}", style="bold")]
+            found += [Text(f"  {line}", style="dim") for line in group.differs]
+        found += [Text(""), Numbers(comparison, group)]
+        if len(group.entries) > MOST_LINES:
+            found.append(Text(f"and {len(group.entries) - MOST_LINES} more, in --csv and --json", style="dim"))
+        found += [Text(""), _verdict(group)]
+        lines = [(each.label, beside_first(comparison, each)) for each in _entries(comparison, group)]
+        beside = indented([line for line in lines if line[1]])
+        if beside is not None:
+            found += [Text(""), Text(f"beside {compared_with(group)}"), beside]
+    notes = [("note", line) for line in (*comparison.notes, *left_out_lines(comparison))]
+    notes += [("noise", floor_text(floor, comparison.column(floor.column))) for floor in _floors(comparison)]
+    legend = (
+        "x: ratio to the unmodified model; [ ]: its 95% interval; front: no other is at least as good in all axes and "
+        "measurably better in one; knee: of these the nearest to the best of each axis"
+    )
+    for part in (indented(_protocols(comparison)), indented(notes), Text(legend, style="dim")):
+        if part is not None:
+            found += [Text(""), part]
+    return found
 
 
 @dataclass(frozen=True)
-class SideBySide:
-    """The numbers."""
+class Numbers:
+    """The table of a group: a line for each scorecard if the terminal is wide enough, else two or three."""
 
     comparison: Comparison
+    group: Group
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the artifacts as columns if they fit, else as lines below each metric."""
-        wide = self._columns()
-        yield wide if fits(wide, console, options) else self._blocks()
+        """Yield the axes with as many further columns as fit."""
+        columns = shown_columns(self.comparison, self.group)
+        least = len(self.group.axes)
+        for count in range(len(columns), least - 1, -1):
+            table = self._wide(columns[:count])
+            if fits(table, console, options):
+                yield table
+                return
+        yield self._narrow(columns[:least])
 
-    def _columns(self) -> Table:
-        table = plain_table(("", "left"), *((name, "right") for name in self.comparison.columns))
-        for label, row in self._lines():
-            table.add_row(label, *(Text(cell) for cell in (row.cells if row else ())))
+    def _wide(self, columns: list[Column]) -> Table:
+        required = bool(self.comparison.require)
+        heads = ("", "stands", "gates", *(("required",) if required else ()))
+        table = plain_table(*((head, "left") for head in heads), *((_head(each), "right") for each in columns))
+        for name, entry, cells in self._lines(columns):
+            about = [Text(standing(entry)), _verdict_of(entry)] if entry else [Text(""), Text("")]
+            if required:
+                about.append(_styled(str(entry.meets)) if entry else Text(""))
+            table.add_row(name, *about, *(_cell(each, " ") for each in cells))
         return table
 
-    def _blocks(self) -> Table:
-        pairs: list[tuple[Text | str, Text | str]] = []
-        for label, row in self._lines():
-            pairs.append((label, ""))
-            cells = zip(self.comparison.columns, row.cells, strict=True) if row else ()
-            pairs += [(f"    {name}", cell) for name, cell in cells]
-        return definition_list(pairs)
+    def _narrow(self, columns: list[Column]) -> Table:
+        table = plain_table(("", "left"), *((_head(each), "right") for each in columns))
+        table.columns[0].max_width = WIDEST_NAME
+        for name, entry, cells in self._lines(columns):
+            if entry:
+                name.append(f"\n{standing(entry)}", style="dim")
+                if entry.gated:
+                    name.append("\ngates ", style="dim").append(_verdict_of(entry))
+                if self.comparison.require:
+                    name.append("\nrequired ", style="dim").append(_styled(str(entry.meets)))
+            table.add_row(name, *(_cell(each, "\n") for each in cells))
+        return table
 
-    def _lines(self) -> list[tuple[Text, ComparisonRow | None]]:
-        lines = grouped(self.comparison.rows, metric=lambda row: row.metric)
-        return [
-            (Text(label) if row is None else Text.assemble(label, (f" [{row.protocol}]", "dim")), row)
-            for label, row in lines
-        ]
+    def _lines(self, columns: list[Column]) -> Iterator[tuple[Text, Entry | None, list[CellText]]]:
+        if unmodified := unmodified_cells(self.comparison, self.group, columns):
+            yield Text(UNMODIFIED, style="dim"), None, unmodified
+        for entry in _entries(self.comparison, self.group):
+            name = Text(entry.label, style="bold" if entry.pick else "")
+            yield name, entry, [cell_text(entry.cell(each.key), each) for each in columns]
+
+
+def _entries(comparison: Comparison, group: Group) -> list[Entry]:
+    return [comparison.entry(label) for label in group.entries[:MOST_LINES]]
+
+
+def _head(column: Column) -> str:
+    return heading(column).replace("[", "\n[").replace(",", "\n")
+
+
+def _cell(cell: CellText, gap: str) -> Text:
+    text = Text(cell.value)
+    if cell.ratio:
+        text.append(f" {cell.ratio}", style=STYLES[cell.change])
+    return text.append(f"{gap}{cell.interval}" if cell.interval else "", style="dim")
+
+
+def _styled(verdict: str) -> Text:
+    return Text(verdict, style=VERDICT_STYLES[verdict])
+
+
+def _verdict_of(entry: Entry) -> Text:
+    return _styled(str(entry.verdict)) if entry.gated else Text("-")
+
+
+def _verdict(group: Group) -> Text:
+    return Text.assemble(("pick  " if group.pick else "no pick  ", "dim"), (group.why, "bold"))
+
+
+def _shown(comparison: Comparison) -> list[Column]:
+    return [column for group in comparison.groups for column in shown_columns(comparison, group)]
+
+
+def _protocols(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return a footnote for each protocol, with the columns that were measured by it."""
+    titles: dict[str, list[str]] = {}
+    for column in _shown(comparison):
+        its = titles.setdefault(column.protocol, [])
+        its += [column.title] if column.title not in its else []
+    lines = zip(titles.values(), footnotes([*titles]), strict=True)
+    return [(f"[{number}]", f"{', '.join(its)}: {line}") for number, (its, line) in enumerate(lines, start=1)]
+
+
+def _floors(comparison: Comparison) -> list[Floor]:
+    shown = {column.key for column in _shown(comparison)}
+    return [floor for floor in comparison.floors if floor.column in shown]

@@ -22,6 +22,12 @@ def _scorecard() -> dict[str, Any]:
     return _of(Scorecard, "scorecard", SCHEMA)
 
 
+def _comparison() -> dict[str, Any]:
+    from optkit.comparison.result import SCHEMA, Comparison
+
+    return _of(Comparison, "comparison", SCHEMA)
+
+
 def _of(model: Any, name: str, version: int) -> dict[str, Any]:
     from pydantic.json_schema import GenerateJsonSchema
 
@@ -29,10 +35,14 @@ def _of(model: Any, name: str, version: int) -> dict[str, Any]:
     return {**head, **model.model_json_schema(mode="serialization"), "title": f"optkit {name}"}
 
 
-SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {"recipe": _recipe, "scorecard": _scorecard}
+SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
+    "recipe": _recipe,
+    "scorecard": _scorecard,
+    "comparison": _comparison,
+}
 
 
-@click.command(cls=Command, short_help="Print the JSON Schema of recipes or scorecards.")
+@click.command(cls=Command, short_help="Print the JSON Schema of recipes, scorecards or comparisons.")
 @click.argument("what", metavar=f"[{'|'.join(SCHEMAS)}]", type=click.Choice(list(SCHEMAS)), default="recipe")
 def command(what: str) -> None:
     """Print the JSON Schema of recipes, so that an editor completes and checks them, or of another

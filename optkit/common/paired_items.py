@@ -4,8 +4,8 @@ An item is one question of a task; items are independent of each other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 from optkit.common.statistics import Z_975, Estimate, binomial_at_most, exact_ratio, paired_ratio
 
@@ -32,12 +32,22 @@ def paired_share_ratio(both: int, lost: int, won: int) -> Estimate:
     narrowed by what the items have in common. It has a width even if no item turned, unlike those
     of the normal approximation. Raises ValueError if the baseline has none right.
     """
+    ratio = exact_ratio(both + won, both + lost).value
+    low, high = share_ratio_interval(both, lost, won)
+    return Estimate(ratio, (float(low), float(high)))
+
+
+def share_ratio_interval(both: Any, lost: Any, won: Any) -> tuple[Any, Any]:
+    """Return the interval of `paired_share_ratio`, of numbers or of arrays of them.
+    The baseline has some items right.
+    """
+    import numpy
+
     ours, theirs, items = both + won, both + lost, both + lost + won
-    ratio = exact_ratio(ours, theirs).value
-    spread = sum(math.sqrt((1 - (right + 1) / (items + 2)) / (right + 1)) for right in (ours, theirs))
-    narrowed = Z_975 * math.sqrt((lost + won + 2) / ((ours + 1) * (theirs + 1))) / spread
+    spread = sum(numpy.sqrt((1 - (right + 1) / (items + 2)) / (right + 1)) for right in (ours, theirs))
+    narrowed = Z_975 * numpy.sqrt((lost + won + 2) / ((ours + 1) * (theirs + 1))) / spread
     (low, high), (their_low, their_high) = (_wilson(right, items, narrowed) for right in (ours, theirs))
-    return Estimate(ratio, (low / their_high, high / their_low))
+    return low / their_high, high / their_low
 
 
 def flips(samples: Sequence[float], baseline: Sequence[float]) -> tuple[int, int]:
@@ -59,8 +69,10 @@ def is_binary(samples: Sequence[float]) -> bool:
     return all(sample in (0.0, 1.0) for sample in samples)
 
 
-def _wilson(hits: int, trials: int, z: float) -> tuple[float, float]:
+def _wilson(hits: Any, trials: Any, z: Any) -> tuple[Any, Any]:
     """Return Wilson's score interval of a share, for a quantile `z` of the normal distribution."""
+    import numpy
+
     share = hits / trials
-    centre, half = share + z * z / (2 * trials), z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
-    return max(0.0, centre - half) / (1 + z * z / trials), (centre + half) / (1 + z * z / trials)
+    centre, half = share + z * z / (2 * trials), z * numpy.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    return numpy.maximum(0.0, centre - half) / (1 + z * z / trials), (centre + half) / (1 + z * z / trials)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from optkit.comparison.columns import Table
 from optkit.comparison.result import Column, Difference
@@ -71,26 +71,24 @@ def _judge(gate: Gate, row: Measured) -> GateResult:
 
 
 def reason(pick: str, other: str, differences: Sequence[tuple[Column, Difference]]) -> str:
-    """Return e.g. `a over b: 4% smaller, no measurable difference in perplexity`."""
-    told = [*_told(differences, "better"), *_told(differences, "worse")]
-    same = [column.key for column, difference in differences if difference.relation == "none"]
-    if same:
-        worse = any(difference.relation == "worse" for _, difference in differences)
-        told.append(f"no measurable {'difference' if worse or not told else 'loss'} in {' and '.join(same)}")
+    """Return e.g. `a over b: 4% smaller, no measurable loss in perplexity`."""
+    better, worse = (
+        [difference_text(column, each) for column, each in differences if each.relation == relation]
+        for relation in ("better", "worse")
+    )
+    same = [column.title for column, each in differences if each.relation == "none"]
+    word = "loss" if better and not worse else "difference"
+    told = [*better, *([f"no measurable {word} in {' and '.join(same)}"] if same else [])]
+    if worse:
+        told.append(f"{'but ' if told else ''}{' and '.join(worse)}")
     return f"{pick} over {other}: {', '.join(told)}"
-
-
-def _told(differences: Sequence[tuple[Column, Difference]], relation: str) -> Iterator[str]:
-    for column, difference in differences:
-        if difference.relation == relation:
-            yield f"{'but ' if relation == 'worse' else ''}{difference_text(column, difference)}"
 
 
 def difference_text(column: Column, difference: Difference) -> str:
     """Return e.g. `4% smaller`, `12% faster`, `1.2% lower perplexity`, `0.03 nats/token higher kl_divergence`."""
     if not difference.relative:
         size = format_value(abs(difference.value), column.unit)
-        return f"{size} {'higher' if difference.value > 0 else 'lower'} {column.key}"
+        return f"{size} {'higher' if difference.value > 0 else 'lower'} {column.title}"
     return _ratio_text(column, difference.value)
 
 
@@ -99,9 +97,9 @@ def _ratio_text(column: Column, ratio: float) -> str:
     named = column.role == "size" or rate
     more, less, much = ("larger", "smaller", "large") if column.role == "size" else ("faster", "slower", "fast")
     if ratio >= 2:
-        text = f"{significant(ratio, 2)}x " + (f"as {much}" if named else f"the {column.key}")
+        text = f"{significant(ratio, 2)}x " + (f"as {much}" if named else f"the {column.title}")
     else:
         percent = abs(ratio - 1) * 100
         text = f"{percent:.0f}%" if percent >= 9.95 else f"{significant(percent, 2)}%"
-        text += f" {more if ratio > 1 else less}" if named else f" {'higher' if ratio > 1 else 'lower'} {column.key}"
-    return text if not named or column.name in UNNAMED else f"{text} ({column.key})"
+        text += f" {more if ratio > 1 else less}" if named else f" {'higher' if ratio > 1 else 'lower'} {column.title}"
+    return text if not named or column.title in UNNAMED else f"{text} ({column.title})"

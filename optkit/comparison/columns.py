@@ -75,7 +75,7 @@ def table_of(cards: Sequence[Scorecard]) -> Table:
                 found[keys[identity]] = _column(keys[identity], metric, around)
             here.setdefault(keys[identity], row)
         rows.append(here)
-    return Table(tuple(found.values()), tuple(rows))
+    return Table(_titled([*found.values()]), tuple(rows))
 
 
 def is_timed(metric: Metric) -> bool:
@@ -101,6 +101,7 @@ def model_of(card: Scorecard) -> str:
 def _column(key: str, metric: Metric, around: Mapping[str, str]) -> Column:
     return Column(
         key=key,
+        title=key,
         name=metric.name,
         labels=metric.labels,
         unit=metric.unit,
@@ -109,6 +110,19 @@ def _column(key: str, metric: Metric, around: Mapping[str, str]) -> Column:
         protocol=metric.protocol,
         environment=dict(around),
     )
+
+
+def _titled(columns: Sequence[Column]) -> tuple[Column, ...]:
+    """Return columns without those labels in their titles that all columns of one name share."""
+    shared: dict[str, set[tuple[str, int | str]]] = {}
+    for column in columns:
+        shared[column.name] = shared.get(column.name, {*column.labels.items()}) & {*column.labels.items()}
+    found = []
+    for column in columns:
+        labels = {label: value for label, value in column.labels.items() if (label, value) not in shared[column.name]}
+        title = column.key.replace(metric_key(column.name, column.labels), metric_key(column.name, labels))
+        found.append(column.model_copy(update={"title": title}))
+    return tuple(found)
 
 
 def _is_of_baseline(metric: Metric) -> bool:

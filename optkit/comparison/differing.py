@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from optkit.comparison.columns import AxisName, Table
-from optkit.recipe.gates import metric_key
+from optkit.comparison.columns import Table
+from optkit.scorecard.ratios import protocol_difference
 
 OUTSIDE = ("name", "description")
 """Fields of a recipe that change nothing."""
@@ -42,23 +41,22 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         yield ".".join(path), value
 
 
-def differing_parts(
-    table: Table, axes: Sequence[AxisName], first: Sequence[str | None], other: Sequence[str | None]
-) -> tuple[str, ...]:
+def differing_parts(table: Table, first: Sequence[str | None], other: Sequence[str | None]) -> tuple[str, ...]:
     """Return a line for each axis by which another group differs from the first, with the parts of
     the protocols that are not the same.
     """
     columns = {column.key: column for column in table.columns}
     lines = []
-    for (name, labels), key, its in zip(axes, first, other, strict=True):
+    for key, its in zip(first, other, strict=True):
         if key == its:
             continue
-        axis = metric_key(name, dict(labels))
+        axis = columns[its or key or ""].title.partition(" #")[0]
         if key is None or its is None:
             lines.append(f"{axis}: measured {'here' if its else 'in the first group'} alone")
             continue
         ours, theirs = columns[its], columns[key]
-        parts = _parts(theirs.protocol, ours.protocol)
+        same = theirs.protocol == ours.protocol
+        parts = [] if same else [protocol_difference(theirs.protocol, ours.protocol)]
         parts += [
             (f"{name} {theirs.environment.get(name, '-')}", f"{name} {ours.environment.get(name, '-')}")
             for name in dict.fromkeys((*theirs.environment, *ours.environment))
@@ -66,13 +64,3 @@ def differing_parts(
         ]
         lines += [f"{axis}: {mine}, not {before}" for before, mine in parts]
     return tuple(lines)
-
-
-def _parts(first: str, other: str) -> list[tuple[str, str]]:
-    """Return the parts of two protocols that differ, side by side; parts are set apart by , and ;"""
-    ours, theirs = (re.split(r"[;,] ", text) for text in (first, other))
-    gone = [part for part in ours if part not in theirs]
-    new = [part for part in theirs if part not in ours]
-    if len(gone) == len(new):
-        return list(zip(gone, new, strict=True))
-    return [(", ".join(gone) or "nothing of it", ", ".join(new) or "nothing of it")]

@@ -77,7 +77,7 @@ def _distances(axes: Sequence[Axis], members: set[int]) -> Any:
     front = sorted(members)
     total: Any = 0.0
     for axis in axes:
-        places = axis.places * (1.0 if axis.column.higher_is_better else -1.0)
-        best, span = places[front].max(), numpy.ptp(places[front])
-        total = total + ((best - places) / (span or 1.0)) ** 2
+        merits = axis.merits
+        best, span = merits[front].max(), numpy.ptp(merits[front])
+        total = total + ((best - merits) / (span or 1.0)) ** 2
     return numpy.sqrt(total)

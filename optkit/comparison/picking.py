@@ -25,17 +25,19 @@ def picked(axes: Sequence[Axis], front: Front, entries: Sequence[Entry], best: A
     required = any(entry.requirements for entry in entries)
     near = sorted(able, key=lambda each: (each not in front.members, front.distances[each]))
     if best is None and not required and front.knee is None:
-        one, other = (entries[index].label for index in near[:2])
-        return None, f"{one} and {other} are both on the front: say what counts, as in --best {axes[-1].column.name}"
+        one, other = near[:2]
+        apart = [axis.column.title for axis in axes if axis.difference(one, other).relation != "none"]
+        both = f"{entries[one].label} and {entries[other].label} are both on the front"
+        return None, f"{both}: say what counts, as in --best {(apart or [axes[-1].column.title])[-1]}"
     if best is None:
         pick, others = near[0], near[1:]
         beside = axes
     else:
-        places = best.places * (1.0 if best.column.higher_is_better else -1.0)
-        top = max(able, key=lambda each: places[each])
+        merits = best.merits
+        top = max(able, key=lambda each: merits[each])
         relations = best.relations(top)
         pick = next(each for each in near if relations[each] == 0)
-        others = sorted((each for each in able if each != pick), key=lambda each: -places[each])
+        others = sorted((each for each in able if each != pick), key=lambda each: -merits[each])
         beside = [best, *(axis for axis in axes if axis.column.key != best.column.key)]
     label = entries[pick].label
     if not others:

@@ -22,6 +22,8 @@ class Column(Frozen):
 
     key: str
     """Unique here: `decode_tokens_per_s[batch=1]`, with ` #2` behind it for a second protocol."""
+    title: str
+    """The shortest text that tells it from the others: name, and labels only if they differ."""
     name: str
     """The metric's."""
     labels: dict[str, int | str] = {}

@@ -19,11 +19,8 @@ from optkit.scorecard.scorecard import (
     to_json,
 )
 from optkit.scorecard.table import (
-    Comparison,
-    ComparisonRow,
     Row,
     change_of,
-    compare_table,
     footnotes,
     metric_label,
     protocols,
@@ -34,8 +31,6 @@ from optkit.scorecard.training import Training, loss_curves, pictures, training_
 
 __all__ = [
     "Beside",
-    "Comparison",
-    "ComparisonRow",
     "GateResult",
     "Loading",
     "Measured",
@@ -48,7 +43,6 @@ __all__ = [
     "Waterfall",
     "build_scorecard",
     "change_of",
-    "compare_table",
     "file_lines",
     "footnotes",
     "format_ratio",

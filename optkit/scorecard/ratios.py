@@ -52,12 +52,13 @@ def _ratio_of_windows(metric: Metric, other: Metric) -> Estimate:
     """
     if not (metric.interval and other.interval):
         return exact_ratio(metric.value, other.value)
-    if len(metric.samples) == len(other.samples) > 1 and _is_mean(metric) and _is_mean(other):
+    if len(metric.samples) == len(other.samples) > 1 and is_mean(metric) and is_mean(other):
         return paired_ratio(metric.samples, other.samples, neighbours=True)
     return independent_ratio(Estimate(metric.value, metric.interval), Estimate(other.value, other.interval))
 
 
-def _is_mean(metric: Metric) -> bool:
+def is_mean(metric: Metric) -> bool:
+    """Say whether the value is the mean of the samples, so that it can be paired by them."""
     return abs(mean(metric.samples) - metric.value) <= 1e-9 * abs(metric.value)
 
 

@@ -1,4 +1,4 @@
-"""A scorecard, or several of them, as rows of text.
+"""A scorecard as rows of text.
 The terminal and the Markdown are drawn from the same rows.
 """
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from optkit.common.markdown import markdown_table
 from optkit.measure import Metric
 from optkit.recipe.gates import OTHERS, Of, Verdict, overall
 from optkit.scorecard.numbers import format_ratio, format_value
@@ -42,34 +41,6 @@ class Row:
     """Those that `gate` says."""
     values: tuple[float | None, float | None, float | None] = (None, None, None)
     """What `ratio`, `baseline` and `artifact` stand for, to sort by."""
-
-
-@dataclass(frozen=True)
-class ComparisonRow:
-    """One metric, measured by one protocol, over all scorecards."""
-
-    metric: str
-    cells: tuple[str, ...]
-    """One for each column: value and ratio to that artifact's own baseline, `-` if it was not
-    measured by this protocol.
-    """
-    protocol: int
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Several scorecards side by side."""
-
-    columns: tuple[str, ...]
-    rows: tuple[ComparisonRow, ...]
-    protocols: tuple[str, ...]
-
-    def to_markdown(self) -> str:
-        """Return the table with its protocols as numbered footnotes."""
-        body = [(f"{row.metric} [{row.protocol}]", *row.cells) for row in self.rows]
-        return (
-            f"{markdown_table(('metric', *self.columns), body)}\n\nProtocols\n\n{numbered(footnotes(self.protocols))}\n"
-        )
 
 
 def protocols(*scorecards: Scorecard) -> tuple[str, ...]:
@@ -139,26 +110,6 @@ def _line(
     )
 
 
-def compare_table(scorecards: Sequence[Scorecard]) -> Comparison:
-    """Return scorecards side by side; numbers of different protocols never share a row."""
-    notes = protocols(*scorecards)
-    found: dict[tuple[str, str], dict[int, Measured]] = {}
-    for column, scorecard in enumerate(scorecards):
-        for row in scorecard.rows:
-            found.setdefault((metric_label(row.metric), row.metric.protocol), {})[column] = row
-    labels = list(dict.fromkeys(label for label, _ in found))
-    return Comparison(
-        columns=_column_names(scorecards),
-        rows=tuple(
-            ComparisonRow(
-                label, tuple(_cell(rows.get(column)) for column in range(len(scorecards))), notes.index(protocol) + 1
-            )
-            for (label, protocol), rows in sorted(found.items(), key=lambda item: labels.index(item[0][0]))
-        ),
-        protocols=notes,
-    )
-
-
 def metric_label(metric: Metric) -> str:
     """Return a metric's name and labels, e.g. `decode_tokens_per_s, batch 1, prompt 128`."""
     return ", ".join([metric.name, *(f"{label.replace('_', ' ')} {value}" for label, value in metric.labels.items())])
@@ -182,12 +133,6 @@ def _value(metric: Metric) -> str:
     return FAILED if metric.failure else format_value(metric.value, metric.unit, metric.interval)
 
 
-def _cell(row: Measured | None) -> str:
-    if row is None:
-        return NOTHING
-    return _value(row.metric) if row.ratio is None else f"{_value(row.metric)} ({format_ratio(row.ratio)})"
-
-
 def change_of(
     ratio: float | None, interval: tuple[float, float] | None, higher_is_better: bool
 ) -> Literal["better", "worse", ""]:
@@ -196,11 +141,3 @@ def change_of(
     if low is None or high is None or low <= 1 <= high:
         return ""
     return "better" if (low > 1) == higher_is_better else "worse"
-
-
-def _column_names(scorecards: Sequence[Scorecard]) -> tuple[str, ...]:
-    names = [scorecard.name for scorecard in scorecards]
-    return tuple(
-        scorecard.name if names.count(scorecard.name) == 1 else f"{scorecard.name} {scorecard.artifact_key[:8]}"
-        for scorecard in scorecards
-    )

@@ -20,7 +20,7 @@ import click
 import pytest
 from optkit_cli.main import COMMANDS, main
 
-from optkit import pipeline
+from optkit import comparison
 from optkit.errors import ResourceError, SourceError
 from optkit.processes import commands as processes
 from optkit.processes.signals import Terminated
@@ -105,7 +105,7 @@ def test_every_kind_of_failure_has_its_document(
     def fail(*_words: object, **_fields: object) -> None:
         raise error
 
-    monkeypatch.setattr(pipeline, "read_scorecard", fail)
+    monkeypatch.setattr(comparison, "compare", fail)
     said = failed(capsys, "compare", "x")
     assert (said["kind"], said["exit_status"], said["problems"]) == (kind, status, [])
 

@@ -7,14 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from optkit_cli.compare_view import comparison_view
 from optkit_cli.output import plain_text
 from optkit_cli.scorecard_view import scorecard_view
 from optkit_cli.tables import size_text
 from rich.console import Console
 
 from optkit.measure import Metric
-from optkit.scorecard import Scorecard, StepLine, build_scorecard, compare_table
+from optkit.scorecard import Scorecard, StepLine, build_scorecard
 
 WINDOWS = "python-reference test, joined, 15 windows of 1024 tokens, no BOS, revision sha256:ab12cd34"
 TIMING = (
@@ -182,23 +181,6 @@ def test_colour_on_a_terminal_only_and_not_against_the_users_wish() -> None:
     assert "\x1b[1;31mFAIL" in draw(card(), color_system="standard", _environ={})
     assert "\x1b[3" not in draw(card(), color_system="standard", _environ={"NO_COLOR": "1"})
     assert "\x1b" not in "".join(lines_of(card(), 100))
-
-
-def test_two_artifacts_stand_side_by_side() -> None:
-    shown = plain_text(*comparison_view(compare_table([card("first"), card("second")])))
-    assert max(map(len, shown.splitlines())) <= 100
-    table = [line.split() for line in shown.splitlines()]
-    assert ["first", "second"] in table
-    assert ["perplexity", "[1]", "23.41", "±", "2.3", "(1.150x)", "23.41", "±", "2.3", "(1.150x)"] in table
-
-
-def test_many_artifacts_stand_below_each_metric() -> None:
-    names = [f"a_recipe_with_a_long_name_{index}" for index in range(6)]
-    shown = plain_text(*comparison_view(compare_table([card(name) for name in names])), width=80)
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "…" not in shown
-    table = [line.split() for line in shown.splitlines()]
-    assert [names[5], "23.41", "±", "2.3", "(1.150x)"] in table
 
 
 @pytest.mark.parametrize(

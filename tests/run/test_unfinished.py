@@ -16,6 +16,7 @@ from optkit_evals.perplexity import Perplexity
 from optkit import pipeline
 from optkit.artifact import read_artifact
 from optkit.common.own_files import RECORD, SCORECARD_JSON
+from optkit.comparison import compare
 from optkit.errors import ArtifactError, EvalError, OptkitError, SourceError
 from optkit.recipe.recipe import Recipe, load_recipe
 
@@ -137,7 +138,7 @@ def test_an_artifact_whose_run_did_not_finish_is_refused_until_it_has(
         pipeline.open_artifact,
         pipeline.read_scorecard,
         pipeline.verify,
-        lambda path: pipeline.compare([path]),
+        lambda path: compare([path]),
     ):
         with pytest.raises(ArtifactError, match=r"its run did not finish\. .* Run its recipe again"):
             use(out)

@@ -12,7 +12,6 @@ from optkit.recipe.gates import Verdict
 from optkit.scorecard import (
     Scorecard,
     build_scorecard,
-    compare_table,
     footnotes,
     format_ratio,
     format_value,
@@ -281,35 +280,6 @@ def test_markdown_of_nothing():
 def test_a_pipe_in_a_cell_does_not_break_the_table():
     metric = size(1).model_copy(update={"labels": {"file": "a|b"}})
     assert "| size_bytes, file a\\|b [1] |" in to_markdown(card(metrics=(metric,), baseline=()))
-
-
-def test_compared_numbers_of_one_protocol_share_a_row_and_others_never():
-    first = card(metrics=(perplexity((3.1, 3.3, 3.5)), size(1.2e8)), name="int4")
-    second = card(metrics=(perplexity((3.0, 3.2, 3.4), "c4, 3 windows"), size(2.4e8)), name="int8")
-    comparison = compare_table([first, second])
-    assert comparison.columns == ("int4", "int8")
-    assert [(row.metric, row.cells) for row in comparison.rows] == [
-        ("perplexity", ("27.11 ± 1.0 (1.101x)", "-")),
-        ("perplexity", ("-", "24.53 ± 1.0")),
-        ("size_bytes", ("120.0 MB (0.2230x)", "240.0 MB (0.4461x)")),
-    ]
-    named = [comparison.protocols[row.protocol - 1] for row in comparison.rows]
-    assert named == [
-        "wikitext2 test, 3 windows",
-        "c4, 3 windows",
-        "all files",
-    ]
-    text = comparison.to_markdown()
-    assert "| metric | int4 | int8 |" in text
-    assert "| size_bytes [2] | 120.0 MB (0.2230x) | 240.0 MB (0.4461x) |" in text
-    assert "3. c4, 3 windows" in text
-
-
-def test_columns_of_one_name_are_told_apart():
-    columns = compare_table(
-        [card(artifact_key="aaaaaaaaaaaa"), card(artifact_key="bbbbbbbbbbbb"), card(name="other")]
-    ).columns
-    assert columns == ("small aaaaaaaa", "small bbbbbbbb", "other")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from optkit_cli.compare_view import comparison_view
 from optkit_cli.scorecard_view import scorecard_view
 
 from optkit import pipeline
+from optkit.comparison import compare
 from optkit.recipe.recipe import load_recipe
 from optkit.scorecard import to_markdown
 from optkit.store.contents import survey
@@ -55,7 +57,7 @@ def test_scorecards(artifact: Path, draw: Random) -> None:
         card = pipeline.read_scorecard(artifact)
         assert scorecard_view(card, artifact)
         assert to_markdown(card)
-        assert pipeline.compare([artifact, artifact])
+        assert comparison_view(compare([artifact, artifact]))
 
     with Changed(
         artifact / "scorecard.json",

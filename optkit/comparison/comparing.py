@@ -56,7 +56,7 @@ def compare_scorecards(
     found = groups_of(table, chosen)
     for keys, members in found.items():
         group, its = ranking.rank([key for key in keys if key], members)
-        groups.append(group.model_copy(update={"differs": differing_parts(table, chosen, next(iter(found)), keys)}))
+        groups.append(group.model_copy(update={"differs": differing_parts(table, next(iter(found)), keys)}))
         ranked += [entry.model_copy(update={"group": len(groups) - 1}) for entry in its]
     return Comparison(
         entries=(*ranked, *unranked),

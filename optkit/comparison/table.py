@@ -1,0 +1,168 @@
+"""A comparison as lines of text: the terminal, the Markdown and the CSV are drawn from the same ones."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from optkit.common.markdown import markdown_table
+from optkit.comparison.choice import difference_text
+from optkit.comparison.result import Cell, Column, Comparison, Entry, Floor, Group, Relation
+from optkit.scorecard.numbers import format_ratio, format_value, significant
+from optkit.scorecard.table import FAILED, NOTHING, footnotes, numbered
+
+EXTRAS = ("kl_divergence", "top1_agreement", "prefill_tokens_per_s", "peak_memory_bytes")
+"""Metrics that are shown beside the axes if there is room, and those of tasks before them."""
+UNMODIFIED = "unmodified"
+CELL_FIELDS = ("value", "low", "high", "ratio", "ratio_low", "ratio_high", "change", "failure")
+
+
+@dataclass(frozen=True)
+class CellText:
+    """One number; parts are empty if they are not known."""
+
+    value: str
+    ratio: str = ""
+    interval: str = ""
+    """Of the ratio; of the value if there is no ratio."""
+    change: Relation | None = None
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.value, self.ratio, self.interval) if part)
+
+
+def shown_columns(comparison: Comparison, group: Group) -> list[Column]:
+    """Return the axes of a group, then what else is worth a column, the most asked for first."""
+    held = {cell.column for entry in comparison.entries if entry.label in group.entries for cell in entry.cells}
+    columns = [column for column in comparison.columns if column.key in held]
+    extras = [
+        column
+        for column in columns
+        if column.key not in group.axes
+        and (column.name in EXTRAS or (column.role == "quality" and column.unit in ("perplexity", "fraction")))
+    ]
+    extras.sort(key=lambda column: EXTRAS.index(column.name) if column.name in EXTRAS else -1)
+    return [*(comparison.column(key) for key in group.axes), *extras]
+
+
+def cell_text(cell: Cell | None, column: Column) -> CellText:
+    """Return a number with its ratio to the unmodified model."""
+    if cell is None or cell.value is None:
+        return CellText(NOTHING if cell is None else FAILED)
+    value = format_value(cell.value, column.unit)
+    if cell.ratio is None:
+        whole = format_value(cell.value, column.unit, cell.interval)
+        return CellText(value, "", f"± {whole.split(' ± ')[1].split(' ')[0]}" if cell.interval else "", cell.change)
+    ratio, _, interval = format_ratio(cell.ratio, cell.ratio_interval).partition(" ")
+    return CellText(value, ratio, interval, cell.change)
+
+
+def unmodified_cells(comparison: Comparison, group: Group, columns: list[Column]) -> list[CellText] | None:
+    """Return the line of the unmodified model, None if there are several or nothing is known of it.
+    A timing is the mean of all measurements of it.
+    """
+    entries = [entry for entry in comparison.entries if entry.label in group.entries]
+    if len({entry.model for entry in entries}) > 1:
+        return None
+    found = []
+    for column in columns:
+        known = [cell.baseline for entry in entries if (cell := entry.cell(column.key)) and cell.baseline is not None]
+        found.append(CellText(format_value(sum(known) / len(known), column.unit) if known else NOTHING))
+    return found if any(each.value != NOTHING for each in found) else None
+
+
+def standing(entry: Entry) -> str:
+    """Return where a scorecard stands: the pick, the knee, on the front, or behind another."""
+    if entry.pick:
+        return "pick"
+    if entry.knee:
+        return "knee"
+    if entry.front:
+        return "front"
+    return f"behind {entry.dominated_by[0]}" if entry.dominated_by else NOTHING
+
+
+def beside_first(comparison: Comparison, entry: Entry) -> str:
+    """Return what an entry is to the pick of its group, in words; empty for the pick itself."""
+    told = [
+        difference_text(comparison.column(each.axis), each) for each in entry.differences if each.relation != "none"
+    ]
+    same = [comparison.column(each.axis).title for each in entry.differences if each.relation == "none"]
+    return ", ".join([*told, *([f"no measurable difference in {' and '.join(same)}"] if same else [])])
+
+
+def compared_with(group: Group) -> str:
+    """Return whom the differences of a group are to."""
+    return group.pick or group.knee or group.entries[0]
+
+
+def floor_text(floor: Floor, column: Column) -> str:
+    """Return e.g. `perplexity: 0.12% (batch 8, attention eager)`."""
+    size = f"{significant(floor.value * 100, 2)}%" if floor.relative else format_value(floor.value, column.unit)
+    return f"{column.title}: {size} ({floor.source})"
+
+
+def heading(column: Column) -> str:
+    """Return the head of a column, the arrow pointing to what is better."""
+    return f"{column.title} {'↑' if column.higher_is_better else '↓'}"
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """Return the tables of all groups, the reasons, the noise floor and the protocols."""
+    return "\n\n".join(part for part in _parts(comparison) if part) + "\n"
+
+
+def _parts(comparison: Comparison) -> Iterator[str]:
+    required = bool(comparison.require)
+    several = len(comparison.groups) > 1
+    for index, group in enumerate(comparison.groups):
+        columns = shown_columns(comparison, group)
+        heads = ("", "stands", "gates", *(("required",) if required else ()), *map(heading, columns))
+        body = []
+        if unmodified := unmodified_cells(comparison, group, columns):
+            body.append((UNMODIFIED, "", "", *(("",) if required else ()), *map(str, unmodified)))
+        for entry in (comparison.entry(label) for label in group.entries):
+            name = f"**{entry.label}**" if entry.pick else entry.label
+            gates = str(entry.verdict) if entry.gated else NOTHING
+            cells = [str(cell_text(entry.cell(column.key), column)) for column in columns]
+            body.append((name, standing(entry), gates, *((str(entry.meets),) if required else ()), *cells))
+        if several:
+            yield f"### Group {index + 1}" + (f"\n\nDiffers: {'; '.join(group.differs)}." if group.differs else "")
+        yield markdown_table(heads, body)
+        yield f"{group.why}." if group.why else ""
+    lines = [floor_text(floor, comparison.column(floor.column)) for floor in comparison.floors]
+    yield "Noise floor\n\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
+    yield "\n".join(f"- {line}" for line in [*comparison.notes, *left_out_lines(comparison)])
+    shown = [column for group in comparison.groups for column in shown_columns(comparison, group)]
+    protocols = footnotes(list(dict.fromkeys(column.protocol for column in shown)))
+    yield f"Protocols\n\n{numbered(protocols)}" if protocols else ""
+
+
+def left_out_lines(comparison: Comparison) -> list[str]:
+    """Return a line for each file that could not be compared."""
+    return [f"left out: {each.place}: {each.why}" for each in comparison.left_out]
+
+
+def to_csv(comparison: Comparison) -> str:
+    """Return a line for each scorecard, with all that is known of it."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    heads = ("label", "place", "model", "device", "group", "rank", "stands", "front", "verdict", "meets")
+    keys = [column.key for column in comparison.columns]
+    writer.writerow([*heads, *(f"{key}.{field}" for key in keys for field in CELL_FIELDS)])
+    for entry in comparison.entries:
+        about = (entry.label, entry.place, entry.model, entry.device, entry.group, entry.rank, standing(entry))
+        cells = {cell.column: cell for cell in entry.cells}
+        numbers = [value for key in keys for value in _values(cells.get(key))]
+        writer.writerow([*about, entry.front, entry.verdict, entry.meets, *numbers])
+    return text.getvalue()
+
+
+def _values(cell: Cell | None) -> tuple[object, ...]:
+    if cell is None:
+        return ("",) * len(CELL_FIELDS)
+    low, high = cell.interval or ("", "")
+    ratio_low, ratio_high = cell.ratio_interval or ("", "")
+    return cell.value, low, high, cell.ratio, ratio_low, ratio_high, cell.change, cell.failure

@@ -1,0 +1,297 @@
+"""What may be ranked together, who is picked and why, and what is said of the rest."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from optkit.comparison import Comparison, compare, compare_scorecards, to_csv, to_markdown
+from optkit.errors import ArtifactError, UsageError
+from optkit.measure import Metric
+from optkit.scorecard import Scorecard, to_json
+from tests.support.scorecards import CPU, TEXT, card, decode, divergence, perplexity, size
+
+LOSSES = [3.0 + 0.2 * math.sin(index) for index in range(12)]
+TURNS = [20.0, 20.2, 19.9, 20.1]
+BASELINE = [perplexity(LOSSES), decode(TURNS), size(500e6)]
+
+
+def made(name: str, loss: float = 0.0, speed: float = 1.0, size_bytes: float = 500e6, **fields: object) -> Scorecard:
+    """A model whose losses are higher by `loss`, a little less in every other window."""
+    losses = [each + loss * (1 + 0.05 * (-1) ** index) for index, each in enumerate(LOSSES)]
+    metrics = [perplexity(losses), decode([each * speed for each in TURNS]), size(size_bytes)]
+    return card(name, metrics, BASELINE, **fields)
+
+
+def compared(*cards: Scorecard, **options: object) -> Comparison:
+    return compare_scorecards([(Path("artifacts") / each.name, each) for each in cards], **options)
+
+
+GOOD = made("good", 0.02, 2.0, 250e6)
+SMALL = made("small", 0.05, 2.3, 150e6)
+WASTE = made("waste", 0.06, 1.5, 260e6)
+FAST = made("fast", 0.20, 3.0, 160e6)
+
+
+def test_one_is_dominated_only_by_what_is_measurably_better_and_nowhere_worse() -> None:
+    found = compared(GOOD, SMALL, WASTE, FAST)
+    assert {entry.label: entry.dominated_by for entry in found.entries} == {
+        "good": (),
+        "small": (),
+        "fast": (),
+        "waste": ("small", "good"),
+    }
+    (group,) = found.groups
+    assert set(group.front) == {"good", "small", "fast"}
+    assert group.axes == ("perplexity", "size_bytes", "decode_tokens_per_s[batch=1]")
+    assert [entry.rank for entry in found.entries] == [1, 2, 3, 4]
+    assert found.entries[-1].label == "waste"
+    assert group.knee == group.pick == "small"
+
+
+def test_the_best_of_those_that_meet_the_limits_and_the_reason() -> None:
+    found = compared(
+        GOOD, SMALL, WASTE, FAST, require=["perplexity<=1.1x", "decode_tokens_per_s>=1.8x"], best="size_bytes"
+    )
+    (group,) = found.groups
+    assert (group.pick, found.exit_status) == ("small", 0)
+    assert group.why == "small over good: 40% smaller, 15% faster, but 3.0% higher perplexity"
+    assert {entry.label: str(entry.meets) for entry in found.entries} == {
+        "good": "PASS",
+        "small": "PASS",
+        "waste": "FAIL",
+        "fast": "FAIL",
+    }
+
+
+def test_a_loss_within_the_noise_is_no_measurable_loss() -> None:
+    draw = Random(1)
+    shaken = [each + 0.02 + draw.gauss(0, 0.03) for each in LOSSES]
+    other = card("shaken", [perplexity(shaken), decode([40.0, 40.4, 39.8, 40.2]), size(240e6)], BASELINE)
+    (group,) = compared(GOOD, other, best="size_bytes").groups
+    assert group.why == "shaken over good: 4.0% smaller, no measurable loss in perplexity and decode_tokens_per_s"
+
+
+@pytest.mark.parametrize(
+    ("limit", "status", "why"),
+    [
+        ("perplexity<=1.001x", 3, "none meets what is required"),
+        ("perplexity<=1.05127x", 4, "none surely meets what is required; small may"),
+    ],
+)
+def test_the_exit_status_says_if_none_meets_what_is_required(limit: str, status: int, why: str) -> None:
+    found = compared(SMALL, FAST, require=[limit])
+    assert (found.exit_status, found.groups[0].pick, found.groups[0].why) == (status, None, why)
+
+
+def test_what_was_not_measured_does_not_meet_a_limit() -> None:
+    bare = card("bare", [size(1e6)], BASELINE)
+    found = compared(GOOD, bare, require=["perplexity<=2x"])
+    assert found.entry("bare").requirements[0].why == "it was not measured"
+    assert str(found.entry("bare").meets) == "FAIL"
+
+
+def test_two_on_the_front_are_no_answer_without_saying_what_counts() -> None:
+    (group,) = compared(GOOD, SMALL).groups
+    assert (group.pick, group.knee) == (None, None)
+    assert group.why.endswith("are both on the front: say what counts, as in --best decode_tokens_per_s")
+
+
+def test_numbers_of_other_protocols_are_never_ranked_together() -> None:
+    longer = TEXT.replace("12 windows of 256", "12 windows of 512")
+    other = card("other", [perplexity(LOSSES, longer), decode(TURNS), size(1e6)], BASELINE)
+    found = compared(GOOD, SMALL, other)
+    assert [set(group.entries) for group in found.groups] == [{"good", "small"}, {"other"}]
+    assert found.groups[1].differs == (
+        "perplexity: first 12 windows of 512 tokens, not first 12 windows of 256 tokens",
+    )
+    assert [column.key for column in found.columns if column.name == "perplexity"] == ["perplexity", "perplexity #2"]
+    assert found.entry("other").front
+
+
+def test_timings_of_other_machines_are_never_ranked_together() -> None:
+    found = compared(GOOD, SMALL, made("elsewhere", 0.1, 9.0, 1e6, environment=CPU | {"cpu_threads": 64}))
+    assert found.groups[1].differs == ("decode_tokens_per_s: cpu_threads 64, not cpu_threads 2",)
+    assert found.entry("good").front
+
+
+def test_what_has_no_speed_is_ranked_apart() -> None:
+    quiet = card("quiet", [perplexity(LOSSES), size(1e6)], BASELINE)
+    found = compared(GOOD, SMALL, quiet)
+    assert found.groups[1].differs == ("decode_tokens_per_s: measured in the first group alone",)
+    nothing = compared(GOOD, card("nothing", [size(1).model_copy(update={"name": "zeros", "unit": "fraction"})]))
+    assert nothing.entry("nothing").group is None
+
+
+def test_divergences_from_other_models_are_two_columns() -> None:
+    first = card("first", [divergence([0.1, 0.2, 0.1])])
+    second = card("second", [divergence([0.1, 0.2, 0.1])], model="other")
+    found = compared(first, second)
+    assert len(found.columns) == 2
+    assert found.groups[1].differs == ("kl_divergence: unmodified model other, not unmodified model small",)
+
+
+def noise(name: str, value: float, unit: str, against: str) -> Metric:
+    return Metric(
+        name=f"noise_{name}",
+        labels={"against": against},
+        value=value,
+        unit=unit,
+        higher_is_better=False,
+        protocol="the unmodified model against itself",
+    )
+
+
+def test_a_difference_below_the_noise_floor_is_none() -> None:
+    floor = [noise("perplexity", 0.04, "fraction", "batch 8"), noise("perplexity", 0.01, "fraction", "eager")]
+    noisy = GOOD.model_copy(
+        update={"rows": (*GOOD.rows, *card("n", floor).rows)},
+    )
+    found = compared(noisy, SMALL)
+    (given,) = [each for each in found.floors if each.column == "perplexity"]
+    assert (given.value, given.relative, given.source) == (0.04, True, "batch 8, eager")
+    assert found.groups[0].front == ("small",)
+    assert found.entry("good").cell("perplexity").change == "none"
+    assert not any(column.name.startswith("noise") for column in found.columns)
+
+
+def test_the_floor_of_a_timing_is_the_spread_of_the_unmodified_models_turns() -> None:
+    (floor,) = compared(GOOD, SMALL).floors
+    deviations = [each / 20.05 - 1 for each in TURNS]
+    spread = math.sqrt(sum(each**2 for each in deviations) / 3)
+    assert floor.value == pytest.approx(3.1824 * spread * math.sqrt(2 / 4), rel=1e-3)
+
+
+def test_timings_of_one_race_are_paired_by_turns_and_others_by_their_baselines() -> None:
+    shared = [1.0, 1.3, 0.8, 1.1]  # what the machine did in each turn, to all alike
+    baseline = [perplexity(LOSSES), decode([20 * each for each in shared])]
+    racing = [
+        card(f"r{speed}", [perplexity(LOSSES), decode([speed * each for each in shared])], baseline)
+        for speed in (40, 42)
+    ]
+    found = compared(*racing)
+    (speed,) = [each for each in found.entries[1].differences if "decode" in each.axis]
+    assert (speed.value, speed.interval) == (pytest.approx(40 / 42), None)
+    slow = [each * 0.5 for each in shared]
+    other = card(
+        "r84", [perplexity(LOSSES), decode([42 * each for each in slow])], [decode([20 * each for each in slow])]
+    )
+    found = compared(racing[1], other)
+    (speed,) = [each for each in found.entries[1].differences if "decode" in each.axis]
+    assert speed.value == pytest.approx(1.0)
+
+
+def test_the_same_model_twice_is_found_no_different() -> None:
+    """Window losses shaken by kernels, speeds by the machine: 95 of 100 pairs show no difference."""
+    draw, calm = Random(7), 0
+    for _ in range(200):
+        pair = []
+        for name in "ab":
+            losses = [each + draw.gauss(0, 0.004) for each in LOSSES]
+            day = draw.gauss(1, 0.1)
+            turns = [day * 20 * draw.gauss(1, 0.02) for _ in range(4)]
+            own = [day * 40 * draw.gauss(1, 0.02) for _ in range(4)]
+            pair.append(card(name, [perplexity(losses), decode(own), size(2e8)], [perplexity(LOSSES), decode(turns)]))
+        differences = compared(*pair).entries[1].differences
+        calm += all(each.relation == "none" for each in differences)
+    assert calm >= 190
+
+
+def test_names_of_one_recipe_are_told_apart() -> None:
+    cards = [made("a", key="one"), made("a", 0.01, key="two"), made("b"), made("c", key="x"), made("c", 0.1, key="x")]
+    found = compare_scorecards([(Path(f"p{index}"), each) for index, each in enumerate(cards)])
+    assert {entry.label for entry in found.entries} == {
+        f"a {b'one'.hex().ljust(64, '0')[:8]}",
+        f"a {b'two'.hex().ljust(64, '0')[:8]}",
+        "b",
+        "c p3",
+        "c p4",
+    }
+
+
+def test_the_fields_of_recipes_that_differ() -> None:
+    bits = [made(f"b{bits}", stages=[{"rtn": {"bits": bits, "group_size": 64}}]) for bits in (3, 4)]
+    found = compared(*bits, made("plain"))
+    assert found.entry("b3").fields["stages.0.rtn.bits"] == 3
+    assert compared(*bits).entry("b4").fields == {"stages.0.rtn.bits": 4}
+
+
+def written(folder: Path, scorecard: Scorecard) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "scorecard.json").write_text(to_json(scorecard), encoding="utf-8")
+    return folder
+
+
+def test_directories_files_and_artifacts_are_mixed_and_nothing_is_taken_twice(tmp_path: Path) -> None:
+    written(tmp_path / "sweep" / "good", GOOD)
+    written(tmp_path / "sweep" / "deeper" / "small", SMALL)
+    written(tmp_path / "sweep" / ".draft", FAST)
+    copy = written(tmp_path / "copy", GOOD)
+    bare = written(tmp_path / "waste", WASTE) / "scorecard.json"
+    found = compare([tmp_path / "sweep", tmp_path / "sweep" / "good", bare, copy])
+    assert {entry.label for entry in found.entries} == {"good", "small", "waste"}
+    assert found.notes == (f"{copy} holds the scorecard of {tmp_path / 'sweep' / 'good'}, and is left out",)
+
+
+def test_what_cannot_be_read_below_a_directory_is_left_out_by_name(tmp_path: Path) -> None:
+    written(tmp_path / "good", GOOD)
+    later = written(tmp_path / "later", SMALL) / "scorecard.json"
+    later.write_text(later.read_text(encoding="utf-8").replace('"schema": 1', '"schema": 7', 1), encoding="utf-8")
+    found = compare([tmp_path])
+    (left,) = found.left_out
+    assert left.place == str(tmp_path / "later")
+    assert "the scorecard has schema 7, and this optkit reads schema 1" in left.why
+    with pytest.raises(ArtifactError, match="has schema 7"):
+        compare([tmp_path, later])
+    (tmp_path / "good" / "scorecard.json").unlink()
+    with pytest.raises(ArtifactError, match="none of the 1 scorecards can be read"):
+        compare([tmp_path])
+
+
+def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="no scorecard is here or below"):
+        compare([tmp_path])
+    with pytest.raises(ArtifactError, match="no such file or directory"):
+        compare([tmp_path / "nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"require": ["perplexity"]}, "--require: 'perplexity' is no limit. Write it as perplexity<=1.05x."),
+        ({"require": ["perplexity<=x"]}, "--require: '<=x' is no limit."),
+        ({"require": ["perplexty<=1"]}, "--require: no scorecard has 'perplexty'. Did you mean 'perplexity'?"),
+        ({"best": "sze_bytes"}, "--best: no scorecard has 'sze_bytes'. Did you mean 'size_bytes'?"),
+        ({"axes": ["acc"]}, "--axis: no scorecard has 'acc'. Known: decode_tokens_per_s"),
+        ({"best": "decode_tokens_per_s[batch=9]"}, "--best: no scorecard has 'decode_tokens_per_s"),
+        ({"best": "1x"}, "--best: '1x' names no metric."),
+    ],
+)
+def test_metrics_that_nobody_has(options: dict, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        compared(GOOD, SMALL, **options)
+    assert str(caught.value).startswith(message)
+
+
+def test_csv_and_markdown_have_every_scorecard() -> None:
+    found = compared(GOOD, SMALL, WASTE, best="size_bytes")
+    lines = to_csv(found).splitlines()
+    assert len(lines) == 4
+    assert lines[0].startswith("label,place,model,device,group,rank,stands,front,verdict,meets,perplexity.value,")
+    assert lines[1].startswith("small,artifacts/small,small,cpu AMD EPYC,0,1,pick,True,PASS,PASS,")
+    text = to_markdown(found)
+    assert "| **small** | pick |" in text
+    assert "150.0 MB 0.3000x" in text
+    assert "small over good: 40% smaller" in text
+
+
+def test_json_is_the_record_and_can_be_read_again() -> None:
+    found = compared(GOOD, SMALL)
+    said = json.loads(json.dumps(found.model_dump(mode="json")))
+    assert (said["schema"], said["exit_status"]) == (1, 0)
+    fields = {key: value for key, value in said.items() if key not in ("verdict", "exit_status")}
+    assert Comparison.model_validate(fields) == found
