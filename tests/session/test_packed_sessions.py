@@ -1,0 +1,130 @@
+"""Sessions of packed weights beside the float model of the same values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from optkit.errors import MissingPackageError, SourceError
+from optkit.kernels import integer_kernels as integer
+from optkit.kernels.cpu.coded_linear import CodedLinear
+from optkit.kernels.embedding_bag_linear import BagLinear
+from optkit.kernels.int4 import CPU_TILES, Int4Linear
+from optkit.kernels.packed_linear import PackedLinear
+from optkit.session import open_session
+from tests.conftest import TinyModel
+from tests.support.near import near
+from tests.support.opened import KINDS, copied, prompt, reference
+from tests.support.packed_models import equally_fast, save_packed
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "gptq"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_weights_give_the_logits_of_the_float_model(
+    kind: str, method: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    equally_fast(monkeypatch)
+    save_packed(tiny_model(kind), tmp_path / "packed", tmp_path / "plain", method=method)
+    session, tokens = open_session(tmp_path / "packed"), prompt()
+    with torch.no_grad():
+        assert near(session.logits(tokens), reference(tmp_path / "plain")(tokens).logits, 1e-4)
+    assert torch.equal(session.generate(tokens, 5), open_session(tmp_path / "plain").generate(tokens, 5))
+    packed = [
+        module for module in session.model.modules() if isinstance(module, (BagLinear, CodedLinear, PackedLinear))
+    ]
+    assert session.notes[0].split(" use ")[0] == f"int4: {len(packed)} of {len(packed)} layers"
+    assert session.decode_bytes(1, 8) < 0.7 * open_session(tmp_path / "plain").decode_bytes(1, 8)
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "gptq"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("symmetric", "activation_order"), [(True, False), (False, False), (False, True)])
+def test_all_grids(
+    method: str, bits: int, symmetric: bool, activation_order: bool, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    options = {"bits": bits, "symmetric": symmetric, "activation_order": activation_order, "group_size": 64}
+    save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", method=method, **options)  # type: ignore[arg-type]
+    session, tokens = open_session(tmp_path / "packed"), prompt()
+    with torch.no_grad():
+        assert near(session.logits(tokens), reference(tmp_path / "plain")(tokens).logits, 1e-4)
+    assert session.notes[0].startswith(f"int{bits}: 21 of 21 layers")
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in CPU_TILES, reason="torch's int4 kernel needs AVX2")
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_bfloat16_uses_torchs_kernel(
+    symmetric: bool, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    equally_fast(monkeypatch)
+    monkeypatch.setattr(integer, "why_not_coded", lambda weight, device: "there is no compiler")
+    save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", symmetric=symmetric, dtype=torch.bfloat16)
+    session, tokens = open_session(tmp_path / "packed"), prompt(2, 80)
+    kinds = {
+        type(session.model.get_submodule(f"model.layers.0.{name}")) for name in ("self_attn.q_proj", "mlp.up_proj")
+    }
+    assert kinds == {Int4Linear}
+    assert session.notes[0].startswith(
+        "int4: 15 of 21 layers use torch's CPU int4 kernel"
+    )  # k_proj and v_proj have 32 outputs
+    with torch.no_grad():
+        exact = reference(tmp_path / "plain", dtype=torch.float32)(tokens).logits
+        rounded = reference(tmp_path / "plain", dtype=torch.bfloat16)(tokens).logits.float()
+    ours, theirs = (float((logits - exact).norm() / exact.norm()) for logits in (session.logits(tokens), rounded))
+    assert ours < 1.5 * theirs < 0.1
+
+
+def test_tied_weights_are_held_once(tiny_model: TinyModel, tmp_path: Path) -> None:
+    save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain")
+    model = open_session(tmp_path / "packed").model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert not any(parameter.is_meta for parameter in (*model.parameters(), *model.buffers()))
+
+
+def test_an_unused_bias_of_autogptq_is_added(tiny_model: TinyModel, tmp_path: Path) -> None:
+    save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", method="gptq")
+    name = "model.layers.0.mlp.up_proj.bias"
+    with_bias = copied(tmp_path / "packed", tmp_path / "bias", lambda tensors: tensors.update({name: torch.zeros(128)}))
+    assert torch.equal(open_session(with_bias).logits(prompt()), open_session(tmp_path / "packed").logits(prompt()))
+
+
+def test_packed_weights_that_do_not_fit_the_model(tiny_model: TinyModel, tmp_path: Path) -> None:
+    save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain")
+    layer = "model.layers.0.mlp.up_proj"
+
+    def broken(name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+        return copied(tmp_path / "packed", tmp_path / name, change)
+
+    with pytest.raises(SourceError, match=r"up_proj: there is no weight_scale"):
+        open_session(broken("a", lambda tensors: tensors.pop(f"{layer}.weight_scale")))  # type: ignore[arg-type,return-value]
+    with pytest.raises(SourceError, match=r"model\.norm\.weight"):
+        open_session(broken("b", lambda tensors: tensors.pop("model.norm.weight")))  # type: ignore[arg-type,return-value]
+    with pytest.raises(SourceError, match=r"are no weight \[128, 64\] of 2, 3, 4 or 8 bits"):
+        open_session(
+            broken(
+                "c", lambda tensors: tensors.update({f"{layer}.weight_packed": torch.zeros(128, 5, dtype=torch.int32)})
+            )
+        )
+    with pytest.raises(
+        SourceError,
+        match=r"model.other is quantized, and LlamaForCausalLM "
+        r"has no linear layer of that name",
+    ):
+        open_session(
+            broken(
+                "d", lambda tensors: tensors.update({"model.other.weight_packed": torch.zeros(1, 1, dtype=torch.int32)})
+            )
+        )
+    with pytest.raises(SourceError, match="no layer is quantized. The quantization_config says compressed-tensors"):
+        open_session(
+            copied(tmp_path / "plain", tmp_path / "e", **json.loads((tmp_path / "packed" / "config.json").read_text()))
+        )
+
+
+def test_what_optkit_does_not_read_itself_is_left_to_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}
+    with pytest.raises((MissingPackageError, SourceError), match="gptqmodel|cannot open it"):
+        open_session(copied(tiny_model("llama"), tmp_path / "awq", quantization_config=awq))
