@@ -4,16 +4,16 @@ A group's `format` says what its tensors mean.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from optkit.errors import SourceError
 from optkit.kernels.eight_bit import FloatQuantizedLayer, IntQuantizedLayer
+from optkit.kernels.integer_layers import PackQuantizedLayer
 from optkit.kernels.microscaled import MicroscaledLayer
-from optkit.kernels.pack_quantized import PackQuantizedLayer
 from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.schemes import best_target
 from optkit.model.shape import TensorInfo
 
 
@@ -74,23 +74,10 @@ def _is_ours(group: Mapping[str, Any]) -> bool:
 def _group_of(name: str, groups: Sequence[Mapping[str, Any]], where: str) -> Mapping[str, Any]:
     """Return a layer's group: one that names it, else by a pattern (`re:...`), else by class."""
     targets = [(str(target), group) for group in groups for target in group.get("targets") or (CLASS,)]
-    for matches in (_is_name, _is_pattern, _is_class):
-        if named := next((group for target, group in targets if matches(target, name)), None):
-            return named
+    if named := best_target(name, targets):
+        return named
     raise SourceError(
         "it is quantized and no group of config_groups names it",
         where=f"{where}: {name}",
         remedy="See that config.json and the weights belong together",
     )
-
-
-def _is_name(target: str, name: str) -> bool:
-    return target == name
-
-
-def _is_pattern(target: str, name: str) -> bool:
-    return target.startswith("re:") and re.match(target[3:], name) is not None
-
-
-def _is_class(target: str, _name: str) -> bool:
-    return target == CLASS

@@ -12,9 +12,8 @@ from typing import Any
 
 from optkit.common.files import reading
 from optkit.errors import SourceError
-from optkit.kernels.awq_layers import awq_layers
 from optkit.kernels.compressed_tensors_groups import compressed_tensors_layers
-from optkit.kernels.gptq_layers import gptq_layers
+from optkit.kernels.integer_layers import awq_layers, gptq_layers
 from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 

@@ -11,13 +11,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from optkit.common.own_files import is_own
 from optkit.errors import SourceError
 from optkit.model.formats.base import Format
-from optkit.model.weight_files import holds_weights
 
+FOREIGN = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".mlmodel"})
+"""Suffixes of weights in formats that optkit knows by name alone."""
 KINDS = {
     "configs": (
         "config.json",
@@ -156,3 +157,8 @@ def _why_not(root: Path, name: str, path: Path, trusted: bool) -> str:
     spellings = (path.name, path.name.upper())  # documents are spelled either way
     known = any(fnmatchcase(each, pattern) for patterns in KINDS.values() for pattern in patterns for each in spellings)
     return "" if known and not _is_hidden(name) else UNKNOWN
+
+
+def holds_weights(path: PurePath) -> bool:
+    """Say whether a file holds weights, in whatever format, by its name."""
+    return path.suffix in FOREIGN or any(format.holds_weights(path.name) for format in Format)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from operator import itemgetter
+from typing import Any, TypeAlias, TypeVar
 
 from optkit.model import expected_tensors
 from optkit.model.expected_tensors import Layout
 
+T = TypeVar("T")
 Scheme: TypeAlias = tuple[str, Layout, Mapping[str, Any]]
 """Name of the layout, the layout, and the words of config.json that it reads."""
 PLAIN: Scheme = ("plain", expected_tensors.plain, {})
@@ -61,12 +63,20 @@ def _compressed_tensors(quantization: Mapping[str, Any]) -> Callable[[str, bool]
 def _in_groups(
     groups: list[Mapping[str, Any]], schemes: list[Scheme], ignore: list[str], name: str, _in_block: bool
 ) -> Scheme:
-    """A name comes before a pattern, a pattern before the class `Linear`; ties go to the first."""
     if any(_targets(name, target) for target in ignore):
         return PLAIN
-    ranked = [(_rank(name, target), index) for index, group in enumerate(groups) for target in group.get("targets", ())]
-    best = min((found for found in ranked if found[0] is not None), default=None)
-    return PLAIN if best is None else schemes[best[1]]
+    targets = [
+        (target, scheme) for group, scheme in zip(groups, schemes, strict=True) for target in group.get("targets", ())
+    ]
+    return best_target(name, targets) or PLAIN
+
+
+def best_target(name: str, targets: Iterable[tuple[str, T]]) -> T | None:
+    """Return what belongs to the target of `config_groups` that names a layer most closely.
+    A name comes before a pattern, a pattern before the class `Linear`; ties go to the first.
+    """
+    ranked = [(rank, each) for target, each in targets if (rank := _rank(name, target)) is not None]
+    return min(ranked, key=itemgetter(0))[1] if ranked else None
 
 
 def _targets(name: str, target: str) -> bool:

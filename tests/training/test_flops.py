@@ -16,7 +16,7 @@ from optkit.model.attention import attention_of
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.training.flops import StepFlops, forward_flops, step_flops
-from optkit.training.speed import peak_of, speed_record
+from optkit.training.training_report import peak_of, speed_record
 
 TinyModel = Callable[[str], Path]
 DENSE = ("llama", "qwen2", "gemma", "gpt2", "gptj", "opt")

@@ -14,10 +14,10 @@ from optkit.artifact import read_artifact
 from optkit.common.plug_ins import plugged_in
 from optkit.errors import OptkitError, SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.companions import holds_weights
 from optkit.model.formats.base import Format
 from optkit.model.layer_sizes import LayerSize
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.model.weight_files import holds_weights
 from optkit.model.writer import copy_companions
 from optkit.pipeline import open_artifact, plan, run
 from optkit.recipe import registry

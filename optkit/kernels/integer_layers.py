@@ -1,0 +1,117 @@
+"""Layers of packed integers, as compressed-tensors, GPTQ's and AWQ's tools write them.
+See `optkit.algorithms.packing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from optkit.algorithms.packing import pack, unpack, unpack_awq
+from optkit.errors import SourceError
+from optkit.kernels.integer_kernels import IntegerLayer, bits_of, packed_weight
+from optkit.kernels.packed_linear import PackedWeight
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import TensorInfo
+
+AWQ_CODES_PER_WORD = 8
+
+
+class PackQuantizedLayer(IntegerLayer):
+    """A layer of integers packed along the inputs: compressed-tensors' format "pack-quantized"."""
+
+    leaves = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+
+    @classmethod
+    def reads(cls, scheme: Mapping[str, Any]) -> bool:
+        """Whether this class knows everything that a group of `config_groups` says."""
+        return not scheme.get("input_activations")
+
+    @classmethod
+    def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
+        """Whether a tensor is the weight of such a layer."""
+        return leaf == "weight_packed" and info.dtype == "I32"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs; reads 16 bytes."""
+        outputs, inputs = (
+            int(size) for size in self.read(("weight_shape",), "cpu", required=("weight_shape",))["weight_shape"]
+        )
+        return outputs, inputs
+
+    def integers(self, device: str) -> PackedWeight:
+        """See `IntegerLayer`."""
+        parts = self.read(self.leaves, device, required=("weight_scale", "weight_shape"))
+        words, scales, packed = parts["weight_packed"], parts["weight_scale"], parts.get("weight_zero_point")
+        outputs, inputs = self.shape
+        bits = bits_of(words, scales, (outputs, inputs), self.where)
+        zeros = None if packed is None else unpack(packed, bits, outputs, 0)
+        return packed_weight(words, scales, zeros, parts.get("weight_g_idx"), bits, inputs)
+
+
+def gptq_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[GptqLayer] | None:
+    """Return the layers if `quant_method` is gptq, None if packed for one kernel alone (Marlin)."""
+    if config.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2"):
+        return None
+    return GptqLayer.all_of(checkpoint, config)
+
+
+class GptqLayer(IntegerLayer):
+    """A layer in GPTQ's format, as AutoGPTQ and gptqmodel write it."""
+
+    leaves = ("qweight", "qzeros", "scales", "g_idx")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        words, outputs = self.checkpoint.tensors[f"{self.name}.qweight"].shape
+        if order := self.info("g_idx"):
+            return outputs, order.shape[0]
+        return outputs, words * 32 // int(self.scheme["bits"])
+
+    def integers(self, device: str) -> PackedWeight:
+        """See `IntegerLayer`."""
+        parts = self.read(self.leaves, device, required=("qzeros", "scales"))
+        words, scales = parts["qweight"].T.contiguous(), parts["scales"].T.contiguous()
+        outputs, inputs = self.shape
+        bits = bits_of(words, scales, (outputs, inputs), self.where)
+        below = 0 if self.scheme.get("checkpoint_format") == "gptq_v2" else 1
+        zeros = unpack(parts["qzeros"], bits, outputs, 1).T.contiguous() + below
+        return packed_weight(words, scales, zeros, parts.get("g_idx"), bits, inputs)
+
+
+def awq_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[AwqLayer] | None:
+    """Return the layers if `quant_method` is awq, None for another layout (GEMV, Marlin)."""
+    if str(config.get("version", "gemm")).lower() != "gemm" or config.get("bits", 4) != 4:
+        return None
+    return AwqLayer.all_of(checkpoint, config)
+
+
+class AwqLayer(IntegerLayer):
+    """A layer in AutoAWQ's GEMM layout."""
+
+    leaves = ("qweight", "qzeros", "scales")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        inputs, words = self.checkpoint.tensors[f"{self.name}.qweight"].shape
+        return words * AWQ_CODES_PER_WORD, inputs
+
+    def integers(self, device: str) -> PackedWeight:
+        """See `IntegerLayer`."""
+        parts = self.read(self.leaves, device, required=("qzeros", "scales"))
+        outputs, inputs = self.shape
+        groups = len(parts["scales"])
+        expected = {"scales": [groups, outputs], "qzeros": [groups, outputs // AWQ_CODES_PER_WORD]}
+        wrong = next((leaf for leaf, shape in expected.items() if list(parts[leaf].shape) != shape), None)
+        if wrong or not groups or inputs % groups:
+            leaf = wrong or "scales"
+            raise SourceError(
+                f"{leaf} {list(parts[leaf].shape)} do not fit a weight [{outputs}, {inputs}] of 4 bits",
+                where=self.where,
+                remedy="Make the artifact again",
+            )
+        weight = unpack_awq(parts)
+        return packed_weight(pack(weight.codes, weight.bits, 1), weight.scales, weight.zeros, None, weight.bits, inputs)
