@@ -78,7 +78,7 @@ def search_input_scales(
     sharing = sharing.unique(return_inverse=True)[1]
     count = max(FEWEST_ROWS, ROWS // len(readers))
     samples = [Reader(_spread(reader.weight, count), reader.hessian, reader.grid) for reader in readers]
-    power = _averaged(_importance(samples), sharing)
+    power = _averaged(torch.stack([sample.hessian.diagonal() for sample in samples]).sum(0), sharing)
     size = power.clamp(min=float(power.max()) * 1e-12 + torch.finfo(power.dtype).tiny).sqrt()
     square = sum(_output_square(sample.weight, sample.hessian) for sample in samples) or 1.0
 
@@ -98,10 +98,6 @@ def search_input_scales(
 
 def _spread(weight: Tensor, count: int) -> Tensor:
     return weight[torch.linspace(0, len(weight) - 1, min(count, len(weight)), device=weight.device).round().long()]
-
-
-def _importance(readers: Sequence[Reader]) -> Tensor:
-    return torch.stack([reader.hessian.diagonal() for reader in readers]).sum(0)
 
 
 def _averaged(values: Tensor, sharing: Tensor) -> Tensor:

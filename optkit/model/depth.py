@@ -75,7 +75,7 @@ def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[s
     derived = {
         key: value
         for key, value in resolved.items()
-        if text.get(key) is None and is_per_block(key, value, blocks) and _varies(value)
+        if text.get(key) is None and is_per_block(key, value, blocks) and any(each != value[0] for each in value)
     }
     found = {**text, **derived}
     for key in BLOCK_COUNTS:
@@ -98,10 +98,6 @@ def is_per_block(key: str, value: Any, blocks: int) -> bool:
     return (
         isinstance(value, list) and len(value) == blocks and key not in INDEX_LISTS and not key.endswith(NOT_OF_BLOCKS)
     )
-
-
-def _varies(values: Sequence[Any]) -> bool:
-    return any(value != values[0] for value in values)
 
 
 def _sparse_blocks(text: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:

@@ -50,11 +50,8 @@ def given_to_head(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tenso
             model(input_ids=tokens, use_cache=False)
         return given[-1]
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(catch)
-    try:
+    with model.get_output_embeddings().register_forward_pre_hook(catch):
         return _behind(model, blocks, hidden, run)
-    finally:
-        hook.remove()
 
 
 def _behind(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:

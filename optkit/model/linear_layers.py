@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from optkit.common.grouping import grouped
 from optkit.errors import StageError, did_you_mean
 from optkit.model.routers import routers_of
 from optkit.model.shape import ModelShape
@@ -51,29 +52,25 @@ JOINED = {leaf: joined for joined in ("q_proj k_proj v_proj", "gate_proj up_proj
 
 def stacks(names: Iterable[str]) -> list[list[str]]:
     """Return layers with those that share their input together, as far as names tell."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for name in names:
+
+    def inputs(name: str) -> tuple[str, str]:
         parent, _, leaf = name.rpartition(".")
-        found.setdefault((parent, JOINED.get(leaf, leaf)), []).append(name)
-    return list(found.values())
+        return parent, JOINED.get(leaf, leaf)
+
+    return list(grouped(names, inputs).values())
 
 
 def scaled_together(names: Iterable[str]) -> list[list[list[str]]]:
     """Return the `stacks` of a block with those behind one norm together, as far as names tell.
     All experts' gate and up are.
     """
-    found: dict[str, list[list[str]]] = {}
-    for stack in stacks(names):
-        found.setdefault(JOINED.get(stack[0].rpartition(".")[2], stack[0]), []).append(stack)
+    found = grouped(stacks(names), lambda stack: JOINED.get(stack[0].rpartition(".")[2], stack[0]))
     return list(found.values())
 
 
 def by_block(shape: ModelShape, names: Iterable[str]) -> list[list[str]]:
     """Return layers with those of one block together; what is in no block (lm_head) is too."""
-    found: dict[tuple[str, int] | None, list[str]] = {}
-    for name in names:
-        found.setdefault(shape.block(f"{name}.weight"), []).append(name)
-    return list(found.values())
+    return list(grouped(names, lambda name: shape.block(f"{name}.weight")).values())
 
 
 def layers_of(shape: ModelShape) -> dict[str, Layer]:

@@ -95,7 +95,7 @@ class OnnxFile:
         self.ir_version: int = model.ir_version
         self.opsets: dict[str, int] = {entry.domain or "ai.onnx": entry.version for entry in model.opset_import}
         self.producer: str = f"{model.producer_name} {model.producer_version}".strip()
-        graphs = list(_graphs(model.graph))
+        graphs = list(all_graphs(model.graph))
         held = {tensor.name for graph in graphs for tensor in graph.initializer}
         self.inputs = {port.name: port for each in model.graph.input if each.name not in held for port in [_port(each)]}
         self.outputs = {port.name: port for port in map(_port, model.graph.output)}
@@ -215,13 +215,13 @@ def _no_onnx(path: Path, why: str) -> SourceError:
     return SourceError(f"not a whole ONNX file ({path.stat().st_size:,} bytes)", where=str(path), why=why, remedy=AGAIN)
 
 
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    """Yield a graph and those inside its nodes (If, Loop, Scan)."""
+def all_graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """Yield a graph and those inside its nodes (the branches of an If, the body of a Loop or Scan)."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
             for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from _graphs(inner)
+                yield from all_graphs(inner)
 
 
 def _constants(graphs: Iterable[GraphProto]) -> Iterator[TensorProto]:

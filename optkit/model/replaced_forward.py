@@ -1,12 +1,13 @@
-"""Modules that compute something else for a while."""
+"""Modules that compute something else, or are watched by hooks, for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 @contextmanager
@@ -22,3 +23,12 @@ def replaced_forward(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterat
             del module.forward
             if before is not None:
                 module.forward = before
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Take hooks, as `register_..._hook` returned them, away behind the block."""
+    with ExitStack() as hooks:
+        for handle in handles:
+            hooks.enter_context(handle)
+        yield

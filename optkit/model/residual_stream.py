@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.errors import StageError
+from optkit.model.replaced_forward import hooked
 
 OFFSETS = (0.0, 1.0)
 """What a norm may add to its weight before it multiplies by it; 1 is Gemma's."""
@@ -128,9 +128,7 @@ def _observe(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> tuple[
 
         return observe
 
-    with ExitStack() as hooks:
-        for name, module in modules.items():
-            hooks.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
+    with hooked(module.register_forward_hook(hook(name), with_kwargs=True) for name, module in modules.items()):
         run()
     return entered, left
 

@@ -111,11 +111,19 @@ class ModelShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of the largest decoder block."""
-        sizes: dict[tuple[str, int], int] = {}
+        sizes: Counter[tuple[str, int]] = Counter()
         for name, info in self.tensors.items():
             if place := self.block(name):
-                sizes[place] = sizes.get(place, 0) + info.size_bytes
+                sizes[place] += info.size_bytes
         return max(sizes.values(), default=0)
+
+    @cached_property
+    def block_elements(self) -> Counter[tuple[str, int] | None]:
+        """How many numbers each decoder block has; under None, everything outside."""
+        elements: Counter[tuple[str, int] | None] = Counter()
+        for name, info in self.tensors.items():
+            elements[self.block(name)] += info.elements
+        return elements
 
     @property
     def outside_bytes(self) -> int:

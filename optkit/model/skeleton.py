@@ -32,6 +32,7 @@ from optkit.model.experts import unfuse_experts_
 from optkit.model.head import given_to_head
 from optkit.model.memory import return_freed_memory
 from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
+from optkit.model.task import architectures_of
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Float dtypes by the names that safetensors uses."""
@@ -146,9 +147,7 @@ class Skeleton:
         self._check_tokens(tokens)
         hidden: Tensor | None = None
         batches: list[Batch] = []
-        before = [slot for slot in self._outside() if slot.owner is not self.model.get_output_embeddings()]
-        self._load(before, device)
-        try:
+        with self._outside_but_head(device):
             for start in range(0, len(tokens), batch_size):
                 rows = slice(start, min(start + batch_size, len(tokens)))
                 entered, calls = record_calls(self.model, self.blocks, tokens[rows].to(device))
@@ -158,8 +157,6 @@ class Skeleton:
                     calls = tuple(shared_with(call, first) for call, first in zip(calls, batches[0].calls, strict=True))
                 hidden[rows] = entered
                 batches.append(Batch(rows, calls))
-        finally:
-            self._release(before)
         if hidden is None:
             raise StageError("there are no calibration tokens", where=str(self.checkpoint.directory))
         return BlockInputs(hidden, tuple(batches))
@@ -186,31 +183,37 @@ class Skeleton:
         Everything outside the blocks but the output layer is on the device meanwhile. Raises
         SourceError if it cannot be run alone.
         """
-        head = self.model.get_output_embeddings()
-        before = [slot for slot in self._outside() if slot.owner is not head]
-        self._load(before, device)
-        try:
+        with self._outside_but_head(device):
             for batch in inputs.batches:
                 yield given_to_head(self.model, self.blocks, inputs.hidden[batch.rows])
+
+    @contextmanager
+    def _outside_but_head(self, device: str | torch.device) -> Iterator[None]:
+        """Have everything outside the blocks but the output layer on the device for a while."""
+        head = self.model.get_output_embeddings()
+        slots = [slot for slot in self._outside() if slot.owner is not head]
+        self._load(slots, device)
+        try:
+            yield
         finally:
-            self._release(before)
+            self._release(slots)
 
     def _check_tokens(self, tokens: Tensor) -> None:
         config = self.model.config.get_text_config(decoder=True)
-        where, length, positions = (
-            str(self.checkpoint.directory),
-            tokens.shape[-1],
-            getattr(config, "max_position_embeddings", None),
-        )
+        where, length = str(self.checkpoint.directory), tokens.shape[-1]
+        positions = getattr(config, "max_position_embeddings", None)
         if positions and length > positions:
-            remedy = f"Use a sequence_length of at most {positions:,}"
             raise StageError(
-                f"sequences of {length:,} tokens, and the model was built for {positions:,}", where=where, remedy=remedy
+                f"sequences of {length:,} tokens, and the model was built for {positions:,}",
+                where=where,
+                remedy=f"Use a sequence_length of at most {positions:,}",
             )
         if len(tokens) and int(tokens.max()) >= config.vocab_size:
-            remedy = "See that the tokenizer belongs to this model"
-            what = f"the text holds token {int(tokens.max()):,} and the vocabulary ends at {config.vocab_size - 1:,}"
-            raise StageError(what, where=where, remedy=remedy)
+            raise StageError(
+                f"the text holds token {int(tokens.max()):,} and the vocabulary ends at {config.vocab_size - 1:,}",
+                where=where,
+                remedy="See that the tokenizer belongs to this model",
+            )
 
     def _slots(self, module_name: str) -> Iterator[_Slot]:
         for name, owner in self.model.get_submodule(module_name).named_modules(
@@ -250,9 +253,7 @@ class Skeleton:
         return_freed_memory()
 
     def _dtype(self, slot: _Slot) -> torch.dtype:
-        planned = self._dtypes.get(slot.name)
-        held: Tensor = getattr(slot.owner, slot.leaf)
-        return planned or held.dtype
+        return self._dtypes.get(slot.name) or getattr(slot.owner, slot.leaf).dtype
 
     def _read(self, slot: _Slot) -> Tensor:
         tensor = self.tensor_name(slot.name)
@@ -292,9 +293,11 @@ def empty_model(
         remedy = (
             "Read the code in it, then set `trust_remote_code: true` in the recipe's `model:`" if needs_code else ""
         )
-        architecture = ", ".join(checkpoint.config.get("architectures") or [str(checkpoint.config.get("model_type"))])
         raise SourceError(
-            f"transformers cannot build {architecture}", where=where, why=first_line(error), remedy=remedy
+            f"transformers cannot build {architectures_of(checkpoint.config)}",
+            where=where,
+            why=first_line(error),
+            remedy=remedy,
         ) from error
     return model.requires_grad_(False).eval()
 

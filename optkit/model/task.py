@@ -55,6 +55,11 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     return str(next(iter(config.get("architectures") or [""])))
 
 
+def architectures_of(config: Mapping[str, Any]) -> str:
+    """Return all that config.json names, for messages; its `model_type` if it names none."""
+    return ", ".join(config.get("architectures") or [str(config.get("model_type"))])
+
+
 def phrase_of(tasks: Iterable[Task]) -> str:
     """Return what models of these tasks are, e.g. `an encoder of text`."""
     wanted = frozenset(tasks)

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from optkit.errors import StageError
 from optkit.model.blocks import Block
 from optkit.model.experts import Experts
+from optkit.model.replaced_forward import hooked
 
 BASE = 8
 LOWEST = -3
@@ -94,11 +95,8 @@ def scopes(module: nn.Module, run: Callable[[], object]) -> list[Scope]:
 
     handles = [part.register_forward_pre_hook(before, with_kwargs=True) for part in module.modules()]
     handles += [part.register_forward_hook(after) for part in module.modules()]
-    try:
+    with hooked(handles):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     once = {called: seen[0] for called, seen in calls.items() if len(seen) == 1}
     found = []
     for called, (arguments, keywords) in once.items():
@@ -149,14 +147,9 @@ def every_expert_called(block: Block) -> Iterator[None]:
         turns = torch.arange(chosen.numel(), device=chosen.device, dtype=chosen.dtype) % count
         return hidden, turns.view_as(chosen), *rest
 
-    handles = [
-        module.register_forward_pre_hook(spread) for module in block.module.modules() if isinstance(module, Experts)
-    ]
-    try:
+    experts = [module for module in block.module.modules() if isinstance(module, Experts)]
+    with hooked(module.register_forward_pre_hook(spread) for module in experts):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _HaltedError(Exception):
@@ -226,11 +219,8 @@ class _Signal:
 
         handles = [reader.register_forward_pre_hook(hook) for reader in self.readers]
         handles.append(self.producer.register_forward_hook(lambda _module, _arguments, _output: numbers))
-        try:
+        with hooked(handles):
             return self.scope.run()
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _record(self, reader: nn.Module, inputs: Tensor, _time: int) -> None:
         self.inputs.setdefault(reader, []).append(inputs.clone())

@@ -182,16 +182,12 @@ def disk_space_for(path: Path, size_bytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        free = shutil.disk_usage(_existing(path)).free
+        free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
         raise ResourceError(
             f"{NO_ROOM[error.errno]}: {size_bytes:,} bytes were to be written and {free:,} are free",
             where=str(path),
             remedy="Free some space, or put the store on another disk",
         ) from error
-
-
-def _existing(path: Path) -> Path:
-    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

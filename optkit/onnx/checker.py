@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optkit.onnx.model_file import all_graphs
+from optkit.model.onnx_file import all_graphs
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto

@@ -74,7 +74,7 @@ class OnnxDirectory:
         last = self.graph.outputs["logits"].shape[-1] if "logits" in self.graph.outputs else None
         if isinstance(last, int) and last:
             return last
-        found = self._text_config.get("vocab_size") or self._genai_model.get("vocab_size")
+        found = text_config(self.config).get("vocab_size") or self._genai_model.get("vocab_size")
         return int(found) if found else None
 
     @property
@@ -86,10 +86,6 @@ class OnnxDirectory:
     @property
     def _genai_model(self) -> dict[str, Any]:
         return dict(self.genai_config.get("model") or {})
-
-    @property
-    def _text_config(self) -> dict[str, Any]:
-        return dict(text_config(self.config))
 
     def _present(self, past: Port) -> str:
         """Return the output that takes the place of a past input."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optkit.model.companions import require_inside
-from optkit.model.onnx_file import MODEL, OnnxFile, read_proto
+from optkit.model.onnx_file import MODEL, OnnxFile, all_graphs, read_proto
 from optkit.model.writer import copy_companions, disk_space_for
 
 if TYPE_CHECKING:
@@ -172,15 +172,6 @@ def copy_files_beside(source: Path, target: Path, trusted: bool = False) -> None
     if (source / CONFIG).is_file():
         with disk_space_for(target / CONFIG, (source / CONFIG).stat().st_size):
             shutil.copyfile(require_inside(source, CONFIG), target / CONFIG)
-
-
-def all_graphs(graph: Any) -> Iterator[Any]:
-    """Yield a graph and those inside its nodes (the branches of an If, the body of a Loop)."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
-                yield from all_graphs(inner)
 
 
 def all_tensors(graph: Any) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from optkit.errors import StageError
+from optkit.errors import StageError, first_line
 from optkit.model.onnx_file import MODEL
 from optkit.onnx.model_file import DATA, INLINE_BYTES, ModelFile, all_tensors
 from optkit.onnx.opening import SILENT, import_runtime, runtime_errors
@@ -72,7 +72,7 @@ def convert_opset_(model: ModelFile, opset: int) -> None:
         raise StageError(
             f"onnx {onnx.__version__} cannot write it in opset {opset}",
             where="onnx_optimize.opset",
-            why=str(error).split("\n")[0],
+            why=first_line(error),
             remedy="Take an opset nearer to the present one, or export it again",
         ) from error
     _set_domain_(converted.graph, foreign, "")

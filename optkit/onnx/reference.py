@@ -13,6 +13,7 @@ from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.blocks import find_blocks
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.memory import return_freed_memory
+from optkit.model.replaced_forward import hooked
 from optkit.model.skeleton import Skeleton
 from optkit.onnx.torch_noise import Rounding, own_rounding
 from optkit.progress import SilentProgress
@@ -85,11 +86,8 @@ class Reference:
         first = self._blocks[0].module
         hooks = [first.register_forward_pre_hook(enters, with_kwargs=True)]
         hooks += [block.module.register_forward_hook(leaves) for block in self._blocks]
-        try:
+        with hooked(hooks):
             self.logits(tokens)
-        finally:
-            for hook in hooks:
-                hook.remove()
         return found
 
     def close(self) -> None:

@@ -17,10 +17,10 @@ from torch import nn
 
 from optkit.common.out_of_resources import NO_ROOM
 from optkit.errors import OptkitError, StageError
-from optkit.model.onnx_file import MODEL
+from optkit.model.onnx_file import MODEL, all_graphs
 from optkit.model.writer import disk_space_for
 from optkit.onnx.exporters import OPSET
-from optkit.onnx.model_file import ModelFile, all_graphs
+from optkit.onnx.model_file import ModelFile
 from optkit.onnx.quiet import quiet_tools
 
 WHERE = "onnx: exporter torch"

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from optkit.common.field_types import Count
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
-from optkit.source.models import ModelSource, locate_model, model_shape
+from optkit.source.models import ModelSource, model_shape, require_directory
 from optkit.source.places import pin_and_remember
 from optkit.source.vocabulary import other_token
 from optkit.stage import Setting
@@ -121,16 +121,8 @@ class Speculative(Setting):
 
     def draft_directory(self) -> Path:
         """Return where the draft lies; raises StageError if it is no directory yet."""
-        place = locate_model(self.draft) if self.draft else None
-        if place is None:
-            raise StageError(
-                f"the draft {self.draft.name if self.draft else ''} is no model directory yet",
-                where="speculative",
-                why="It is opened beside the model, without the store",
-                remedy="Make a directory of it with a recipe without stages (`optkit run baseline "
-                "--model ...`), and name that",
-            )
-        return place
+        assert self.draft
+        return require_directory(self.draft, "draft", "speculative", "It is opened beside the model, without the store")
 
     def describe(self, device: str) -> str:
         """Return e.g. `speculative: 4 tokens at once by prompt lookup (3-grams)`."""

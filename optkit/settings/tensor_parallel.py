@@ -18,6 +18,7 @@ from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kv_scales import split_kv_scales
 from optkit.model.shape import ModelShape
+from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.speculative import Speculative
@@ -59,7 +60,7 @@ class TensorParallel(Setting):
         if shape.config.get("quantization_config"):
             raise _packed_weights_error()
         self.check_devices(device, visible_gpus())
-        architecture = _architecture(shape)
+        architecture = architectures_of(shape.config)
         plan = stored_plan(text_config(shape.config).get("model_type", ""))
         if plan is not None and not plan:
             raise no_plan_error(architecture)
@@ -257,7 +258,3 @@ def _style(name: str, plan: Mapping[str, str]) -> str | None:
     if found is None and ".experts.*" in module:
         return next((style for key, style in plan.items() if key.endswith("experts")), None)
     return found
-
-
-def _architecture(shape: ModelShape) -> str:
-    return ", ".join(shape.config.get("architectures") or [str(shape.config.get("model_type"))])

@@ -20,7 +20,7 @@ from optkit.common.cache import default_store
 from optkit.common.field_types import Name
 from optkit.common.files import is_directory, is_file
 from optkit.common.frozen import Frozen, digest
-from optkit.errors import MissingPackageError, SourceError
+from optkit.errors import MissingPackageError, SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import published_files
 from optkit.model.config_file import read_config
@@ -167,6 +167,20 @@ def locate_model(pinned: ModelSource) -> Path | None:
         return place if place.is_dir() else None
     snapshot = place.snapshot(str(pinned.revision))
     return snapshot if _is_whole(snapshot) else None
+
+
+def require_directory(named: ModelSource, role: str, where: str, why: str = "") -> Path:
+    """Return where the model that plays a role beside another one lies.
+    Raises StageError if it is no directory yet.
+    """
+    if place := locate_model(named):
+        return place
+    raise StageError(
+        f"the {role} {named.name} is no model directory yet",
+        where=where,
+        why=why,
+        remedy="Make a directory of it with a recipe without stages (`optkit run baseline --model ...`), and name that",
+    )
 
 
 def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from optkit.common.field_types import BatchSize, Damping
 from optkit.common.frozen import Frozen
+from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.calibration_memory import calibration_bytes
@@ -229,11 +230,12 @@ class Gptq(GptqFields, Backed):
         """Return the layers in groups with the same Hessian, form and way of rounding.
         One that saw no token is alone.
         """
-        groups: dict[tuple[Any, ...], list[str]] = {}
-        for name in layers:
+
+        def key(name: str) -> tuple[Any, ...]:
             seen = id(hessians[name]) if name in hessians else name
-            groups.setdefault((seen, job.formats[name], self._rounds_to_nearest(name)), []).append(name)
-        return list(groups.values())
+            return seen, job.formats[name], self._rounds_to_nearest(name)
+
+        return list(grouped(layers, key).values())
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         tokens = self.calibration.samples * self.calibration.sequence_length

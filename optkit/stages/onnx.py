@@ -274,7 +274,7 @@ class Onnx(Transform):
             )
         if idle := self._idle("genai"):
             raise StageError(idle[1], where=f"onnx.{idle[0]}")
-        refuse_architecture(next(iter(shape.config.get("architectures") or [""])))
+        refuse_architecture(architecture_of(shape.config))
         refuse_scheme(shape)
         quantized = bool(shape.config.get("quantization_config"))
         self._refuse_idle_fields(shape, quantized)

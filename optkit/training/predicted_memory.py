@@ -313,11 +313,7 @@ def _head_elements(shape: ModelShape) -> int:
 
 
 def _largest_block(shape: ModelShape) -> int:
-    sizes: dict[tuple[str, int], int] = {}
-    for name, info in shape.tensors.items():
-        if place := shape.block(name):
-            sizes[place] = sizes.get(place, 0) + info.elements
-    return max(sizes.values(), default=0)
+    return max((elements for place, elements in shape.block_elements.items() if place), default=0)
 
 
 def _vocabulary(shape: ModelShape) -> int:

@@ -207,7 +207,7 @@ def test_a_draft_with_another_tokenizer_is_refused_before_anything_runs(
 
 
 def test_a_draft_that_is_no_directory(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optkit.settings.speculative.locate_model", lambda source: None)
+    monkeypatch.setattr("optkit.source.models.locate_model", lambda source: None)
     said = refused(tiny_model("llama"), tiny_model("llama"), tmp_path / "store")
     assert "is no model directory yet. It is opened beside the model, without the store. Make a directory of it" in said
 

@@ -154,11 +154,12 @@ class WidthFields(Frozen):
                 f"the model has {before.heads} heads and {before.key_heads} of keys and values already", where=KIND
             )
         if not importance and not together and before.key_heads % keys:
+            divisors = ", ".join(str(number) for number in range(1, before.key_heads) if before.key_heads % number == 0)
             raise StageError(
                 f"{before.key_heads} heads cannot be pooled to {keys}",
                 where=f"{KIND}.kv_heads",
                 why="Every head that is left is the mean of equally many",
-                remedy=f"Take one of {_divisors(before.key_heads)}, or `kv_method: importance`",
+                remedy=f"Take one of {divisors}, or `kv_method: importance`",
             )
         if heads % keys or heads // keys > before.heads // keys or (importance and heads // keys > shared):
             raise StageError(
@@ -173,10 +174,6 @@ class WidthFields(Frozen):
         """Whether heads of keys and values become means of others."""
         together = before.heads == before.key_heads and self.kv_heads is None
         return self.kv_method != "importance" and not together
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, number) if number % divisor == 0)
 
 
 def _refuse_architecture(shape: ModelShape, before: Widths, after: Widths) -> None:

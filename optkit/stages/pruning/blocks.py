@@ -15,6 +15,7 @@ from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
 from optkit.algorithms.sparsegpt import Curvature, curvature, sparsegpt
 from optkit.algorithms.sparsity_pattern import Pattern
+from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.blocks import BlockInputs
@@ -149,8 +150,5 @@ def input_squares(
 
 def _alike(hessians: Mapping[str, Hessian], without: Mapping[str, int]) -> Sequence[list[str]]:
     """Return the layers in groups with the same Hessian."""
-    groups: dict[int, list[str]] = {}
-    for name, hessian in hessians.items():
-        if name not in without:
-            groups.setdefault(id(hessian), []).append(name)
-    return list(groups.values())
+    found = grouped((name for name in hessians if name not in without), lambda name: id(hessians[name]))
+    return list(found.values())

@@ -4,6 +4,7 @@ That is the work on a layer, what is refused, and what vLLM needs.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,9 +25,9 @@ class BitsAndBytesQuantizer(LayerQuantizer):
 
     requires: ClassVar[tuple[str, ...]] = ("bitsandbytes>=0.50",)
 
+    @abstractmethod
     def quantized_tensors(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """Return the tensors of a layer by their last name. weight: float [out, in], contiguous."""
-        raise NotImplementedError
 
     def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         refuse_layers(

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from optkit.algorithms.hessian import Hessian
+from optkit.common.grouping import grouped
 from optkit.errors import StageError
 from optkit.model.output_layer import HEAD
+from optkit.model.replaced_forward import hooked
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,11 +65,12 @@ def turns_of(skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mappin
     turn_of = {}
     for name, hessian in first.items():
         turn_of[without_indices(name)] = shared.setdefault(id(hessian), without_indices(name))
-    turns: dict[str, list[str]] = {}
-    for name in (*first, *(name for name in layers if name not in first)):
+
+    def turn(name: str) -> str:
         key = turn_of.get(without_indices(name), "")
-        turns.setdefault(turn_of.get(key, key), []).append(name)
-    return list(turns.values())
+        return turn_of.get(key, key)
+
+    return list(grouped((*first, *(name for name in layers if name not in first)), turn).values())
 
 
 def watch_inputs(
@@ -111,14 +115,9 @@ def _watch_run(
 
         return observe
 
-    handles = [module.register_forward_pre_hook(hook(name)) for name, module in layers.items()]
-    try:
+    watched = hooked(module.register_forward_pre_hook(hook(name)) for name, module in layers.items())
+    with watched, suppress(_AllSeenError):
         run()
-    except _AllSeenError:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def finite_matrix(hessian: Hessian, name: str, skeleton: Skeleton) -> Tensor:

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from optkit.common.field_types import BatchSize
 from optkit.common.frozen import Frozen
+from optkit.common.grouping import grouped
 from optkit.errors import StageError
 from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.linear_layers import Layer, by_block, scaled_together, stacks
@@ -163,11 +164,8 @@ class BlockScaler:
         from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix
 
         sums = collect_hessians(self.skeleton, index, self.inputs, layers, self.settings.equal_tokens)
-        alike: dict[int, list[str]] = {}
-        for name, hessian in sums.items():
-            alike.setdefault(id(hessian), []).append(name)
         seen: dict[str, _Seen] = {}
-        for names in alike.values():
+        for names in grouped(sums, lambda name: id(sums[name])).values():
             *_, hessian = (sums.pop(name) for name in names)
             if hessian.tokens >= FEW_TOKENS:
                 seen |= dict.fromkeys(names, _Seen(finite_matrix(hessian, names[0], self.skeleton), hessian.tokens))
@@ -191,10 +189,8 @@ def _readers(
     from optkit.algorithms.awq import Reader
     from optkit.model.skeleton_layers import float_weight
 
-    alike: dict[tuple[_Seen, Grid], list[str]] = {}
-    for name in group.consumers:
-        if name in seen and name in grids:
-            alike.setdefault((seen[name], grids[name]), []).append(name)
+    rounded = (name for name in group.consumers if name in seen and name in grids)
+    alike = grouped(rounded, lambda name: (seen[name], grids[name]))
     return [
         Reader(torch.cat([float_weight(linears[name]) for name in names]), each.matrix * each.tokens, grid)
         for (each, grid), names in alike.items()

@@ -5,6 +5,7 @@ It chooses layers, streams the model block by block, and writes the quantized fo
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -97,27 +98,27 @@ class LayerQuantizer(Transform):
     exclude: Distinct[Name] = ()
     """Layers to leave out of those, as glob patterns."""
 
+    @abstractmethod
     def layer_format(self, layer: Layer) -> LayerFormat:
         """Return the form that a layer will have on disk."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         """Refuse, before any computing, layers that do not fit their form, or that nothing opens.
 
         Raises StageError.
         """
-        raise NotImplementedError
 
     def deployment_notes(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:
         """Return what whoever deploys the model must know of its form, one sentence each."""
         return []
 
+    @abstractmethod
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         """Yield what is left of each decoder block, in order.
 
         Raises StageError for weights or inputs that it cannot round, ResourceError without memory.
         """
-        raise NotImplementedError
 
     def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
         """Return the tensors of the output layer by their last name.
@@ -126,11 +127,11 @@ class LayerQuantizer(Transform):
         """
         raise NotImplementedError
 
+    @abstractmethod
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         """Return the bytes of RAM and of GPU memory that the work needs.
         What waits to be written comes on top.
         """
-        raise NotImplementedError
 
     def select_layers(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
         """Return which of a model's layers are quantized; `outside` are those outside its blocks.

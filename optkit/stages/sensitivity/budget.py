@@ -14,6 +14,7 @@ from pydantic import field_validator
 
 from optkit.common.field_types import GroupSize
 from optkit.common.frozen import Frozen
+from optkit.common.grouping import grouped
 from optkit.errors import StageError
 from optkit.model.linear_layers import Layer, stacks
 from optkit.model.shape import ModelShape
@@ -98,13 +99,9 @@ def make_items(
 
 
 def _groups(names: Iterable[str], fused: bool) -> list[list[str]]:
-    experts: dict[str, list[str]] = {}
-    others: list[str] = []
-    for name in names:
-        if EXPERTS in name:
-            experts.setdefault(name.partition(EXPERTS)[0], []).append(name)
-        else:
-            others.append(name)
+    every = list(names)
+    others = [name for name in every if EXPERTS not in name]
+    experts = grouped((name for name in every if EXPERTS in name), lambda name: name.partition(EXPERTS)[0])
     return [*(stacks(others) if fused else ([name] for name in others)), *experts.values()]
 
 

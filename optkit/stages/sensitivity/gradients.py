@@ -15,6 +15,7 @@ import torch
 
 from optkit.algorithms.sensitivity import Seen, fisher_probe
 from optkit.model.head import logits_behind
+from optkit.model.replaced_forward import hooked
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -104,14 +105,10 @@ class BlockGradients:
 
             return observe
 
-        handles = [module.register_forward_hook(hook(name)) for name, module in layers.items()]
-        try:
-            with torch.enable_grad():
-                leaf = hidden.detach().requires_grad_()
-                leaving = call.graph(self.skeleton.blocks[index].module, leaf)
-        finally:
-            for handle in handles:
-                handle.remove()
+        watched = hooked(module.register_forward_hook(hook(name)) for name, module in layers.items())
+        with watched, torch.enable_grad():
+            leaf = hidden.detach().requires_grad_()
+            leaving = call.graph(self.skeleton.blocks[index].module, leaf)
         each: list[list[Tensor]] = []
         for probe in range(self.probes):
             again = probe + 1 < self.probes

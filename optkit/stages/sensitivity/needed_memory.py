@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from optkit.common.grouping import grouped
 from optkit.model.linear_layers import Layer
 from optkit.model.shape import ModelShape
 
@@ -27,17 +28,13 @@ def sensitivity_memory(
     """Return the bytes of RAM and of GPU memory for a pass over so many tokens.
     Each layer has at most `forms`; all is float32.
     """
-    by_block: dict[tuple[str, int] | None, list[Layer]] = {}
-    for layer in layers.values():
-        by_block.setdefault(shape.block(f"{layer.name}.weight"), []).append(layer)
-    elements: dict[tuple[str, int] | None, int] = {}
-    for name, info in shape.tensors.items():
-        elements[shape.block(name)] = elements.get(shape.block(name), 0) + info.elements
+    by_block = grouped(layers.values(), lambda layer: shape.block(f"{layer.name}.weight"))
+    elements = shape.block_elements
     width = shape.width or min(layer.inputs for layer in layers.values())
     entering = (len(by_block) + 1) * tokens * width
     behind = (PROBES + 1) * tokens * width
     seen = max(tokens * sum(layer.inputs + PROBES * layer.outputs for layer in block) for block in by_block.values())
     largest = max(layer.inputs * layer.outputs for layer in layers.values())
     block = max(elements[place] for place in by_block) + seen + (2 * forms + COPIES) * largest
-    work = FLOAT_BYTES * (behind + max(block, elements.get(None, 0)))
+    work = FLOAT_BYTES * (behind + max(block, elements[None]))
     return (FLOAT_BYTES * entering, work) if device.startswith("cuda") else (FLOAT_BYTES * entering + work, 0)

@@ -24,7 +24,6 @@ from optkit.common.field_types import (
 from optkit.common.frozen import digest
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.shape import ModelShape
-from optkit.source.models import model_shape
 from optkit.source.text_place import TextPlace
 from optkit.source.token_counts import TokenCounts
 from optkit.source.training_text import TrainingText
@@ -290,7 +289,7 @@ class TrainingStage(StageWithTeacher):
         """
         teacher = None
         if self._has_teacher and self.top_k is None:
-            teacher = model_shape(self.teacher, self._named_teacher()) if self.teacher else origin or shape
+            teacher = self.teacher_shape() if self.teacher else origin or shape
         setup = Setup(
             positions=self.batch_size * self.sequence_length,
             length=self.sequence_length,

@@ -17,7 +17,7 @@ from optkit.common.frozen import Frozen, digest
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 from optkit.model.text_config import text_config
-from optkit.source.models import ModelSource, locate_model, model_shape, pin_model
+from optkit.source.models import ModelSource, model_shape, pin_model, require_directory
 from optkit.source.vocabulary import other_token
 from optkit.stage import Context, Transform
 
@@ -118,7 +118,7 @@ class StageWithTeacher(Transform):
                     remedy="Name one: `teacher: DIRECTORY`",
                 )
             return
-        theirs = model_shape(self.teacher, self._named_teacher())
+        theirs = self.teacher_shape()
         if theirs.config.get("quantization_config"):
             raise StageError(
                 f"the teacher {self.teacher.name} is quantized", where=self.kind, remedy="Name its float weights"
@@ -133,22 +133,16 @@ class StageWithTeacher(Transform):
                 remedy="Take a teacher of the same family",
             )
 
-    def _named_teacher(self) -> Path:
-        place = locate_model(self.teacher) if self.teacher else None
-        if place is None:
-            raise StageError(
-                f"the teacher {self.teacher.name if self.teacher else ''} is no model directory yet",
-                where=self.kind,
-                remedy="Make a directory of it with a recipe without stages (`optkit run baseline "
-                "--model ...`), and name that",
-            )
-        return place
+    def teacher_shape(self) -> ModelShape:
+        """Return the shape of the teacher that is named."""
+        assert self.teacher
+        return model_shape(self.teacher, require_directory(self.teacher, "teacher", self.kind))
 
     def _teacher_directory(self, source: Path, context: Context) -> Path:
         """Return the teacher's directory.
         Raises StageError if there is none, or its tokenizer is another one than the student's.
         """
-        directory = self._named_teacher() if self.teacher else context.origin
+        directory = require_directory(self.teacher, "teacher", self.kind) if self.teacher else context.origin
         if directory is None:
             raise StageError("there is no teacher", where=self.kind, remedy="Name one: `teacher: DIRECTORY`")
         if other := other_token(directory, source):
