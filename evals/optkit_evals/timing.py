@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from optkit.common.garbage import uncollected
 from optkit.common.statistics import mean, quantile, standard_error
 from optkit.environment import describe_environment
 from optkit.measure import QueueingSession, Session
@@ -138,14 +139,9 @@ def wants_more(timings: Sequence[Timing], repeats: int, error: float, limit_s: f
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Keep Python's garbage collector out of the timings."""
-    was_on = gc.isenabled()
     gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def random_tokens(session: Session, batch: int, prompt: int, seed: int) -> Tensor:

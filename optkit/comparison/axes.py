@@ -86,17 +86,20 @@ class Axis:
             return math.log1p(max(NEGLIGIBLE, self._floor))
         return numpy.maximum(self._floor, NEGLIGIBLE * numpy.maximum(abs(self.places), abs(self.places[other])))
 
-    def difference(self, this: int, other: int) -> Difference:
-        """Return what one is to another, as people read it."""
-        ends = [float(each[this]) for each in self.against(other)]
-        value, low, high = ends if self.linear else (math.exp(min(each, LARGEST)) for each in ends)
-        return Difference(
-            axis=self.column.key,
-            relative=not self.linear,
-            value=value,
-            interval=None if low == high else (low, high),
-            relation=RELATIONS[int(self.relations(other)[this])],
-        )
+    def differences(self, other: int) -> list[Difference]:
+        """Return what each is to another, as people read it."""
+        ends = numpy.stack(self.against(other), axis=1)
+        shown = ends if self.linear else numpy.exp(numpy.minimum(ends, LARGEST))
+        return [
+            Difference(
+                axis=self.column.key,
+                relative=not self.linear,
+                value=value,
+                interval=None if low == high else (low, high),
+                relation=RELATIONS[relation],
+            )
+            for (value, low, high), relation in zip(shown.tolist(), self.relations(other).tolist(), strict=True)
+        ]
 
 
 def widen(axes: Sequence[Axis]) -> None:

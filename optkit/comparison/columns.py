@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optkit.common.frozen import canonical_json
 from optkit.comparison.result import Column, Role
 from optkit.measure import Metric
 from optkit.recipe.gates import metric_key
@@ -55,7 +54,7 @@ class Table:
 def table_of(cards: Sequence[Scorecard]) -> Table:
     """Return the columns of all scorecards, and what each scorecard has in them."""
     found: dict[str, Column] = {}
-    keys: dict[tuple[str, str], str] = {}
+    keys: dict[tuple[Any, ...], str] = {}
     counts: dict[str, int] = {}
     rows = []
     for card in cards:
@@ -68,7 +67,7 @@ def table_of(cards: Sequence[Scorecard]) -> Table:
                 continue
             plain = metric_key(metric.name, metric.labels)
             around = machine if is_timed(metric) else model if _is_of_baseline(metric) else {}
-            identity = (plain, canonical_json([metric.protocol, around]))
+            identity = (plain, metric.protocol, *around.items())
             if identity not in keys:
                 counts[plain] = counts.get(plain, 0) + 1
                 keys[identity] = plain if counts[plain] == 1 else f"{plain} #{counts[plain]}"

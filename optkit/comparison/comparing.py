@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from optkit.common.garbage import uncollected
 from optkit.comparison.choice import check_names, parse_requirement
 from optkit.comparison.columns import table_of
 from optkit.comparison.differing import differing_parts
@@ -25,10 +26,11 @@ def compare(
     of those that meet them is picked; `axes` are what they are ranked by, by default a quality, a
     size and a speed. Raises ArtifactError for what cannot be read, UsageError for an unknown metric.
     """
-    found = read_scorecards([Path(place) for place in places])
-    return compare_scorecards(
-        found.cards, require=require, best=best, axes=axes, left_out=found.left_out, notes=found.notes
-    )
+    with uncollected():
+        found = read_scorecards([Path(place) for place in places])
+        return compare_scorecards(
+            found.cards, require=require, best=best, axes=axes, left_out=found.left_out, notes=found.notes
+        )
 
 
 def compare_scorecards(

@@ -39,10 +39,11 @@ def front_of(axes: Sequence[Axis], count: int) -> Front:
         dominated[other] = (relations >= 0).all(0) & (relations > 0).any(0)
     members = _members(dominated)
     distances = _distances(axes, members)
-    dominators = []
-    for index in range(count):
-        found = [] if index in members else numpy.flatnonzero(dominated[index]).tolist()
-        dominators.append(tuple(sorted(found, key=lambda each: (each not in members, distances[each]))[:MOST_NAMED]))
+    apart = numpy.lexsort((distances, [each not in members for each in range(count)]))
+    dominators = [
+        () if index in members else tuple(apart[dominated[index, apart]][:MOST_NAMED].tolist())
+        for index in range(count)
+    ]
     nearest = sorted(members, key=lambda each: distances[each])
     knee = nearest[0] if len(nearest) == 1 or len(nearest) > 2 else None
     return Front(tuple(sorted(members)), knee, tuple(dominators), tuple(map(float, distances)))

@@ -26,7 +26,7 @@ def picked(axes: Sequence[Axis], front: Front, entries: Sequence[Entry], best: A
     near = sorted(able, key=lambda each: (each not in front.members, front.distances[each]))
     if best is None and not required and front.knee is None:
         one, other = near[:2]
-        apart = [axis.column.title for axis in axes if axis.difference(one, other).relation != "none"]
+        apart = [axis.column.title for axis in axes if axis.differences(other)[one].relation != "none"]
         both = f"{entries[one].label} and {entries[other].label} are both on the front"
         return None, f"{both}: say what counts, as in --best {(apart or [axes[-1].column.title])[-1]}"
     if best is None:
@@ -42,7 +42,7 @@ def picked(axes: Sequence[Axis], front: Front, entries: Sequence[Entry], best: A
     label = entries[pick].label
     if not others:
         return pick, f"{label} is the only one" + (" that meets what is required" if required else "")
-    differences = [(axis.column, axis.difference(pick, others[0])) for axis in beside]
+    differences = [(axis.column, axis.differences(others[0])[pick]) for axis in beside]
     return pick, reason(label, entries[others[0]].label, differences)
 
 

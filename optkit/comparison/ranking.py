@@ -75,6 +75,7 @@ class Ranking:
             range(len(members)), key=lambda each: (each != pick, each not in front.members, front.distances[each])
         )
         first = pick if pick is not None else front.knee if front.knee is not None else order[0]
+        beside = list(zip(*(axis.differences(first) for axis in axes), strict=True))
         ranked = [
             entries[each].model_copy(
                 update={
@@ -83,7 +84,7 @@ class Ranking:
                     "knee": each == front.knee,
                     "pick": each == pick,
                     "dominated_by": tuple(entries[other].label for other in front.dominators[each]),
-                    "differences": tuple(axis.difference(each, first) for axis in axes) if each != first else (),
+                    "differences": beside[each] if each != first else (),
                 }
             )
             for rank, each in enumerate(order, start=1)
