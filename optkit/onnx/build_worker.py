@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from optkit.processes.child_program import Parent
+from optkit.processes.child_program import Parent, importing
 
 READING = re.compile(r"Reading (layer \d+|embedding layer|final norm|LM head)")
 
@@ -41,15 +41,17 @@ def work(parent: Parent) -> None:
 
 def _export(order: dict[str, Any]) -> None:
     if order["exporter"] == "torch":
-        from optkit.onnx.torch_decoder import export_decoder
+        with importing():
+            from optkit.onnx.torch_decoder import export_decoder
 
         export_decoder(
             Path(order["source"]), Path(order["target"]), order["opset"], order["kv_cache"], order["trust_remote_code"]
         )
         return
-    from onnxruntime_genai.models import builder
+    with importing():
+        from onnxruntime_genai.models import builder
 
-    from optkit.onnx.adapted_builder import adapt_
+        from optkit.onnx.adapted_builder import adapt_
 
     adapt_(builder, order)
     builder.create_model(

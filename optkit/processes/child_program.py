@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -106,6 +106,19 @@ class RemoteTask:
         self._parent.tell("advance", id=self._number, steps=steps, note=note)
 
 
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Leave what is imported inside out of garbage collections.
+    They would make the import of torch and transformers a third longer.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def end_with_all() -> None:
     """End this process with everything that it started, if it leads a group of its own."""
     if os.getpgrp() == os.getpid():
@@ -171,18 +184,11 @@ def main(descriptor: int, target: str) -> int:
 
 
 def _work_of(target: str) -> Callable[[Parent], Any]:
-    """Import the target with all that it needs, and leave that out of garbage collections.
-    With them, torch and transformers take a third longer.
-    """
-    gc.disable()
-    try:
-        found: Callable[[Parent], Any] = (
+    with importing():
+        work: Callable[[Parent], Any] = (
             runpy.run_path(target)["work"] if target.endswith(".py") else importlib.import_module(target).work
         )
-    finally:
-        gc.freeze()
-        gc.enable()
-    return found
+    return work
 
 
 if __name__ == "__main__":

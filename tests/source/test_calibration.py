@@ -108,9 +108,9 @@ class TestDocuments:
             " Lower `samples` or `sequence_length`, or set `packing: joined`."
         )
 
-    def test_c4_gives_the_tokens_of_the_benchmark(self, smol, shared_data):
-        windows = Calibration(dataset="c4", samples=64, sequence_length=512).tokens(smol, shared_data)
-        tokenizer = load_tokenizer(smol)
+    def test_c4_gives_the_tokens_of_the_benchmark(self, smol_tokenizer, shared_data):
+        windows = Calibration(dataset="c4", samples=64, sequence_length=512).tokens(smol_tokenizer, shared_data)
+        tokenizer = load_tokenizer(smol_tokenizer)
         lines = (shared_data / "c4_sample" / "c4_rp1.jsonl").read_text(encoding="utf-8").splitlines()
         encoded = (tokenizer.backend_tokenizer.encode(json.loads(line)["text"]).ids for line in lines)
         assert windows.tolist() == [list(tokens[:512]) for tokens in encoded if len(tokens) >= 512][:64]
@@ -156,10 +156,10 @@ class TestJoined:
             f" {remedy.format(available=count // length)}"
         )
 
-    def test_the_reference_is_enough_for_the_default(self, smol):
-        windows = Calibration(dataset="python-reference").tokens(smol, None)
+    def test_the_reference_is_enough_for_the_default(self, smol_tokenizer):
+        windows = Calibration(dataset="python-reference").tokens(smol_tokenizer, None)
         assert windows.shape == (128, 512)
-        assert windows.tolist() == Calibration(dataset="python-reference").tokens(smol, None).tolist()
+        assert windows.tolist() == Calibration(dataset="python-reference").tokens(smol_tokenizer, None).tolist()
 
 
 def test_a_directory_without_tokenizer(tmp_path):

@@ -2,6 +2,7 @@
 It gives logits for the tokens of a request, and a greedy continuation.
 """
 
+import gc
 from typing import Any
 
 PACKAGES = ("transformers", "torch", "compressed-tensors", "gptqmodel", "optimum", "bitsandbytes", "accelerate", "peft")
@@ -16,16 +17,20 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     """Return device, dtype, shape of the logits and generated tokens.
     The logits go to the file that the request names, as raw float32.
     """
+    gc.disable()  # what is imported stays
     import torch
     import transformers
 
+    loader = getattr(transformers, request.get("loader", "AutoModelForCausalLM"))
+    gc.freeze()
+    gc.enable()
     placed: dict[str, Any] = (
         {"device_map": {"": request["device"]}} if request["quantized"] or request["device"] != "cpu" else {}
     )
     placed |= request.get("options", {})
     if request.get("dequantize"):  # peft finds no weight in a packed layer of compressed-tensors
         placed["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
-    model, report = getattr(transformers, request.get("loader", "AutoModelForCausalLM")).from_pretrained(
+    model, report = loader.from_pretrained(
         request["directory"],
         dtype="auto",
         trust_remote_code=request["trust_remote_code"],
