@@ -6,25 +6,12 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, json_option
+from optkit_cli.options import Command, comparison_options, json_option
 
 
 @click.command(cls=Command, short_help="Put artifacts side by side, and say which to take.")
 @click.argument("places", metavar="ARTIFACT...", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option(
-    "--require",
-    metavar="LIMIT",
-    multiple=True,
-    help='Take only what keeps this limit, e.g. "perplexity<=1.05x" or "decode_tokens_per_s[batch=8]>=2x"; repeatable.',
-)
-@click.option("--best", metavar="METRIC", help="Pick the best by this metric, e.g. size_bytes.")
-@click.option(
-    "--axis",
-    "axes",
-    metavar="METRIC",
-    multiple=True,
-    help="Rank by this metric; repeatable. By default a quality, a size and a speed.",
-)
+@comparison_options
 @click.option("--csv", "form", flag_value="csv", help="Print every number as CSV.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print the tables in Markdown.")
 @json_option

@@ -26,6 +26,7 @@ COMMANDS = (
     "verify",
     "show",
     "compare",
+    "report",
     "sensitivity",
     "roofline",
     "profile",

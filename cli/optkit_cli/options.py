@@ -174,4 +174,21 @@ def all_of(*options: Callable[[Function], Function]) -> Callable[[Function], Fun
     return decorate
 
 
+comparison_options = all_of(
+    click.option(
+        "--require",
+        metavar="LIMIT",
+        multiple=True,
+        help='Take only what keeps this limit, e.g. "perplexity<=1.05x" or "decode_tokens_per_s[batch=8]>=2x"; '
+        "repeatable.",
+    ),
+    click.option("--best", metavar="METRIC", help="Pick the best by this metric, e.g. size_bytes."),
+    click.option(
+        "--axis",
+        "axes",
+        metavar="METRIC",
+        multiple=True,
+        help="Rank by this metric; repeatable. By default a quality, a size and a speed.",
+    ),
+)
 place_options = all_of(device_option, data_option, store_option)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from optkit.page import scorecard_page
+from optkit.comparison import compare_scorecards
+from optkit.page import comparison_page, scorecard_page
 from tests.support.chromium import Chromium, chromium, find_chromium
-from tests.support.full_scorecards import count, full_scorecard
+from tests.support.full_scorecards import count, full_scorecard, sweep
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
 DRAWN = "[...document.querySelectorAll('[data-chart]')].map((each) => each.querySelector('svg').clientWidth)"
@@ -29,6 +30,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module", params=[12, 40])
+def comparison(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pages") / "report.html"
+    path.write_text(comparison_page(compare_scorecards(sweep(request.param))), encoding="utf-8")
+    return path
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1440])
 def test_it_is_drawn_quietly(browser: Chromium, page: Path, scheme: str, width: int) -> None:
@@ -41,6 +49,16 @@ def test_it_is_drawn_quietly(browser: Chromium, page: Path, scheme: str, width: 
     assert all(0.6 * min(width, 560) < each <= width for each in drawn)
     paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_a_comparison_is_drawn_quietly_and_prints_to_two_pages(browser: Chromium, comparison: Path) -> None:
+    for scheme, width in (("light", 360), ("dark", 1440)):
+        browser.open(comparison, width, scheme=scheme)
+        assert browser.complaints() == []
+        assert browser.requests() == [comparison.as_uri()]
+        assert browser.evaluate("document.documentElement.scrollWidth") == width
+        assert len(browser.evaluate(DRAWN)) == 6
+    assert browser.printed_pages() == 2
 
 
 def test_it_prints_to_two_pages(browser: Chromium, page: Path) -> None:

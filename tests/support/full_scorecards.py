@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from optkit.measure import Metric
 from optkit.scorecard import Rung, Scorecard, StepLine, build_scorecard
@@ -159,3 +160,36 @@ def full_scorecard(name: str = "llama_int4", bits: int = 4) -> Scorecard:
         notes=("decode: each step is one call of optkit's CPU kernels",),
         environment={"device": "cpu", "device_name": "Intel(R) Xeon(R)", "torch": "2.13.0", "cpu_threads": 2},
     )
+
+
+def sweep(count_of: int = 12) -> list[tuple[Path, Scorecard]]:
+    """Return scorecards of recipes of different bits and groups, with their places."""
+    noise = random.Random(0)
+    cards = []
+    for index in range(count_of):
+        bits, group = (8, 4, 3)[index % 3], (32, 64, 128, 256)[index // 3 % 4]
+        name = f"{'gptq' if index % 2 else 'rtn'}-{bits}-{group}" + (f"-{index}" if index >= 12 else "")
+        harm = {3: 0.35, 4: 0.06, 8: 0.004}[bits] * (group / 32) ** 0.3 * (0.6 if index % 2 else 1)
+        speed = {3: 6.2, 4: 5.9, 8: 3.1}[bits] * (group / 32) ** 0.03
+        size = 5.4e8 * (0.25 + (bits + 32 / group) / 32 * 0.75)
+        losses = perplexity(2.31 + harm)
+        shaken = tuple(loss + noise.gauss(0, 0.01) for loss in losses.samples)
+        value = math.exp(sum(shaken) / len(shaken))
+        found = losses.model_copy(update={"samples": shaken, "value": value, "interval": (value * 0.93, value * 1.07)})
+        cards.append(
+            build_scorecard(
+                name=name,
+                artifact_key=f"{index:064x}",
+                recipe={
+                    "name": name,
+                    "model": {"name": "smollm2-135m"},
+                    "stages": [{("gptq" if index % 2 else "rtn"): {"bits": bits, "group_size": group}}],
+                    "seed": index // 12,
+                },
+                metrics=[found, divergence(harm), *timings(speed), count("size_bytes", size)],
+                baseline=[perplexity(2.31), *timings(1.0), count("size_bytes", 5.4e8)],
+                gates={"perplexity": "<= 1.10x"},
+                environment={"device": "cpu", "device_name": "Intel(R) Xeon(R)", "cpu_threads": 2},
+            )
+        )
+    return [(Path("artifacts/sweep") / card.name, card) for card in cards]

@@ -26,7 +26,7 @@ def paint(colour: Colour) -> str:
 class Mark:
     """Marks of one kind: a record for each, and how its fields are shown."""
 
-    kind: Literal["dot", "lineY", "link", "text", "tickX", "ruleX", "ruleY", "rectX", "barX"]
+    kind: Literal["dot", "lineY", "link", "text", "tickX", "ruleX", "ruleY", "rect", "barX"]
     data: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
     """Of the mark. A word that is a field of the records says which one; `title` is the field that

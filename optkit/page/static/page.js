@@ -10,12 +10,18 @@
   const rowLabels = (rows) =>
     Plot.text(rows, { y: (row) => row, text: (row) => row, frameAnchor: "left", textAnchor: "start", dy: -17, fill: "var(--dim)" });
 
-  // Ticks such as 20ms or 1.5GB: the unit of the scale behind d3's prefix.
-  const scaled = ({ suffix, ...scale }) => (suffix ? { ...scale, tickFormat: (value) => Plot.format("~s")(value) + suffix } : scale);
+  // Ticks such as 20ms or 1.5GB: the unit of the scale behind d3's prefix. Of a logarithmic scale few have a label.
+  function scaled({ suffix, ...scale }, width) {
+    if (!suffix && scale.type !== "log") return scale;
+    const leading = width < WIDE ? [1, 2, 5] : [1, 2, 3, 5];
+    const told = (value) => scale.type !== "log" || leading.includes(Math.round(value / 10 ** Math.floor(Math.log10(value) + 1e-9)));
+    const words = (value) => (suffix ? Plot.format("~s")(value) + suffix : Plot.format(scale.tickFormat ?? "~g")(value));
+    return { ...scale, tickFormat: (value) => (told(value) ? words(value) : "") };
+  }
 
   function layout(chart, width) {
     const rows = chart.rows.length;
-    if (!rows) return { height: chart.height ?? 300, marginLeft: 56, y: scaled(chart.y) };
+    if (!rows) return { height: chart.height ?? 300, marginLeft: 56, y: { labelArrow: "none", ...scaled(chart.y, width) } };
     const longest = Math.max(...chart.rows.map((row) => row.length)) * LETTER + 18;
     const beside = width >= WIDE && longest < width * 0.45;
     return {
@@ -42,7 +48,7 @@
       marginBottom: 40,
       ariaLabel: figure.dataset.title,
       style: { fontSize: "12px", fontFamily: "inherit", background: "none" },
-      x: { labelAnchor: "center", labelArrow: "none", insetLeft: 6, insetRight: 6, ...ticks, ...scaled(chart.x) },
+      x: { labelAnchor: "center", labelArrow: "none", insetLeft: 6, insetRight: 6, ...ticks, ...scaled(chart.x, width) },
       marks: [...labels, ...marks],
     });
     svg.setAttribute("role", "img");

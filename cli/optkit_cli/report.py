@@ -1,0 +1,53 @@
+"""`optkit report`: one page that says which of several artifacts to take, or what one is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optkit_cli.options import Command, comparison_options, json_option
+
+
+@click.command(cls=Command, short_help="Write a page that says which artifact to take.")
+@click.argument("places", metavar="ARTIFACT...", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("report.html"),
+    show_default=True,
+    help="Where to write the page.",
+)
+@comparison_options
+@json_option
+def command(
+    places: tuple[Path, ...],
+    out: Path,
+    require: tuple[str, ...],
+    best: str | None,
+    axes: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Write one HTML file of artifacts, scorecard.json files and what lies below directories.
+    It works offline; of one artifact it is the page that lies beside it.
+
+    \b
+    optkit report artifacts/sweep_int4 --require "perplexity<=1.05x" --best size_bytes
+
+    Exit status: 3 if none meets what is required, 4 if one may.
+    """
+    from optkit.common.atomic import write_text_atomically
+    from optkit.common.byte_sizes import size_text
+    from optkit.page import report
+    from optkit_cli.output import print_json
+
+    made = report(places, require=require, best=best, axes=axes)
+    write_text_atomically(out, made.html)
+    size = len(made.html.encode())
+    if as_json:
+        print_json({"report": str(out), "size_bytes": size, "scorecards": made.scorecards, "picks": list(made.picks)})
+    else:
+        told = f"take {', '.join(made.picks)}" if made.picks else "nothing to choose"
+        click.echo(f"{out}  {made.scorecards} scorecards, {told}  {size_text(size)}")
+    return made.exit_status

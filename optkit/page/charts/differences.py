@@ -1,0 +1,70 @@
+"""What each artifact is to the one to take: paired differences with their intervals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optkit.comparison import Column, Comparison, Difference, Floor, Group
+from optkit.comparison.choice import difference_text
+from optkit.comparison.table import compared_with
+from optkit.page.charts.chart import Chart, Colour, Key, Mark, paint, reference
+from optkit.scorecard import format_ratio, format_value
+
+MOST = 30
+"""Rows that are drawn, by rank."""
+RELATIONS: dict[str, Colour] = {"better": "blue", "worse": "vermillion", "none": "grey"}
+
+
+def differences(comparison: Comparison, group: Group, name: str) -> list[Chart]:
+    """Return a chart for each axis of a group, none if it has one member."""
+    other = compared_with(group)
+    members = [comparison.entry(label) for label in group.entries if label != other][:MOST]
+    charts = []
+    for index, key in enumerate(group.axes):
+        found = {entry.label: each for entry in members for each in entry.differences if each.axis == key}
+        if found:
+            floor = next((each for each in comparison.floors if each.column == key), None)
+            charts.append(_chart(comparison.column(key), found, other, floor, f"{name}-{index}"))
+    return charts
+
+
+def _chart(column: Column, found: dict[str, Difference], other: str, floor: Floor | None, name: str) -> Chart:
+    relative = next(iter(found.values())).relative
+    points = [_point(label, column, each) for label, each in found.items() if each.relative == relative]
+    centre = 1.0 if relative else 0.0
+    marks = []
+    if floor and floor.relative == relative:
+        band = [{"low": centre - floor.value, "high": centre + floor.value, "hint": f"noise floor\n{floor.source}"}]
+        marks.append(Mark("rect", band, {"x1": "low", "x2": "high", "fill": paint("floor"), "title": "hint"}))
+    marks.append(reference(centre))
+    for relation, colour in RELATIONS.items():
+        own = [point for point in points if point["relation"] == relation]
+        sure = [point for point in own if point["low"] is not None]
+        marks += [
+            Mark("link", sure, {"x1": "low", "x2": "high", "y": "label", "stroke": paint(colour), "strokeWidth": 3}),
+            Mark("dot", own, {"x": "value", "y": "label", "fill": paint(colour), "r": 5, "title": "hint"}),
+        ]
+    wide = relative and max(each["value"] for each in points) / min(each["value"] for each in points) > 3
+    words = f"times that of {other}" if relative else f"more than {other}, {column.unit}"
+    return Chart(
+        name,
+        f"{column.title} beside {other}",
+        marks,
+        {"label": words, "grid": True, "tickFormat": "~g", "type": "log" if wide else "linear"},
+        rows=[point["label"] for point in points],
+        keys=[
+            Key("better", "blue"),
+            Key("worse", "vermillion"),
+            Key("no measurable difference", "grey"),
+            *([Key("noise floor", "floor", "band")] if floor else []),
+        ],
+    )
+
+
+def _point(label: str, column: Column, each: Difference) -> dict[str, Any]:
+    shown = format_ratio if each.relative else lambda value, interval: format_value(value, column.unit, interval)
+    low, high = each.interval or (None, None)
+    hint = f"{label}\n{shown(each.value, each.interval)}"
+    if each.relation != "none":
+        hint += f"\n{difference_text(column, each)}"
+    return {"label": label, "value": each.value, "low": low, "high": high, "relation": each.relation, "hint": hint}

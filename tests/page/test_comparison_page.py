@@ -1,0 +1,147 @@
+"""The page of a comparison says which to take, and draws what the comparison says and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from optkit_cli.main import main
+
+from optkit.comparison import Comparison, compare_scorecards
+from optkit.page import comparison_page, report
+from optkit.scorecard import Scorecard, to_json
+from tests.page.test_scorecard_page import EVIL, Page, numbers
+from tests.support.full_scorecards import full_scorecard, sweep
+
+Cards = list[tuple[Path, Scorecard]]
+
+
+@pytest.fixture(scope="module")
+def cards() -> Cards:
+    return sweep()
+
+
+@pytest.fixture(scope="module")
+def comparison(cards: Cards) -> Comparison:
+    return compare_scorecards(cards, require=["perplexity<=1.10x"], best="size_bytes")
+
+
+@pytest.fixture(scope="module")
+def page(comparison: Comparison) -> Page:
+    return Page(comparison_page(comparison))
+
+
+@pytest.fixture
+def artifacts(cards: Cards, tmp_path: Path) -> Path:
+    for place, card in cards:
+        (tmp_path / "sweep" / place.name).mkdir(parents=True)
+        (tmp_path / "sweep" / place.name / "scorecard.json").write_text(to_json(card), encoding="utf-8")
+    return tmp_path / "sweep"
+
+
+def test_every_number_is_in_the_comparison(comparison: Comparison, page: Page) -> None:
+    known = {*numbers(comparison.model_dump(mode="json"))}
+    floors = {floor.column: floor for floor in comparison.floors}
+    bands = {end for floor in floors.values() for end in (1 - floor.value, 1 + floor.value)}
+    drawn = {
+        value
+        for chart in page.charts.values()
+        for mark in chart["marks"]
+        for record in mark["data"]
+        for value in record.values()
+        if isinstance(value, int | float)
+    }
+    assert len(drawn) > 100
+    assert drawn <= known | bands | {0.0, 1.0}
+    assert {float(value) for value in page.attributes("data-value") if value} <= known
+
+
+def test_the_answer_comes_first_with_its_reason(comparison: Comparison, page: Page) -> None:
+    (group,) = comparison.groups
+    words = " ".join(page.text.split())
+    assert "Which of 12 artifacts of smollm2-135m? cpu Intel(R) Xeon(R)" in words
+    assert f"required: perplexity<=1.10x Take {group.pick}: {group.why}." in words
+    assert words.index(group.why) < words.index("Noise floor")
+    assert [chart["x"]["label"] for name, chart in page.charts.items() if name.startswith("against")] == [
+        "size_bytes ↓, bytes",
+        "decode_tokens_per_s ↑, x unmodified",
+        "peak_memory_bytes ↓, x unmodified",
+    ]
+
+
+def test_points_stand_as_the_comparison_says_and_a_hover_tells_the_recipe(comparison: Comparison, page: Page) -> None:
+    drawn = {
+        record["label"]: record
+        for mark in page.charts["against-0-0"]["marks"]
+        if mark["kind"] == "dot"
+        for record in mark["data"]
+    }
+    assert drawn.keys() == {entry.label for entry in comparison.entries} | {"unmodified"}
+    for entry in comparison.entries:
+        wanted = "pick" if entry.pick else "front" if entry.front else "behind"
+        assert drawn[entry.label]["stands"] == (wanted if entry.meets == "PASS" else "refused")
+        assert drawn[entry.label]["rank"] == str(entry.rank)
+    assert "gptq.bits 4\ngptq.group_size 128" in drawn["gptq-4-128"]["hint"]
+
+
+def test_groups_that_cannot_be_ranked_together_say_what_differs(cards: Cards) -> None:
+    other = [
+        (place.with_name(f"{place.name}-gpu"), card.model_copy(update={"environment": {"device": "cuda"}}))
+        for place, card in cards[:3]
+    ]
+    comparison = compare_scorecards([*cards, *other])
+    assert len(comparison.groups) == 2
+    page = Page(comparison_page(comparison))
+    for line in comparison.groups[1].differs:
+        assert line in page.text
+    assert {name.split("-")[1] for name in page.charts} == {"0", "1"}
+
+
+def test_any_number_of_scorecards_fits() -> None:
+    page = comparison_page(compare_scorecards(sweep(160)))
+    assert len(page.encode()) < 1_400_000
+    assert "60 more, ranked lower" in page
+
+
+def test_markup_in_labels_is_text() -> None:
+    cards = [(Path(f"{EVIL}{index}"), full_scorecard(EVIL, bits)) for index, bits in enumerate((3, 4, 8))]
+    page = Page(comparison_page(compare_scorecards(cards)))
+    assert len(page.scripts) == 3
+    assert "img" not in [tag for tag, _ in page.tags]
+
+
+def test_report_writes_a_page_of_what_lies_below(
+    artifacts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "report.html"
+    words = ["report", str(artifacts), "--out", str(out), "--require", "perplexity<=1.10x", "--best", "size_bytes"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith(f"{out}  12 scorecards, take gptq-4-128  ")
+    page = Page(out.read_text(encoding="utf-8"))
+    assert "optkit run gptq-4-128.yaml" in page.text
+    assert main([*words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said == {"report": str(out), "size_bytes": out.stat().st_size, "scorecards": 12, "picks": ["gptq-4-128"]}
+
+
+def test_report_of_one_scorecard_is_its_page(artifacts: Path) -> None:
+    made = report([artifacts / "gptq-4-128"])
+    assert (made.scorecards, made.exit_status) == (1, 0)
+    assert "<h1><bdi>gptq-4-128</bdi></h1>" in made.html
+
+
+def test_report_says_what_is_wrong(artifacts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*words: str) -> tuple[int, str]:
+        return main(["report", *words]), capsys.readouterr().err
+
+    status, said = refused(str(tmp_path / "none"))
+    assert (status, said) == (1, f"error: {tmp_path}/none: no such file or directory.\n")
+    status, said = refused(str(artifacts), "--best", "perplexty", "--out", str(tmp_path / "a.html"))
+    assert status == 2
+    assert "no scorecard has 'perplexty'" in said
+    status, said = refused(str(artifacts), "--require", "perplexity<=0.5x", "--out", str(tmp_path / "a.html"))
+    assert status == 3
+    status, said = refused(str(artifacts), "--out", str(tmp_path / "no" / "a.html"))
+    assert status == 1
+    assert f"{tmp_path}/no" in said
