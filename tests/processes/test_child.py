@@ -265,6 +265,7 @@ def test_an_environment_without_optkit(tmp_path: Path, monkeypatch: pytest.Monke
         with talkative(python=command, env=foreign_environment(), cwd=tmp_path) as child:
             child.send({"do": "environment"})
             seen = child.result()
+        assert seen["collected"], "garbage is, but for what was imported"
         assert not seen["optkit"]
         assert str(ROOT / "optkit" / "processes") not in seen["path"]
 

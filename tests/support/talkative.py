@@ -43,9 +43,16 @@ def printing(parent):
 
 
 def environment(parent):
+    import gc
     import importlib.util
 
-    return {"optkit": importlib.util.find_spec("optkit") is not None, "path": sys.path, "argv": sys.argv}
+    collected = gc.isenabled() and gc.get_freeze_count() > 0
+    return {
+        "collected": collected,
+        "optkit": importlib.util.find_spec("optkit") is not None,
+        "path": sys.path,
+        "argv": sys.argv,
+    }
 
 
 def python_error(parent, code):
