@@ -156,6 +156,9 @@ class Eval(Frozen):
     """
     compares: ClassVar[bool] = False
     """Needs the baseline session beside the artifact's, and is not run on the baseline itself."""
+    of_unmodified: ClassVar[bool] = False
+    """Measures the unmodified model and nothing else: its numbers are those of all artifacts of it.
+    """
     timed: ClassVar[bool] = False
     """Depends on the device and library versions, and is measured for artifact and baseline in the
     same run, in turns; see `TimedEval`.
@@ -235,7 +238,8 @@ class Eval(Frozen):
 
     def circumstances(self, device: str) -> dict[str, Any]:
         """Return what else decides a timed eval's numbers, as JSON values and without torch.
-        Device, threads and library versions decide them anyway.
+        Device, threads and library versions decide them anyway. Of an eval `of_unmodified` it is
+        all of that.
 
         It is part of their key, and belongs into their protocol.
         """

@@ -64,9 +64,7 @@ class PlannedEval(Frozen):
     key: str
     """Key of the artifact's metrics."""
     baseline_key: str | None
-    """Key of the unmodified model's metrics; None if the eval compares the two and has only one
-    result.
-    """
+    """Key of the unmodified model's metrics; None if there is one result of both or of it alone."""
     hit: bool
     """The store has the artifact's metrics, and for a timed eval also those of the model that was
     timed beside it.
@@ -280,14 +278,15 @@ def _plan_eval(
     """Return an eval with its keys; each model is the key of its weights and what it is opened with."""
     measured = entry.value
     decisive = {"baseline": baseline[0]} if measured.compares else {}
-    decisive |= together.circumstances(device) | measured.circumstances(device) if measured.timed else {}
+    decisive |= {**together.circumstances(device), **measured.circumstances(device)} if measured.timed else {}
+    decisive |= measured.circumstances(device) if measured.of_unmodified else {}
 
     def metric_key(weights: str, settings: list[dict[str, Any]]) -> str:
         beside = {"beside": together.beside(make_artifact_key(weights, settings))} if measured.timed else {}
         return make_metric_key(entry, seed, weights, settings, decisive | beside)
 
-    key = metric_key(*artifact)
-    baseline_key = None if measured.compares else metric_key(*baseline)
+    key = metric_key(*(baseline if measured.of_unmodified else artifact))
+    baseline_key = None if measured.compares or measured.of_unmodified else metric_key(*baseline)
     hit, baseline_hit = (each is None or store.get_json(each) is not None for each in (key, baseline_key))
     if measured.timed:
         hit = baseline_hit = hit and baseline_hit
@@ -328,7 +327,8 @@ def _eval_costs(planned: Sequence[PlannedEval], sessions: tuple[SessionMemory, S
             yield Cost()
             continue
         artifact, baseline = sessions
-        costs = [each.eval.predict(artifact, baseline if comparing and not each.eval.timed else None)]
+        beside = baseline if comparing and not each.eval.timed else None
+        costs = [each.eval.predict(baseline if each.eval.of_unmodified else artifact, beside)]
         if each.baseline_key and not each.baseline_hit:
             costs.append(each.eval.predict(baseline))
         yield Cost(ram_bytes=max(cost.ram_bytes for cost in costs), gpu_bytes=max(cost.gpu_bytes for cost in costs))

@@ -55,8 +55,17 @@ def measure(
     if baseline is None:
         refuse_comparisons(plan)
     compared = plan.evals if baseline else ()
-    alone = [each for each in plan.evals if not (each.eval.timed or each.eval.compares) and not known(store, each.key)]
-    of_baseline = [each for each in compared if not each.eval.timed and not known(store, each.baseline_key)]
+    once = [each for each in compared if each.eval.of_unmodified]
+    alone = [
+        each
+        for each in plan.evals
+        if not (each.eval.timed or each.eval.compares or each in once) and not known(store, each.key)
+    ]
+    of_baseline = [
+        each
+        for each in compared
+        if not each.eval.timed and not known(store, each.key if each in once else each.baseline_key)
+    ]
     pairs = [each for each in plan.evals if each.eval.compares and not known(store, each.key)]
     both_known = {each.key for each in plan.evals if known(store, each.key) and known(store, each.baseline_key)}
     timed = [each for each in plan.evals if each.eval.timed and (retime or each.key not in both_known)]
@@ -83,15 +92,20 @@ def measure(
         with bench.opened(artifact) as changed:
             bench.measure(changed, [(each.key, each) for each in alone])
     ours = [store.take_json(each.key) for each in plan.evals]
-    theirs = [store.take_json(each.baseline_key) for each in compared if each.baseline_key]
+    beside_it = [each for each in compared if each.baseline_key]
+    theirs = [store.take_json(each.baseline_key or each.key) for each in beside_it]
+    evals = list(zip(plan.evals, ours, strict=True))
+    of_once = [(each.kind, entry) for each, entry in evals if each in once]
     folders = _folders([each.kind for each in plan.evals])
     beside = [f"{folder}-unmodified" for folder, each in zip(folders, compared, strict=False) if each.baseline_key]
     return Measurement(
         metrics=tuple(metric for entry in ours for metric in Found.from_json(entry).metrics),
         baseline=tuple(metric for entry in theirs for metric in Found.from_json(entry).metrics),
         attachments=_attachments([*folders, *beside], [*ours, *theirs]),
-        notes=_notes([each.kind for each in plan.evals], ours, environment, began),
-        baseline_notes=_notes([each.kind for each in compared if each.baseline_key], theirs, environment, began),
+        notes=_notes([(each.kind, entry) for each, entry in evals if each not in once], environment, began),
+        baseline_notes=_notes(
+            [*of_once, *zip((each.kind for each in beside_it), theirs, strict=True)], environment, began
+        ),
         environment=environment,
     )
 
@@ -110,13 +124,13 @@ def _attachments(folders: Sequence[str], entries: Sequence[Mapping[str, Any]]) -
 
 
 def _notes(
-    kinds: Sequence[str], entries: Sequence[Mapping[str, Any]], environment: Mapping[str, Any], began: str
+    said: Sequence[tuple[str, Mapping[str, Any]]], environment: Mapping[str, Any], began: str
 ) -> tuple[str, ...]:
     """Return what was said while evals measured, and which of them did so before this run.
     What was different there is told too.
     """
-    found = [note for entry in entries for note in entry["notes"]]
-    for kind, entry in zip(kinds, entries, strict=True):
+    found = [note for _, entry in said for note in entry["notes"]]
+    for kind, entry in said:
         if entry["created"] < began:
             there = {
                 name: value for name, value in entry["environment"].items() if environment.get(name, value) != value

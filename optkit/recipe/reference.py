@@ -122,6 +122,7 @@ def _entry(role: str, kind: str) -> str:
     if issubclass(model, Eval):
         notes.append(f"Metrics: {', '.join(f'`{metric}`' for metric in model.metrics)}.")
         notes += ["Compares the artifact with the unmodified model."] if model.compares else []
+        notes += ["Measures the unmodified model alone."] if model.of_unmodified else []
         notes += ["Timed for both models in the same run."] if model.timed else []
     else:
         notes.append(_kind_of_stage(model))

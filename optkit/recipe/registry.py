@@ -58,6 +58,7 @@ EVALS = {
     "encoding": "optkit_evals.encoding:Encoding",
     "footprint": "optkit_evals.footprint:Footprint",
     "load": "optkit_evals.load:Load",
+    "noise_floor": "optkit_evals.noise_floor:NoiseFloor",
     "perplexity": "optkit_evals.perplexity:Perplexity",
     "roofline": "optkit_evals.roofline:Roofline",
     "sensitivity": "optkit_evals.sensitivity:Sensitivity",

@@ -28,7 +28,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "tensor_parallel": {"devices": 2},
     **{
         kind: {"dataset": "python-reference"}
-        for kind in ("divergence", "embedding", "perplexity", "sensitivity", "speculation")
+        for kind in ("divergence", "embedding", "noise_floor", "perplexity", "sensitivity", "speculation")
     },
 }
 """Fields that a kind does not do without, or that others are only read beside."""
