@@ -32,14 +32,14 @@ def render(template: str, charts: Iterable[Chart], values: Mapping[str, Any]) ->
     from markupsafe import Markup
 
     declared = {chart.name: chart.to_json() for chart in charts}
-    scripts = [path.read_text(encoding="utf-8") for path in SCRIPTS]
+    scripts, policy = _scripts()
     return (
         _environment()
         .get_template(template)
         .render(
             **values,
             version=__version__,
-            policy=_policy(scripts),
+            policy=policy,
             style=Markup(STYLE.read_text(encoding="utf-8")),
             charts=Markup(json_in_html(declared)),
             scripts=[Markup(script) for script in scripts],
@@ -52,14 +52,17 @@ def json_in_html(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).translate(UNSAFE)
 
 
-def _policy(scripts: Iterable[str]) -> str:
-    """Return the page's Content-Security-Policy: these scripts, styles in the page, and no request."""
+@cache
+def _scripts() -> tuple[tuple[str, ...], str]:
+    """Return the scripts, and the page's Content-Security-Policy: these, styles in it, no request."""
+    scripts = tuple(path.read_text(encoding="utf-8") for path in SCRIPTS)
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return (
+    policy = (
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
+    return scripts, policy
 
 
 @cache

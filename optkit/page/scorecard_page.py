@@ -19,6 +19,7 @@ from optkit.page.charts.timings import timings
 from optkit.page.command import command
 from optkit.page.render import render
 from optkit.page.table import Cell, Column, TableRow
+from optkit.page.titles import Titles
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import (
     Measured,
@@ -30,7 +31,6 @@ from optkit.scorecard import (
     loading_cells,
     loading_columns,
     loading_notes,
-    metric_label,
     protocols,
     table_rows,
     value_text,
@@ -77,6 +77,7 @@ def scorecard_page(scorecard: Scorecard, directory: Path | None = None) -> str:
     found = ((title, tuple(chart for draw in drawn for chart in draw(scorecard))) for title, drawn in SECTIONS)
     sections = [Section(title, charts) for title, charts in found if charts]
     charts = [chart for section in sections for chart in section.charts]
+    titles = Titles(row.metric for row in scorecard.rows)
     gated = [row for row in scorecard.rows if row.gates]
     columns = loading_columns(scorecard.loading)
     values = {
@@ -85,8 +86,8 @@ def scorecard_page(scorecard: Scorecard, directory: Path | None = None) -> str:
         "summary": _summary(scorecard),
         "model": _model(scorecard),
         "device": scorecard.environment.get("device_name", scorecard.environment.get("device", "")),
-        "gates": list(_gates(gated)),
-        "tiles": [_tile(row) for row in _first(scorecard.rows)],
+        "gates": list(_gates(gated, titles)),
+        "tiles": [_tile(row, titles) for row in _first(scorecard.rows)],
         "columns": COLUMNS,
         "rows": _rows(scorecard),
         "sections": sections,
@@ -120,12 +121,12 @@ def _model(scorecard: Scorecard) -> str:
     return str(model.get("name", "")) if isinstance(model, Mapping) else str(model)
 
 
-def _gates(rows: Iterable[Measured]) -> Iterator[dict[str, str]]:
+def _gates(rows: Iterable[Measured], titles: Titles) -> Iterator[dict[str, str]]:
     for row in rows:
         for gate in row.gates:
             found = row.number(gate.of)
             ratio = format_ratio(found.value, found.interval) if found and gate.of else ""
-            said = {"metric": metric_label(row.metric), "measured": ratio or value_text(row.metric)}
+            said = {"metric": titles(row.metric), "measured": ratio or value_text(row.metric)}
             yield {**said, "limit": gate.limit, "verdict": str(gate.verdict), "why": gate.why}
 
 
@@ -139,16 +140,16 @@ def _first(rows: Iterable[Measured]) -> list[Measured]:
     return [named[name] for name in dict.fromkeys([*gated, *TILES]) if name in named][:MOST_TILES]
 
 
-def _tile(row: Measured) -> dict[str, str]:
+def _tile(row: Measured, titles: Titles) -> dict[str, str]:
     if row.ratio is None:
         number, _, unit = format_value(row.metric.value, row.metric.unit).partition(" ")
         rest = format_value(row.metric.value, row.metric.unit, row.metric.interval) if row.metric.interval else unit
-        return {"name": metric_label(row.metric), "number": number, "rest": rest, "change": ""}
+        return {"name": titles(row.metric), "number": number, "rest": rest, "change": ""}
     before = f"{value_text(row.baseline)} → " if row.baseline else ""
     number, _, interval_text = format_ratio(row.ratio, row.ratio_interval).partition(" ")
     rest = " ".join(text for text in (f"{before}{value_text(row.metric)}", interval_text) if text)
     return {
-        "name": metric_label(row.metric),
+        "name": titles(row.metric),
         "number": number,
         "rest": rest,
         "change": change_of(row.ratio, row.ratio_interval, row.metric.higher_is_better),

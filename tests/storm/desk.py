@@ -150,7 +150,7 @@ def _artifact(out: Path) -> Iterator[tuple[str, str]]:
         if name.endswith(".json") and name in ("optkit.json", "scorecard.json"):
             said = json.loads((out / name).read_text(encoding="utf-8").replace(str(out.parent), ""))
             yield f"artifact {name}", _digest(json.dumps(_settled(said), sort_keys=True).encode())
-        elif name != "scorecard.md":
+        elif name not in ("scorecard.md", "scorecard.html"):
             yield f"artifact {name}", digest
 
 

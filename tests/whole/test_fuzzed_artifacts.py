@@ -12,6 +12,7 @@ from optkit_cli.scorecard_view import scorecard_view
 
 from optkit import pipeline
 from optkit.comparison import compare
+from optkit.page import comparison_page, scorecard_page
 from optkit.recipe.recipe import load_recipe
 from optkit.scorecard import to_markdown
 from optkit.store.contents import survey
@@ -58,6 +59,8 @@ def test_scorecards(artifact: Path, draw: Random) -> None:
         assert scorecard_view(card, artifact)
         assert to_markdown(card)
         assert comparison_view(compare([artifact, artifact]))
+        assert scorecard_page(card, artifact)
+        assert comparison_page(compare([artifact, artifact]))
 
     with Changed(
         artifact / "scorecard.json",

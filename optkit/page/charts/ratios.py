@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from optkit.page.charts.chart import CHANGES, Chart, Key, Mark, paint, reference
+from optkit.page.titles import Titles
 from optkit.recipe.gates import parse_gate
 from optkit.scorecard import Measured, Scorecard, change_of, format_ratio, metric_label, value_text
 
@@ -17,7 +18,8 @@ def ratios(scorecard: Scorecard) -> list[Chart]:
     found = [row for row in scorecard.rows if row.ratio is not None and row.ratio > 0]
     if not found:
         return []
-    points = [_point(row) for row in found[:MOST]]
+    titles = Titles(row.metric for row in scorecard.rows)
+    points = [_point(row, titles) for row in found[:MOST]]
     marks = [reference(1)]
     for change, colour in CHANGES.items():
         own = [point for point in points if point["change"] == change]
@@ -37,7 +39,7 @@ def ratios(scorecard: Scorecard) -> list[Chart]:
         )
         marks.append(Mark("dot", own, {"x": "ratio", "y": "metric", "fill": paint(colour), "r": 5, "title": "hint"}))
     limits = [
-        {"metric": metric_label(row.metric), "limit": gate.limit, "hint": f"gate {gate.text}"}
+        {"metric": titles(row.metric), "limit": gate.limit, "hint": f"gate {gate.text}"}
         for row in found[:MOST]
         for gate in (parse_gate(each.key, each.limit) for each in row.gates)
         if gate.of == "baseline" and gate.limit > 0
@@ -58,8 +60,8 @@ def ratios(scorecard: Scorecard) -> list[Chart]:
     ]
 
 
-def _point(row: Measured) -> dict[str, Any]:
-    label = metric_label(row.metric)
+def _point(row: Measured, titles: Titles) -> dict[str, Any]:
+    label = titles(row.metric)
     ratio = format_ratio(row.ratio or 0.0, row.ratio_interval)
     before = f"{value_text(row.baseline)} → " if row.baseline else ""
     low, high = row.ratio_interval or (None, None)
@@ -69,5 +71,5 @@ def _point(row: Measured) -> dict[str, Any]:
         "low": low,
         "high": high,
         "change": change_of(row.ratio, row.ratio_interval, row.metric.higher_is_better),
-        "hint": f"{label}\n{before}{value_text(row.metric)}\n{ratio}",
+        "hint": f"{metric_label(row.metric)}\n{before}{value_text(row.metric)}\n{ratio}",
     }

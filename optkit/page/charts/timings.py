@@ -60,5 +60,7 @@ def _points(row: Measured) -> Iterator[dict[str, Any]]:
 
 def _mean(metric: Metric) -> dict[str, Any]:
     low, high = metric.interval or (metric.value, metric.value)
+    if low <= 0:  # a logarithmic scale has no place for it
+        low = min((each for turn in metric.repeats or (metric.samples,) for each in turn if each > 0), default=high)
     shown = format_value(metric.value, metric.unit, metric.interval)
     return {"kind": "mean", "seconds": metric.value, "low": low, "high": high, "hint": f"{metric.name}\n{shown}"}
