@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,13 @@ from optkit.page.charts.differences import differences
 from optkit.page.charts.tradeoffs import recipe_lines, tradeoffs
 from optkit.page.command import command
 from optkit.page.render import render
-from optkit.page.table import Cell, Column, TableRow
+from optkit.page.table import Cell, Column, TableRow, apart
+from optkit.recipe.gates import Verdict
 from optkit.scorecard import Scorecard, footnotes
 
 MOST_ROWS = 100
 """Of a group's table, by rank; `optkit compare --csv` has all."""
+LONG_DIGEST = re.compile(r"([0-9a-f]{12})[0-9a-f]{20,}")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ def comparison_page(comparison: Comparison, picks: Mapping[str, Scorecard] | Non
 def _title(comparison: Comparison) -> str:
     models = list(dict.fromkeys(entry.model for entry in comparison.entries))
     of = models[0] if len(models) == 1 else f"{len(models)} models"
-    return f"{len(comparison.entries)} artifacts of {of}"
+    short = LONG_DIGEST.sub(r"\1", of)
+    return f"{len(comparison.entries)} artifacts of {short}"
 
 
 def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) -> Ranked:
@@ -102,7 +106,7 @@ def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) 
 
 def _tile(entry: Entry, metric: Metric) -> dict[str, str]:
     text = cell_text(entry.cell(metric.key), metric)
-    number, rest = (text.ratio, text.value) if text.ratio else text.value.partition(" ")[::2]
+    number, rest = (text.ratio, text.value) if text.ratio else apart(text.value)
     change = text.change if text.change in ("better", "worse") else ""
     return {"name": metric.title, "number": number, "rest": f"{rest} {text.interval}".strip(), "change": change or ""}
 
@@ -114,7 +118,8 @@ def _row(comparison: Comparison, entry: Entry, metrics: list[Metric]) -> TableRo
         Cell(str(entry.verdict) if entry.gated else "-", kind=f"words {entry.verdict if entry.gated else ''}"),
     ]
     if comparison.require:
-        why = "; ".join(f"{each.key} {each.limit} {each.verdict}" for each in entry.requirements)
+        kept = Verdict.PASS
+        why = "; ".join(f"{each.key} {each.limit}" for each in entry.requirements if each.verdict is not kept)
         cells.append(Cell(str(entry.meets), kind=f"words {entry.meets}", small=why))
     for metric in metrics:
         cell = entry.cell(metric.key)

@@ -18,7 +18,7 @@ from optkit.page.charts.roofline import roofline
 from optkit.page.charts.timings import timings
 from optkit.page.command import command
 from optkit.page.render import render
-from optkit.page.table import Cell, Column, TableRow
+from optkit.page.table import Cell, Column, TableRow, apart
 from optkit.page.titles import Titles
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import (
@@ -142,7 +142,7 @@ def _first(rows: Iterable[Measured]) -> list[Measured]:
 
 def _tile(row: Measured, titles: Titles) -> dict[str, str]:
     if row.ratio is None:
-        number, _, unit = format_value(row.metric.value, row.metric.unit).partition(" ")
+        number, unit = apart(format_value(row.metric.value, row.metric.unit))
         rest = format_value(row.metric.value, row.metric.unit, row.metric.interval) if row.metric.interval else unit
         return {"name": titles(row.metric), "number": number, "rest": rest, "change": ""}
     before = f"{value_text(row.baseline)} → " if row.baseline else ""

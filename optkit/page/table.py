@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def apart(shown: str) -> tuple[str, str]:
+    """Return a number and its unit; a percent sign stays with the number."""
+    number, _, unit = shown.partition(" ")
+    return (shown, "") if unit == "%" else (number, unit)
+
+
 @dataclass(frozen=True)
 class Column:
     """A column's head."""
