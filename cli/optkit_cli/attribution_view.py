@@ -14,7 +14,4 @@ def attribution_view(scorecard: Scorecard) -> RenderableType | None:
     if found is None:
         return None
     first, *others = found.columns
-    table = plain_table((first, "left"), *((name, "right") for name in others))
-    for row in found.rows:
-        table.add_row(*row)
-    return table
+    return plain_table(first, *(f">{name}" for name in others), rows=found.rows)

@@ -81,7 +81,7 @@ class Numbers:
     def _wide(self, columns: list[Column]) -> Table:
         required = bool(self.comparison.require)
         heads = ("", "stands", "gates", *(("required",) if required else ()))
-        table = plain_table(*((head, "left") for head in heads), *((_head(each), "right") for each in columns))
+        table = plain_table(*heads, *map(_head, columns))
         for name, entry, cells in self._lines(columns):
             about = [Text(standing(entry)), _verdict_of(entry)] if entry else [Text(""), Text("")]
             if required:
@@ -90,7 +90,7 @@ class Numbers:
         return table
 
     def _narrow(self, columns: list[Column]) -> Table:
-        table = plain_table(("", "left"), *((_head(each), "right") for each in columns))
+        table = plain_table("", *map(_head, columns))
         table.columns[0].max_width = WIDEST_NAME
         for name, entry, cells in self._lines(columns):
             if entry:
@@ -115,7 +115,7 @@ def _entries(comparison: Comparison, group: Group) -> list[Entry]:
 
 
 def _head(column: Column) -> str:
-    return heading(column).replace("[", "\n[").replace(",", "\n")
+    return ">" + heading(column).replace("[", "\n[").replace(",", "\n")
 
 
 def _cell(cell: CellText, gap: str) -> Text:

@@ -21,7 +21,7 @@ def loading_view(loading: Sequence[Loading]) -> list[RenderableType]:
         return []
     columns = loading_columns(loading)
     first, second, *numbers = columns
-    table = plain_table((first, "left"), (second, "left"), *((name, "right") for name in numbers))
+    table = plain_table(first, second, *(f">{name}" for name in numbers))
     for each in loading:
         engine, loads, *cells = loading_cells(each, columns)
         table.add_row(engine, Text(loads, style=STYLES[each.verdict]), *cells)

@@ -27,17 +27,14 @@ def plan_view(plan: Plan) -> list[RenderableType]:
 
 
 def _steps(plan: Plan) -> Table:
-    numbers = ("size", "writes", "RAM", "GPU", "time")
-    table = plain_table(("step", "left"), ("store", "left"), ("leaves", "left"), *((name, "right") for name in numbers))
+    rows: list[list[Text | str]] = []
     for step in plan.steps:
-        needs = (step.cost.disk_bytes, step.cost.ram_bytes, step.cost.gpu_bytes) if step in plan.pending else (0, 0, 0)
-        sizes = [Text(size_text(size)) for size in (step.size_bytes, *needs)]
-        table.add_row(
-            Text(step.kind), _hit(step.hit), Text(step.format), *sizes, _time(step.seconds, step in plan.pending)
-        )
-    for entry in plan.recipe.settings:
-        table.add_row(Text(entry.kind), Text("setting", style="dim"))
-    return table
+        pending = step in plan.pending
+        needs = (step.cost.disk_bytes, step.cost.ram_bytes, step.cost.gpu_bytes) if pending else (0, 0, 0)
+        sizes = [size_text(size) for size in (step.size_bytes, *needs)]
+        rows.append([step.kind, _hit(step.hit), step.format, *sizes, _time(step.seconds, pending)])
+    rows += [[entry.kind, Text("setting", style="dim")] for entry in plan.recipe.settings]
+    return plain_table("step", "store", "leaves", ">size", ">writes", ">RAM", ">GPU", ">time", rows=rows)
 
 
 def _memory(plan: Plan) -> list[RenderableType]:
@@ -51,32 +48,17 @@ def _memory(plan: Plan) -> list[RenderableType]:
 
 
 def _evals(plan: Plan) -> Table:
-    table = plain_table(
-        ("eval", "left"),
-        ("artifact", "left"),
-        ("baseline", "left"),
-        ("RAM", "right"),
-        ("GPU", "right"),
-        ("time", "right"),
-    )
     changed = plan.artifact_key != plan.baseline_key
+    rows: list[list[Text | str]] = []
     for each in plan.evals:
-        needs = [
-            *(Text(size_text(size)) for size in (each.cost.ram_bytes, each.cost.gpu_bytes)),
-            _time(each.seconds, each.pending),
-        ]
-        table.add_row(
-            Text(each.kind),
-            _hit(each.hit),
-            _hit(each.baseline_hit) if changed and each.baseline_key else Text("-"),
-            *needs,
-            _time(each.seconds, each.pending),
-        )
-    return table
+        baseline = _hit(each.baseline_hit) if changed and each.baseline_key else "-"
+        sizes = [size_text(size) for size in (each.cost.ram_bytes, each.cost.gpu_bytes)]
+        rows.append([each.kind, _hit(each.hit), baseline, *sizes, _time(each.seconds, each.pending)])
+    return plain_table("eval", "artifact", "baseline", ">RAM", ">GPU", ">time", rows=rows)
 
 
-def _time(seconds: float | None, pending: bool) -> Text:
-    return Text("-" if not pending else "unknown" if seconds is None else duration_text(seconds))
+def _time(seconds: float | None, pending: bool) -> str:
+    return "-" if not pending else "unknown" if seconds is None else duration_text(seconds)
 
 
 def _hit(hit: bool) -> Text:

@@ -51,12 +51,12 @@ def _idle(phase: Phase, report: ProfileReport) -> str:
 
 
 def _lines(phase: Phase, what: str) -> Table:
-    table = plain_table((what, "left"), ("kind", "left"), ("time", "right"), ("share", "right"), ("calls", "right"))
+    rows = []
     for line in phase.top[:SHOWN]:
         name = line.name if len(line.name) <= LONGEST_NAME else f"{line.name[: LONGEST_NAME - 3]}..."
         share = line.seconds / phase.whole_s if phase.whole_s else 0.0
-        table.add_row(Text(name), line.kind, _time(line.seconds), f"{share:.0%}", f"{line.calls:,}")
-    return table
+        rows.append((name, line.kind, _time(line.seconds), f"{share:.0%}", f"{line.calls:,}"))
+    return plain_table(what, "kind", ">time", ">share", ">calls", rows=rows)
 
 
 def _time(seconds: float) -> str:

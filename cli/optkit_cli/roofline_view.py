@@ -46,7 +46,7 @@ def _weights(count: int) -> str:
 
 def _limits(report: RooflineReport, cells: Callable[[FormLimits], tuple[Cell, ...]]) -> Table:
     """Return a line for each batch, up to the first from which on nothing changes any more."""
-    table = plain_table(("batch", "right"), *((form.label, "right") for form in report.forms))
+    table = plain_table(">batch", *(f">{form.label}" for form in report.forms))
     before: list[float] = []
     for place, first in enumerate(cells(report.forms[0])):
         now = [cells(form)[place].tokens_per_s for form in report.forms]
@@ -64,24 +64,13 @@ def _cell(form: FormLimits, cell: Cell) -> str:
 
 
 def _forms(report: RooflineReport) -> Table:
-    table = plain_table(
-        ("", "left"),
-        ("weights", "right"),
-        ("products in", "left"),
-        ("fits until batch", "right"),
-        ("arithmetic binds from", "right"),
-        (f"below 1.1x {report.reference} from", "right"),
-    )
+    below = f">below 1.1x {report.reference} from"
+    rows = []
     for form in report.forms:
-        table.add_row(
-            form.label,
-            size_text(round(form.size_bytes)),
-            form.arithmetic,
-            f"{form.most_sequences:,}",
-            _batch(form.compute_binds_from),
-            _batch(form.pays_until) if form.compared else "",
-        )
-    return table
+        held, pays = size_text(round(form.size_bytes)), _batch(form.pays_until) if form.compared else ""
+        binds = _batch(form.compute_binds_from)
+        rows.append((form.label, held, form.arithmetic, f"{form.most_sequences:,}", binds, pays))
+    return plain_table("", ">weights", "products in", ">fits until batch", ">arithmetic binds from", below, rows=rows)
 
 
 def _batch(batch: int | None) -> str:

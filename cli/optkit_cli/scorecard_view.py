@@ -73,9 +73,7 @@ class Numbers:
         yield wide if fits(wide, console, options) else self._table(narrow=True)
 
     def _table(self, narrow: bool) -> Table:
-        space = 1 if narrow else 2
-        numbers = ("baseline", "artifact", "ratio or ± [95%]")
-        table = plain_table(("", "left"), *((name, "right") for name in numbers), ("gate", "left"), space=space)
+        table = plain_table("", ">baseline", ">artifact", ">ratio or ± [95%]", "gate", space=1 if narrow else 2)
         lines = table_rows(self.scorecard)
         firsts = [index for index, line in enumerate(lines) if line.of == "baseline"]
         blocks = [lines[start:end] for start, end in pairwise([*firsts, len(lines)])]

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.reports.sensitivity import SensitivityReport
+from optkit.reports.sensitivity.page import nats_text
 from optkit_cli.tables import heading, plain_table
 
 SHOWN = 20
@@ -27,9 +28,9 @@ def sensitivity_view(report: SensitivityReport, directory: Path | None) -> list[
         heading("All layers"),
         _forms(report),
         heading("By kind of layer, sums"),
-        _table(report.choices, ((kind, _nats(sums)) for kind, sums in report.by_kind().items())),
+        _table(report.choices, report.by_kind().items()),
         heading(f"The {len(shown)} layers that suffer most, of {len(report.layers):,}"),
-        _table(report.choices, ((row.name, _nats(row.divergence)) for row in shown)),
+        _table(report.choices, ((row.name, row.divergence) for row in shown)),
     ]
     if report.skipped:
         name, reason = next(iter(report.skipped.items()))
@@ -41,19 +42,11 @@ def sensitivity_view(report: SensitivityReport, directory: Path | None) -> list[
 
 def _forms(report: SensitivityReport) -> Table:
     """Return what each form is, what it stores and what it costs over all layers."""
-    table = plain_table(("", "left"), ("form", "left"), ("bits per weight", "right"), ("sum", "right"))
-    for row in zip(report.choices, report.labels, report.bits_per_weight, _nats(report.totals), strict=True):
-        word, label, bits, nats = row
-        table.add_row(word, Text(label), f"{bits:.3f}", nats)
-    return table
+    bits = [f"{each:.3f}" for each in report.bits_per_weight]
+    rows = zip(report.choices, report.labels, bits, map(nats_text, report.totals), strict=True)
+    return plain_table("", "form", ">bits per weight", ">sum", rows=rows)
 
 
-def _nats(values: Sequence[float]) -> list[str]:
-    return [f"{nats:.3g}" for nats in values]
-
-
-def _table(choices: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> Table:
-    table = plain_table(("", "left"), *((choice, "right") for choice in choices))
-    for name, cells in rows:
-        table.add_row(Text(name), *cells)
-    return table
+def _table(choices: Sequence[str], rows: Iterable[tuple[str, Sequence[float]]]) -> Table:
+    shown = ((name, *map(nats_text, nats)) for name, nats in rows)
+    return plain_table("", *(f">{choice}" for choice in choices), rows=shown)

@@ -59,25 +59,20 @@ def pruned_view(pruned: Pruned, *, dry_run: bool) -> list[RenderableType]:
 
 
 def _steps(steps: Sequence[StoredStep]) -> Table:
-    table = plain_table(("step", "left"), ("model", "left"), ("size", "right"), ("last use", "right"), ("key", "left"))
+    rows: list[tuple[Text | str, ...]] = []
     for step in steps:
         name = Text.assemble(step.kind, (f" {_fields(step.fields)}" if step.kind != "model" else "", "dim"))
-        table.add_row(
-            name,
-            Text(step.model or "-"),
-            size_text(step.size_bytes),
-            _age(step.last_use),
-            Text(step.key[:12], style="dim"),
-        )
-    return table
+        rows.append((name, step.model or "-", *_facts(step, step.key)))
+    return plain_table("step", "model", ">size", ">last use", "key", rows=rows)
 
 
 def _work(works: Sequence[StoredWork]) -> Table:
-    table = plain_table(("work", "left"), ("size", "right"), ("last use", "right"), ("key", "left"))
-    for work in works:
-        key = work.name.rpartition("-")[2][:12]
-        table.add_row(Text(work.what), size_text(work.size_bytes), _age(work.last_use), Text(key, style="dim"))
-    return table
+    rows = ((work.what, *_facts(work, work.name.rpartition("-")[2])) for work in works)
+    return plain_table("work", ">size", ">last use", "key", rows=rows)
+
+
+def _facts(kept: StoredStep | StoredWork, key: str) -> tuple[str, str, Text]:
+    return size_text(kept.size_bytes), _age(kept.last_use), Text(key[:12], style="dim")
 
 
 def _fields(fields: Mapping[str, Any]) -> str:

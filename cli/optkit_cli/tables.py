@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
@@ -17,11 +17,15 @@ UNBOUNDED = 1000
 VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow", "SKIPPED": "dim"}
 
 
-def plain_table(*columns: tuple[str, Literal["left", "right"]], space: int = 2) -> Table:
-    """Return an empty table; each column is head and side, with `space` columns after it."""
+def plain_table(*heads: str, rows: Iterable[Iterable[Text | str]] = (), space: int = 2) -> Table:
+    """Return a table with `space` columns after each of its own.
+    A head that begins with `>` is that of numbers, which stand to the right.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, space, 0, 0), header_style="dim")
-    for head, side in columns:
-        table.add_column(Text(head), justify=side)
+    for head in heads:
+        table.add_column(Text(head.removeprefix(">")), justify="right" if head.startswith(">") else "left")
+    for row in rows:
+        table.add_row(*map(_text, row))
     return table
 
 
