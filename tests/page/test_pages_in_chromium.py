@@ -89,6 +89,25 @@ def test_the_table_is_sorted_and_filtered_by_keyboard(browser: Chromium, page: P
     assert browser.evaluate("document.getElementById('numbers-count').innerText") == "3 of 20 rows"
 
 
+def test_a_pointer_shows_one_hint_on_the_colour_of_the_page(browser: Chromium, comparison: Path) -> None:
+    browser.open(comparison, scheme="dark")
+    x, y = browser.evaluate(
+        "(() => { const chart = document.querySelector('[data-chart=against-0-0]'); chart.scrollIntoView();"
+        " const dot = chart.querySelector('g[aria-label=dot] circle').getBoundingClientRect();"
+        " return [dot.x + dot.width / 2, dot.y + dot.height / 2]; })()"
+    )
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    browser.evaluate("new Promise((done) => setTimeout(done, 100))")
+    hints, paper = browser.evaluate(
+        "(() => { const all = [...document.querySelectorAll('g[aria-label=tip] > g')];"
+        " return [all.map((each) => each.textContent), getComputedStyle(all[0].querySelector('path')).fill]; })()"
+    )
+    assert len(hints) == 1
+    assert "perplexity: " in hints[0]
+    assert "group_size " in hints[0]
+    assert paper == "rgb(20, 23, 27)"
+
+
 def test_the_command_is_copied_or_marked(browser: Chromium, page: Path) -> None:
     browser.open(page)
     browser.evaluate("document.querySelector('[data-copies]').click()")

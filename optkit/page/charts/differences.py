@@ -34,8 +34,8 @@ def _chart(column: Column, found: dict[str, Difference], other: str, floor: Floo
     centre = 1.0 if relative else 0.0
     marks = []
     if floor and floor.relative == relative:
-        band = [{"low": centre - floor.value, "high": centre + floor.value, "hint": f"noise floor\n{floor.source}"}]
-        marks.append(Mark("rect", band, {"x1": "low", "x2": "high", "fill": paint("floor"), "title": "hint"}))
+        band = [{"low": centre - floor.value, "high": centre + floor.value}]
+        marks.append(Mark("rect", band, {"x1": "low", "x2": "high", "fill": paint("floor")}))
     marks.append(reference(centre))
     for relation, colour in RELATIONS.items():
         own = [point for point in points if point["relation"] == relation]

@@ -197,5 +197,5 @@ def _floor_marks(floor: Floor | None, value: float | None, name: str, by_ratio: 
     low, high = (value * (1 - floor.value), value * (1 + floor.value)) if floor.relative else (0.0, floor.value)
     if not floor.relative and by_ratio:
         return []
-    options = {f"{name}1": "low", f"{name}2": "high", "fill": paint("floor"), "title": "hint"}
-    return [Mark("rect", [{"low": low, "high": high, "hint": f"noise floor\n{floor.source}"}], options)]
+    options = {f"{name}1": "low", f"{name}2": "high", "fill": paint("floor")}
+    return [Mark("rect", [{"low": low, "high": high}], options)]

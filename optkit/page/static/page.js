@@ -32,13 +32,23 @@
     };
   }
 
+  // One hint at a time, that of the nearest point of all marks.
+  function hints(chart) {
+    const points = chart.marks.flatMap(({ data, options }) => {
+      const [x, y] = [options.x ?? options.x2, options.y ?? options.y2];
+      return options.title && x && y ? data.map((each) => ({ x: each[x], y: each[y], hint: each[options.title] })) : [];
+    });
+    const look = { fill: "var(--paper)", stroke: "var(--grey)", fontSize: 12, lineHeight: 1.3, lineWidth: 30, maxRadius: 30 };
+    return Plot.tip(points, Plot.pointer({ x: "x", y: "y", title: "hint", ...look }));
+  }
+
   function draw(figure) {
     const chart = charts[figure.dataset.chart];
     const width = printing.matches ? PAPER : figure.clientWidth;
     if (!chart || width < 40 || Number(figure.dataset.width) === width) return;
     figure.dataset.width = width;
     const { labels = [], ...places } = layout(chart, width);
-    const marks = chart.marks.map(({ kind, data, options }) => Plot[kind](data, { tip: "title" in options, ...options }));
+    const marks = chart.marks.map(({ kind, data, options: { title, ...options } }) => Plot[kind](data, options));
     const ticks = { ticks: Math.max(3, Math.min(8, Math.floor((width - places.marginLeft) / 90))) };
     const svg = Plot.plot({
       ...places,
@@ -49,7 +59,7 @@
       ariaLabel: figure.dataset.title,
       style: { fontSize: "12px", fontFamily: "inherit", background: "none" },
       x: { labelAnchor: "center", labelArrow: "none", insetLeft: 6, insetRight: 6, ...ticks, ...scaled(chart.x, width) },
-      marks: [...labels, ...marks],
+      marks: [...labels, ...marks, hints(chart)],
     });
     svg.setAttribute("role", "img");
     figure.replaceChildren(svg);
