@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from optkit.processes.signals import take_lock
 
@@ -22,14 +22,10 @@ IN_USE = "in_use"
 
 
 class SharedPlace:
-    """Held against deletion as long as this object lives."""
+    """A directory that this process holds."""
 
-    def __init__(self, place: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, place: Path) -> None:
         self.place = place
-        place.mkdir(parents=True, exist_ok=True)
-        self._held: IO[str] = (place / IN_USE).open("a")
-        take_lock(self._held, fcntl.LOCK_SH)
-        (place / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -37,3 +33,13 @@ class SharedPlace:
         with (self.place / "at_work").open("a") as file:
             take_lock(file, fcntl.LOCK_EX)
             yield
+
+
+@contextmanager
+def shared_place(place: Path, about: Mapping[str, Any]) -> Iterator[SharedPlace]:
+    """Hold a directory against deletion; it is made if missing."""
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / IN_USE).open("a") as held:
+        take_lock(held, fcntl.LOCK_SH)
+        (place / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+        yield SharedPlace(place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 from pathlib import Path
@@ -20,6 +19,7 @@ from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context
 from optkit.stages.distill import Distill
+from optkit.store.contents import prune
 from optkit.store.store import Store
 from optkit.training import checkpoints
 from optkit.training import teacher as teachers
@@ -139,8 +139,19 @@ class TestLearning:
         target.mkdir()
         stage = Distill.model_validate(FAST | {"top_k": 16, "generated": {"tokens": 500}})
         stage.run(student, target, Context(origin=tiny_model("llama")))
-        gc.collect()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["done", "student"]
+
+    def test_a_training_that_fails_lets_go_of_the_answers(self, tiny_model, tmp_path, monkeypatch):
+        def fail(*arguments: object, **options: object) -> None:
+            raise StageError("the loss is not finite")
+
+        monkeypatch.setattr("optkit.training.loop.train", fail)
+        with pytest.raises(StageError) as failed:
+            distill(tiny_model("llama"), tiny_model("llama"), tmp_path / "store", top_k=16)
+        pruned = prune(Store(tmp_path / "store"), everything=True)
+        assert [work.what for work in pruned.work] == ["answers of a teacher, top 16"]
+        assert not list((tmp_path / "store" / "work").iterdir())
+        assert failed.tb is not None  # what it refers to lived until here
 
     def test_the_plan_counts_the_checkpoints_that_lie_there_at_once(self, tiny_model, tmp_path, monkeypatch):
         held, found = [], checkpoints._found

@@ -314,15 +314,13 @@ def test_unfinished_work_is_listed_and_goes_by_age(store: Store, capsys: pytest.
 
 
 def test_work_in_use_stays(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    from optkit.training.shared_answers import SharedPlace
+    from optkit.training.shared_answers import shared_place
 
     key = "e" * 64
     place = put_work(store, key, 100, 0)
-    shared = SharedPlace(store.root / "work" / "answers-1", {"what": "answers"})
-    with store.using([key]):
+    with store.using([key]), shared_place(store.root / "work" / "answers-1", {"what": "answers"}):
         pruned = prune(store, everything=True)
     assert {work.name for work in pruned.work_in_use} == {key, "answers-1"}
     assert place.is_dir()
-    del shared
     assert {work.name for work in prune(store, everything=True).work} == {key, "answers-1"}
     assert not list((store.root / "work").iterdir())

@@ -186,7 +186,7 @@ def test_kept_answers_are_the_live_ones(tiny_model):
 
 def test_who_waited_for_the_answers_of_another_opens_no_teacher(tiny_model, tmp_path, monkeypatch):
     tokens = torch.randint(0, 512, (4, 12), generator=torch.Generator().manual_seed(0))
-    one, two = (KnownTeacher(SharedPlace(tmp_path, {})) for _ in range(2))
+    one, two = (KnownTeacher(SharedPlace(tmp_path)) for _ in range(2))
     opened = []
 
     def learn(teacher: KnownTeacher) -> None:

@@ -4,6 +4,7 @@ It reads texts, opens student and teacher, trains with checkpoints, and writes t
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -193,12 +194,12 @@ class TrainingStage(StageWithTeacher):
         with out_of_memory(self.kind, context.device, LESS_MEMORY):
             data = self._with_generated(self._data(source, context), source, context)
         options = self._options(data)
-        with spending(context.device) as spent:
+        with spending(context.device) as spent, ExitStack() as held:
             with out_of_memory(self.kind, context.device, LESS_MEMORY):
                 student = self._student(source, context)
                 details = self._details(student)
                 rows = [*data.held_out, *data.rows(0, options.steps * self.batch_size * self.accumulation)]
-                teacher = self._teacher(source, context, data, rows, self.batch_size)
+                teacher = held.enter_context(self._teacher(source, context, data, rows, self.batch_size))
                 objective = self._objective(student, teacher)
                 trainee = self._trainee(student, source, context)
             result = train(

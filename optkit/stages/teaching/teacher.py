@@ -4,10 +4,10 @@ There are fields, checks, and the teacher itself, live or from its kept answers.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import model_validator
@@ -169,16 +169,16 @@ class StageWithTeacher(Transform):
             trust_remote_code=self.teacher.trust_remote_code if self.teacher else context.trust_remote_code,
         )
 
+    @contextmanager
     def _teacher(
         self, source: Path, context: Context, data: TrainingData, rows: list[int], batch_size: int
-    ) -> Teacher | None:
+    ) -> Iterator[Teacher | None]:
         """Return who is asked during the training.
         With `top_k` everything that will be asked about these rows is asked now.
         """
-        if not self._has_teacher:
-            return None
-        if self.top_k is None:
-            return self._live_teacher(source, context)
+        if not self._has_teacher or self.top_k is None:
+            yield self._live_teacher(source, context) if self._has_teacher else None
+            return
         from optkit.training.answers import KnownTeacher
 
         about = self._about(source, context) | {
@@ -186,17 +186,18 @@ class StageWithTeacher(Transform):
             "temperature": self.temperature,
             "tokens": data.tokens_digest(),
         }
-        teacher = KnownTeacher(_shared(context, "answers", about))
-        teacher.learn(
-            rows,
-            data.tokens,
-            lambda: self._live_teacher(source, context),
-            self.top_k,
-            self.temperature,
-            batch_size,
-            context.progress,
-        )
-        return teacher
+        with _shared(context, "answers", about) as shared:
+            teacher = KnownTeacher(shared)
+            teacher.learn(
+                rows,
+                data.tokens,
+                lambda: self._live_teacher(source, context),
+                self.top_k,
+                self.temperature,
+                batch_size,
+                context.progress,
+            )
+            yield teacher
 
     def _with_generated(self, data: TrainingData, source: Path, context: Context) -> TrainingData:
         """Return the data with what the teacher writes beside it."""
@@ -212,16 +213,17 @@ class StageWithTeacher(Transform):
             | {"seed": context.seed, "length": data.sequence_length}
         )
         about |= {"prompts": data.digest(), "at_once": at_once}
-        tokens = generated(
-            lambda: self._live_teacher(source, context).model,
-            prompts,
-            data.sequence_length,
-            self.generated.temperature,
-            context.seed,
-            at_once,
-            _shared(context, "generated", about),
-            context.progress,
-        )
+        with _shared(context, "generated", about) as shared:
+            tokens = generated(
+                lambda: self._live_teacher(source, context).model,
+                prompts,
+                data.sequence_length,
+                self.generated.temperature,
+                context.seed,
+                at_once,
+                shared,
+                context.progress,
+            )
         return data.extended(tokens, "text that the teacher wrote")
 
     def _prompts(self, asked: Generated, data: TrainingData, source: Path, context: Context) -> Tensor:
@@ -266,14 +268,17 @@ class StageWithTeacher(Transform):
         return LossWeights(self.divergence, self.cross_entropy, self.hidden, self.attention, self.temperature)
 
 
-def _shared(context: Context, what: str, about: dict[str, Any]) -> SharedPlace:
-    """Return a directory beside the workspaces of all steps, for what other students can use too.
+@contextmanager
+def _shared(context: Context, what: str, about: dict[str, Any]) -> Iterator[SharedPlace]:
+    """Hold a directory beside the workspaces of all steps, for what other students can use too.
     Without a store it is one of its own.
     """
-    from optkit.training.shared_answers import SharedPlace
+    from optkit.training.shared_answers import shared_place
 
-    root = context.workspace.parent if context.workspace else Path(tempfile.mkdtemp(prefix="optkit-"))
-    shared = SharedPlace(root / f"{what}-{digest(about)}", {"what": what, **about})
-    if context.workspace is None:
-        weakref.finalize(shared, shutil.rmtree, root, ignore_errors=True)
-    return shared
+    with ExitStack() as stack:
+        root = (
+            context.workspace.parent
+            if context.workspace
+            else Path(stack.enter_context(TemporaryDirectory(prefix="optkit-")))
+        )
+        yield stack.enter_context(shared_place(root / f"{what}-{digest(about)}", {"what": what, **about}))
