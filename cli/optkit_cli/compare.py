@@ -28,7 +28,7 @@ def command(
     \b
     optkit compare artifacts/sweep_int4 --require "perplexity<=1.05x" --best size_bytes
 
-    Exit status: 3 if none meets what is required, 4 if one may.
+    Exit status: with --require or --best 3 if none passes those and its own gates, 4 if one may.
     """
     from optkit.comparison import compare, to_csv, to_markdown
     from optkit_cli.output import print_json, show

@@ -68,15 +68,13 @@ class Numbers:
     group: Group
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the axes with as many further columns as fit."""
+        """Yield the axes with as many further columns as fit: on one line, else in several."""
         columns = shown_columns(self.comparison, self.group)
         least = len(self.group.axes)
-        for count in range(len(columns), least - 1, -1):
-            table = self._wide(columns[:count])
-            if fits(table, console, options):
-                yield table
-                return
-        yield self._narrow(columns[:least])
+        counts = range(len(columns), least - 1, -1)
+        tables = (draw(columns[:count]) for draw in (self._wide, self._narrow) for count in counts)
+        fitting = next((table for table in tables if fits(table, console, options)), None)
+        yield fitting or self._narrow(columns[:least])
 
     def _wide(self, columns: list[Column]) -> Table:
         required = bool(self.comparison.require)

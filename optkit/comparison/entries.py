@@ -39,6 +39,7 @@ def entries_of(
                 gated=any(row.gates for row in card.rows),
                 requirements=results,
                 meets=overall([each.verdict for each in results]),
+                passes=overall([card.verdict, *(each.verdict for each in results)]),
                 cells=tuple(_cell(key, row, floors.get(key), units[key]) for key, row in rows.items()),
             )
         )

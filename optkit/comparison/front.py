@@ -18,35 +18,40 @@ class Front:
     """Who stands where; all are indices of scorecards of one group."""
 
     members: tuple[int, ...]
+    choices: tuple[int, ...]
+    """The front of those that pass alone, of all if none does."""
     knee: int | None
+    """The one of `choices` that is nearest to the best of all axes; None of two, which are both ends."""
     dominators: tuple[tuple[int, ...], ...]
     """For each scorecard, who dominates it, those of the front first, three at most; for the front
     none.
     """
     distances: tuple[float, ...]
-    """From the best of all axes, each scaled to the span of the front."""
+    """From the best of all axes among `choices`, each axis scaled to their span."""
 
 
-def front_of(axes: Sequence[Axis], count: int) -> Front:
-    """Return the front of `count` scorecards.
+def front_of(axes: Sequence[Axis], passing: Sequence[bool]) -> Front:
+    """Return the front of scorecards, and that of those that are `passing`.
 
     One dominates another if it is measurably worse in no axis and measurably better in one. That
     is not transitive, because small differences add up: of a ring none is dominated by the ring.
     """
+    count = len(passing)
     dominated = numpy.zeros((count, count), dtype=bool)  # [who, by whom]
     for other in range(count):
         relations = numpy.stack([axis.relations(other) for axis in axes])
         dominated[other] = (relations >= 0).all(0) & (relations > 0).any(0)
     members = _members(dominated)
-    distances = _distances(axes, members)
+    able = numpy.flatnonzero(passing) if any(passing) else numpy.arange(count)
+    choices = [int(able[each]) for each in sorted(_members(dominated[numpy.ix_(able, able)]))]
+    distances = _distances(axes, choices)
     apart = numpy.lexsort((distances, [each not in members for each in range(count)]))
     dominators = [
         () if index in members else tuple(apart[dominated[index, apart]][:MOST_NAMED].tolist())
         for index in range(count)
     ]
-    nearest = sorted(members, key=lambda each: distances[each])
-    knee = nearest[0] if len(nearest) == 1 or len(nearest) > 2 else None
-    return Front(tuple(sorted(members)), knee, tuple(dominators), tuple(map(float, distances)))
+    knee = None if len(choices) == 2 else min(choices, key=lambda each: float(distances[each]))
+    return Front(tuple(sorted(members)), tuple(choices), knee, tuple(dominators), tuple(map(float, distances)))
 
 
 def _members(dominated: Any) -> set[int]:
@@ -74,11 +79,10 @@ def _reached(arrows: Any, start: set[int]) -> Any:
     return found
 
 
-def _distances(axes: Sequence[Axis], members: set[int]) -> Any:
-    front = sorted(members)
+def _distances(axes: Sequence[Axis], choices: list[int]) -> Any:
     total: Any = 0.0
     for axis in axes:
         merits = axis.merits
-        best, span = merits[front].max(), numpy.ptp(merits[front])
-        total = total + ((best - merits) / (span or 1.0)) ** 2
+        best, span = merits[choices].max(), numpy.ptp(merits[choices])
+        total = total + (numpy.maximum(best - merits, 0.0) / (span or 1.0)) ** 2
     return numpy.sqrt(total)

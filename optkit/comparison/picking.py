@@ -17,21 +17,20 @@ def picked(axes: Sequence[Axis], front: Front, entries: Sequence[Entry], best: A
     """Return the index of the one to take, None if there is none, and the reason.
 
     Without a metric that is to be `best`, it is the one nearest to the best of all axes. With one,
-    those that are not measurably worse in it than the first count as its equals.
+    those that are not measurably worse in it than the first count as its equals. What fails a gate
+    of its recipe is not picked.
     """
-    able = [index for index, entry in enumerate(entries) if entry.meets is Verdict.PASS]
+    able = [index for index, entry in enumerate(entries) if entry.passes is Verdict.PASS]
     if not able:
         return None, _why_none(entries)
-    required = any(entry.requirements for entry in entries)
-    near = sorted(able, key=lambda each: (each not in front.members, front.distances[each]))
-    if best is None and not required and front.knee is None:
+    near = sorted(able, key=lambda each: (each not in front.choices, front.distances[each]))
+    if best is None and front.knee is None:
         one, other = near[:2]
         apart = [axis.column.title for axis in axes if axis.differences(other)[one].relation != "none"]
-        both = f"{entries[one].label} and {entries[other].label} are both on the front"
+        both = f"neither {entries[one].label} nor {entries[other].label} is better in all axes"
         return None, f"{both}: say what counts, as in --best {(apart or [axes[-1].column.title])[-1]}"
     if best is None:
-        pick, others = near[0], near[1:]
-        beside = axes
+        pick, others, beside = near[0], near[1:], list(axes)
     else:
         merits = best.merits
         top = max(able, key=lambda each: merits[each])
@@ -41,14 +40,15 @@ def picked(axes: Sequence[Axis], front: Front, entries: Sequence[Entry], best: A
         beside = [best, *(axis for axis in axes if axis.column.key != best.column.key)]
     label = entries[pick].label
     if not others:
-        return pick, f"{label} is the only one" + (" that meets what is required" if required else "")
+        return pick, f"{label} is the only one" + (" that passes" if len(entries) > 1 else "")
     differences = [(axis.column, axis.differences(others[0])[pick]) for axis in beside]
     return pick, reason(label, entries[others[0]].label, differences)
 
 
 def _why_none(entries: Sequence[Entry]) -> str:
-    unclear = [entry.label for entry in entries if entry.meets is Verdict.INCONCLUSIVE]
+    what = "its gates and what is required" if any(entry.requirements for entry in entries) else "its gates"
+    unclear = [entry.label for entry in entries if entry.passes is Verdict.INCONCLUSIVE]
     if unclear:
         more = f" and {len(unclear) - FEW} more" if len(unclear) > FEW else ""
-        return f"none surely meets what is required; {', '.join(unclear[:FEW])}{more} may"
-    return "none meets what is required"
+        return f"none surely passes {what}; {', '.join(unclear[:FEW])}{more} may"
+    return f"none passes {what}"

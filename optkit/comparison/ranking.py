@@ -11,7 +11,7 @@ from optkit.comparison.columns import PREFERRED, AxisName, Table
 from optkit.comparison.front import front_of
 from optkit.comparison.picking import picked
 from optkit.comparison.result import Column, Entry, Floor, Group
-from optkit.recipe.gates import metric_key
+from optkit.recipe.gates import Verdict, metric_key
 
 
 def axis_of(table: Table, text: str, option: str) -> AxisName:
@@ -65,14 +65,15 @@ class Ranking:
         entries = [self.entries[index] for index in members]
         axes = [self._axis(key, members) for key in keys]
         widen(axes)
-        front = front_of(axes, len(members))
+        front = front_of(axes, [entry.passes is Verdict.PASS for entry in entries])
         best = self._best(members)
         if isinstance(best, str):
             pick, why = None, best
         else:
             pick, why = picked(axes, front, entries, best)
         order = sorted(
-            range(len(members)), key=lambda each: (each != pick, each not in front.members, front.distances[each])
+            range(len(members)),
+            key=lambda at: (at != pick, at not in front.choices, at not in front.members, front.distances[at]),
         )
         first = pick if pick is not None else front.knee if front.knee is not None else order[0]
         beside = list(zip(*(axis.differences(first) for axis in axes), strict=True))

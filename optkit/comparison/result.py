@@ -89,6 +89,8 @@ class Entry(Frozen):
     """What `--require` asked; the worst row of each."""
     meets: Verdict = Verdict.PASS
     """The worst of the requirements."""
+    passes: Verdict = Verdict.PASS
+    """The worst of both, its gates and the requirements; what does not pass is not picked."""
     group: int | None = None
     """Index in `groups`; None if it has none of the axes."""
     rank: int | None = None
@@ -117,9 +119,11 @@ class Group(Frozen):
     """Labels, in the order of their ranks."""
     front: tuple[str, ...]
     knee: str | None = None
-    """The one of the front that is nearest to the best of all axes; None if the front has two or less."""
+    """Of those that pass and that no other of them dominates, the nearest to the best of all axes;
+    None if there are two of them, which are both ends.
+    """
     pick: str | None = None
-    """Best by `--best` among those that meet the requirements; the knee if no metric was named."""
+    """Best by `--best` among those that pass; the knee if no metric was named."""
     why: str = ""
     """In one sentence, why the pick, or why there is none."""
     differs: tuple[str, ...] = ()
@@ -167,14 +171,14 @@ class Comparison(Frozen):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def verdict(self) -> Verdict:
-        """PASS if any entry meets the requirements, or there are none; else INCONCLUSIVE if any may."""
-        found = {entry.meets for entry in self.entries}
+        """PASS if any entry passes, or nothing was asked for; else INCONCLUSIVE if any may."""
+        found = {entry.passes for entry in self.entries} if self.require or self.best else {Verdict.PASS}
         return next((each for each in (Verdict.PASS, Verdict.INCONCLUSIVE) if each in found), overall([*found]))
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def exit_status(self) -> int:
-        """0 if an entry meets the requirements, 3 if none does, 4 if one may."""
+        """0 if an entry passes or nothing was asked for, 3 if none does, 4 if one may."""
         return EXIT_STATUS[self.verdict]
 
     def column(self, key: str) -> Column:

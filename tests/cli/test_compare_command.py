@@ -31,8 +31,8 @@ def made(name: str, loss: float, speed: float, size_bytes: float, text: str = TE
 
 CARDS = [
     made("gptq-32", 0.02, 2.0, 250e6, gates={"perplexity": "<= 1.1x"}),
-    made("auto_bits-4.5", 0.05, 2.3, 240e6, gates={"perplexity": "<= 1.01x"}),
-    made("rtn", 0.20, 2.3, 245e6),
+    made("auto_bits-4.5", 0.05, 2.3, 240e6, gates={"perplexity": "<= 1.06x"}),
+    made("rtn", 0.20, 2.3, 245e6, gates={"perplexity": "<= 1.06x"}),
     made("fast", 0.30, 3.0, 200e6),
 ]
 
@@ -61,13 +61,13 @@ def test_the_table_fits_and_says_who_stands_where(width: int) -> None:
     assert "pick auto_bits-4.5 over gptq-32: 4.0% smaller, 15% faster, but 3.0% higher perplexity" in text
     assert "beside auto_bits-4.5" in text
     assert "[1] perplexity: wikitext2 test" in text
-    assert ("kl_divergence ↓" in text) == (width == 200)
+    assert ("kl_divergence ↓" in text) == (width > 80)
 
 
 def test_a_wide_terminal_has_a_line_for_each() -> None:
     lines = [" ".join(line.split()) for line in shown(200, *CARDS)]
     assert any(line.startswith("gptq-32 ") and " PASS " in line for line in lines)
-    assert any(line.startswith("auto_bits-4.5 ") and " FAIL " in line for line in lines)
+    assert any(line.startswith("rtn ") and " FAIL " in line for line in lines)
 
 
 def test_groups_say_what_differs() -> None:

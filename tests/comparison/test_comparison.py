@@ -79,13 +79,24 @@ def test_a_loss_within_the_noise_is_no_measurable_loss() -> None:
 @pytest.mark.parametrize(
     ("limit", "status", "why"),
     [
-        ("perplexity<=1.001x", 3, "none meets what is required"),
-        ("perplexity<=1.05127x", 4, "none surely meets what is required; small may"),
+        ("perplexity<=1.001x", 3, "none passes its gates and what is required"),
+        ("perplexity<=1.05127x", 4, "none surely passes its gates and what is required; small may"),
     ],
 )
 def test_the_exit_status_says_if_none_meets_what_is_required(limit: str, status: int, why: str) -> None:
     found = compared(SMALL, FAST, require=[limit])
     assert (found.exit_status, found.groups[0].pick, found.groups[0].why) == (status, None, why)
+
+
+def test_what_fails_its_own_gates_is_not_picked() -> None:
+    failing = made("failing", 0.05, 2.3, 150e6, gates={"perplexity": "<= 1.01x"})
+    found = compared(GOOD, failing, made("worse", 0.06, 2.0, 260e6), best="size_bytes")
+    assert (found.groups[0].pick, found.exit_status) == ("good", 0)
+    assert found.groups[0].knee == "good"
+    assert set(found.groups[0].front) == {"good", "failing"}
+    assert compared(failing, best="size_bytes").exit_status == 3
+    alone = compared(failing)
+    assert (alone.exit_status, alone.groups[0].why) == (0, "none passes its gates")
 
 
 def test_what_was_not_measured_does_not_meet_a_limit() -> None:
@@ -98,7 +109,9 @@ def test_what_was_not_measured_does_not_meet_a_limit() -> None:
 def test_two_on_the_front_are_no_answer_without_saying_what_counts() -> None:
     (group,) = compared(GOOD, SMALL).groups
     assert (group.pick, group.knee) == (None, None)
-    assert group.why.endswith("are both on the front: say what counts, as in --best decode_tokens_per_s")
+    assert group.why == (
+        "neither small nor good is better in all axes: say what counts, as in --best decode_tokens_per_s"
+    )
 
 
 def test_numbers_of_other_protocols_are_never_ranked_together() -> None:

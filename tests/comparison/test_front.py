@@ -6,14 +6,23 @@ from itertools import product
 from pathlib import Path
 from random import Random
 
+import numpy
 import pytest
 
-from optkit.common.statistics import half_widths, neighbours_half_width, standard_error, t_quantile
+from optkit.common.statistics import (
+    PAIRED_NEIGHBOURS,
+    half_widths,
+    neighbours_half_width,
+    standard_error,
+    t_quantile,
+)
 from optkit.comparison import Comparison, compare_scorecards
 from optkit.comparison.axes import Axis, widen
 from optkit.comparison.columns import table_of
-from optkit.comparison.front import front_of
-from tests.support.scorecards import card, decode, perplexity, size
+from optkit.comparison.front import _members, front_of
+from optkit.measure import Metric
+from optkit.scorecard import ratio_to_baseline
+from tests.support.scorecards import card, decode, divergence, perplexity, size
 
 WINDOWS, COUNT = 12, 14
 
@@ -56,7 +65,7 @@ def test_nobody_on_the_front_is_dominated_and_everybody_else_is(seed: int) -> No
         relations = [relation[other][one] for relation in told]
         return "worse" not in relations and "better" in relations
 
-    found = front_of(axes, COUNT)
+    found = front_of(axes, [True] * COUNT)
     free = {one for one in range(COUNT) if not any(dominates(other, one) for other in range(COUNT))}
     assert free <= set(found.members)
     ringed = set(found.members) - free
@@ -71,8 +80,6 @@ def test_nobody_on_the_front_is_dominated_and_everybody_else_is(seed: int) -> No
 @pytest.mark.parametrize("correlation", [None, 0.2, 0.4])
 @pytest.mark.parametrize("count", [2, 7, 8, 40])
 def test_half_widths_of_many_are_those_of_each(correlation: float | None, count: int) -> None:
-    import numpy
-
     samples = numpy.random.default_rng(count).normal(size=(5, count)).cumsum(1)
     samples[3] = 1.5
     expected = [
@@ -96,3 +103,68 @@ def test_exact_numbers_alone_give_the_ordinary_front() -> None:
         if not any(other != one and other[0] <= one[0] and other[1] <= one[1] for other in points)
     }
     assert {entry.label for entry in found.entries if entry.front} == front
+
+
+def scores(draw: Random, share: float, name: str = "acc") -> Metric:
+    items = tuple(float(draw.random() < share) for _ in range(60))
+    return Metric(
+        name=name,
+        value=sum(items) / 60,
+        unit="fraction",
+        higher_is_better=True,
+        interval=(0.0, 1.0),
+        protocol="task",
+        samples=items,
+        trials=(1,) * 60,
+        pairing="paired_mean",
+    )
+
+
+@pytest.mark.parametrize("key", ["perplexity", "acc", "graded"])
+def test_differences_are_the_ratios_of_paired_metrics(key: str) -> None:
+    """A ratio of two artifacts is formed as that of an artifact to its baseline."""
+    draw = Random(5)
+    cards = []
+    for index in range(6):
+        graded = scores(draw, 0.7, "graded")
+        samples = tuple(each * draw.random() + 0.1 for each in graded.samples)
+        graded = graded.model_copy(update={"samples": samples, "value": sum(samples) / 60})
+        losses = [3 + draw.gauss(0, 0.1) for _ in range(WINDOWS)]
+        cards.append(card(f"r{index}", [perplexity(losses), scores(draw, 0.6), graded]))
+    table = table_of(cards)
+    column = next(each for each in table.columns if each.key == key)
+    axis = Axis(column, [row[key] for row in table.rows], None, True)
+    metrics = [row[key].metric for row in table.rows]
+    for other in range(6):
+        for one, found in enumerate(axis.differences(other)):
+            if one == other:
+                continue
+            expected = ratio_to_baseline(metrics[one], metrics[other])
+            assert found.relative
+            assert (found.value, *(found.interval or ())) == pytest.approx((expected.value, *(expected.interval or ())))
+
+
+def test_means_of_windows_are_subtracted_window_by_window() -> None:
+    draw = Random(2)
+    cards = [card(f"r{index}", [divergence([0.1 + draw.random() for _ in range(9)])]) for index in range(4)]
+    table = table_of(cards)
+    axis = Axis(table.columns[0], [row["kl_divergence"] for row in table.rows], None, True)
+    samples = [row["kl_divergence"].metric.samples for row in table.rows]
+    for one, found in enumerate(axis.differences(1)):
+        deltas = [ours - theirs for ours, theirs in zip(samples[one], samples[1], strict=True)]
+        half = neighbours_half_width(deltas, PAIRED_NEIGHBOURS)
+        assert not found.relative
+        assert found.value == pytest.approx(sum(deltas) / 9)
+        if one != 1:
+            assert found.interval == pytest.approx((found.value - half, found.value + half))
+
+
+def test_a_ring_stays_on_the_front() -> None:
+    """Each is better than the next in one axis, and by too little to tell in the others."""
+    dominated = numpy.zeros((5, 5), dtype=bool)
+    for one, by in ((0, 1), (1, 2), (2, 0), (3, 0), (4, 3)):
+        dominated[one, by] = True
+    assert _members(dominated) == {0, 1, 2}
+    dominated[2, 4] = True
+    assert _members(dominated) == {0, 1, 2, 3, 4}
+    assert _members(numpy.zeros((2, 2), dtype=bool)) == {0, 1}
