@@ -20,7 +20,9 @@ from optkit.scorecard.scorecard import Measured
 NEGLIGIBLE = 0.001
 """Differences below this fraction are none, however certain: nobody chooses by them."""
 LINEAR_UNITS = ("nats/token", "fraction", "cosine", "correlation")
-"""Units of numbers that can be 0, of which differences are formed and no ratios."""
+"""Units of numbers that can be 0: of these, and of what is not above it, differences are formed and no
+ratios.
+"""
 RELATIONS: dict[int, Relation] = {1: "better", 0: "none", -1: "worse"}
 SMALLEST, LARGEST = 1e-300, 700.0
 """Numbers and logarithms of ratios beyond these are not told apart."""
@@ -37,7 +39,8 @@ class Axis:
         """
         pairing = rows[0].metric.pairing
         self.column = column
-        self.linear = column.unit in LINEAR_UNITS and pairing != "paired_mean"
+        least = min(row.metric.value for row in rows)
+        self.linear = least <= 0 or (column.unit in LINEAR_UNITS and pairing != "paired_mean")
         by_ratio = one_model and pairing == "paired_turns" and all(row.ratio and row.ratio_interval for row in rows)
         points = [
             (row.ratio, row.ratio_interval) if by_ratio else (row.metric.value, row.metric.interval) for row in rows

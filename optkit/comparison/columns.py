@@ -25,7 +25,7 @@ PREFERRED: Mapping[Role, tuple[str, ...]] = {"quality": QUALITIES, "size": SIZES
 """The axes of a comparison, and which metric is taken for each if several were measured."""
 OF_BASELINE = ("kl_divergence", "kl_divergence_p99", "top1_agreement")
 """Metrics that say nothing without the model that was the baseline; so do cosines."""
-QUALITY_UNITS = ("perplexity", "cosine", "correlation", "fraction", "nats/token")
+QUALITY_UNITS = ("perplexity", "cosine", "correlation", "fraction", "nats/token", "score")
 SPEED_UNITS = ("tokens/s", "sequences/s", "requests/s", "s")
 NO_QUALITY = ("zeros", "predicted_kl_divergence", "layer_kl_divergence")
 
@@ -78,8 +78,10 @@ def table_of(cards: Sequence[Scorecard]) -> Table:
 
 
 def is_timed(metric: Metric) -> bool:
-    """Say whether a number depends on the machine that it was measured on."""
-    return metric.pairing in ("paired_turns", "independent")
+    """Say whether a number depends on the machine that it was measured on.
+    A score of a task does not, however its interval was formed.
+    """
+    return metric.pairing in ("paired_turns", "independent") and "task" not in metric.labels
 
 
 def machine_of(card: Scorecard) -> dict[str, str]:

@@ -39,7 +39,7 @@ def read_scorecards(places: Sequence[Path]) -> Reading:
     contents: dict[bytes, Path] = {}
     for place in places:
         named = [place] if _is_one(place) else None
-        for each in named or _below(place):
+        for each in named or _below(place, found.left_out):
             if (real := each.resolve()) in seen:
                 continue
             seen.add(real)
@@ -66,9 +66,15 @@ def _is_one(place: Path) -> bool:
     return not place.is_dir() or any((place / name).exists() for name in OWN)
 
 
-def _below(directory: Path) -> Iterator[Path]:
-    """Yield what holds a scorecard below a directory, in the order of names."""
-    for place, folders, names in os.walk(directory):
+def _below(directory: Path, left_out: list[LeftOut]) -> Iterator[Path]:
+    """Yield what holds a scorecard below a directory, in the order of names.
+    What cannot be searched is left out with its reason.
+    """
+
+    def fail(error: OSError) -> None:
+        left_out.append(LeftOut(place=str(error.filename), why=f"cannot be searched: {error.strerror}"))
+
+    for place, folders, names in os.walk(directory, onerror=fail):
         if not OWN.isdisjoint(names):
             folders.clear()
             yield Path(place)

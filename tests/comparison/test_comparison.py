@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from optkit.comparison import Comparison, compare, compare_scorecards, to_csv, to_markdown
+from optkit.comparison.axes import Axis
 from optkit.errors import ArtifactError, UsageError
 from optkit.measure import Metric
 from optkit.scorecard import Scorecard, to_json
@@ -263,6 +267,56 @@ def test_what_cannot_be_read_below_a_directory_is_left_out_by_name(tmp_path: Pat
     (tmp_path / "good" / "scorecard.json").unlink()
     with pytest.raises(ArtifactError, match="none of the 1 scorecards can be read"):
         compare([tmp_path])
+
+
+def test_a_folder_that_cannot_be_searched_is_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "good", GOOD)
+    walk = os.walk
+
+    def refused(top: Path, onerror: Callable[[OSError], None]) -> Iterator[Any]:
+        onerror(PermissionError(13, "Permission denied", str(tmp_path / "locked")))
+        yield from walk(top)
+
+    monkeypatch.setattr(os, "walk", refused)
+    (left,) = compare([tmp_path]).left_out
+    assert (left.place, left.why) == (str(tmp_path / "locked"), "cannot be searched: Permission denied")
+
+
+def test_a_thousand_are_ranked_by_one_pass_over_each_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+    against = Axis.against
+    monkeypatch.setattr(Axis, "against", lambda self, other: passes.append(other) or against(self, other))
+    draw = Random(1)
+    cards = [made(f"r{index}", draw.random(), 1 + draw.random(), 1e8 * (1 + draw.random())) for index in range(1000)]
+    found = compared(*cards)
+    assert [entry.rank for entry in found.entries] == list(range(1, 1001))
+    assert len(passes) < 3 * 1000 + 20
+    assert 0 < len(found.groups[0].front) < 300
+
+
+def test_scores_of_tasks_are_compared_across_machines() -> None:
+    score = Metric(
+        name="f1",
+        labels={"task": "squad"},
+        value=0.5,
+        unit="fraction",
+        higher_is_better=True,
+        interval=(0.4, 0.6),
+        protocol="squad",
+        pairing="independent",
+    )
+    better = score.model_copy(update={"value": 0.9, "interval": (0.85, 0.95)})
+    found = compared(card("a", [score]), card("b", [better], environment={"device": "cuda"}))
+    (group,) = found.groups
+    assert (group.axes, group.pick) == (("f1[task=squad]",), "b")
+    assert found.entry("a").dominated_by == ("b",)
+
+
+def test_numbers_that_are_not_above_zero_are_subtracted() -> None:
+    scores = [size(value).model_copy(update={"name": "score", "unit": "points"}) for value in (-1.0, 0.0, 2.0)]
+    found = compared(*(card(f"r{index}", [each]) for index, each in enumerate(scores)), axes=["score"])
+    assert found.groups[0].front == ("r0",)
+    assert [each.differences[0].value for each in found.entries[1:]] == [1.0, 3.0]
 
 
 def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
