@@ -20,6 +20,7 @@ from optkit.model.opened import Opened as Opened
 from optkit.model.opened import ProposingSession as ProposingSession
 from optkit.model.opened import QueueingSession as QueueingSession
 from optkit.model.opened import Session as Session
+from optkit.model.opened import SharingSession as SharingSession
 from optkit.model.opened import SteppingSession as SteppingSession
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
@@ -77,9 +78,14 @@ class Found:
         """Return what an eval finds.
         Raises what `Eval.run` does, EvalError if two files have one name.
         """
-        both = list(wanted.run(session, context))
+        return cls.sorted(wanted.run(session, context), wanted.kind)
+
+    @classmethod
+    def sorted(cls, both: Iterable[Metric | Attachment], kind: str) -> Found:
+        """Return metrics and files apart; raises EvalError if two files have one name."""
+        both = list(both)
         files = tuple(each for each in both if isinstance(each, Attachment))
-        check_names(files, wanted.kind)
+        check_names(files, kind)
         return cls(tuple(each for each in both if not isinstance(each, Attachment)), files)
 
     def to_json(self) -> dict[str, Any]:
@@ -150,7 +156,7 @@ class Eval(Frozen):
     """How recipes and messages call it: the name of its entry point, as for a stage."""
     version: ClassVar[int] = 1
     requires: ClassVar[tuple[str, ...]] = ()
-    tasks: ClassVar[frozenset[Task]] = frozenset({Task.GENERATION})
+    for_tasks: ClassVar[frozenset[Task]] = frozenset({Task.GENERATION})
     """The models that it can measure; the session is a `Session` for those that generate, an
     `EncoderSession` for the others.
     """
@@ -183,6 +189,16 @@ class Eval(Frozen):
         There is one row without labels unless an eval says more.
         """
         return ({},)
+
+    def rows_of(self, metric: str) -> tuple[dict[str, int | str], ...]:
+        """Return the labels of each row of one metric, `row_labels` unless metrics differ in them."""
+        return self.row_labels()
+
+    def faults(self) -> Iterable[tuple[tuple[str | int, ...], str]]:
+        """Yield what is wrong with a field on this machine, when a recipe is read from a file: the
+        way to the field and a sentence.
+        """
+        return ()
 
     def unmeasured(self, device: str) -> Mapping[str, str]:
         """Return those of its metrics that have no row on a device, each with the reason."""
@@ -251,6 +267,12 @@ class Eval(Frozen):
         Raises EvalError if the number could not be had or would not be honest.
         """
         raise NotImplementedError
+
+    def contrast(self, found: Found, baseline: Found) -> Iterable[Metric | Attachment]:
+        """Return what only both say together: what the eval found of a model and of the baseline.
+        No model is open then, and nothing is kept in the store.
+        """
+        return ()
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
         """Return the metrics of all turns of a timed eval as those of one measurement.

@@ -87,7 +87,7 @@ class Stage(Frozen):
     onnxruntime-gpu>=1.22"`, the one to install first.
     """
 
-    tasks: ClassVar[frozenset[Task]] = frozenset({Task.GENERATION})
+    for_tasks: ClassVar[frozenset[Task]] = frozenset({Task.GENERATION})
     """The models that it knows how to change; a recipe for another one is refused before anything
     runs.
     """

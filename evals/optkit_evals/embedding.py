@@ -44,7 +44,7 @@ class Embedding(SentenceText, Eval):
 
     kind: ClassVar[str] = "embedding"
     draws: ClassVar[bool] = False
-    tasks: ClassVar[frozenset[Task]] = frozenset({Task.FEATURES})
+    for_tasks: ClassVar[frozenset[Task]] = frozenset({Task.FEATURES})
     compares: ClassVar[bool] = True
     version: ClassVar[int] = 3
     attributed: ClassVar[bool] = True

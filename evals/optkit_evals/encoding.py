@@ -59,7 +59,7 @@ class Encoding(TimedEval):
     """
 
     kind: ClassVar[str] = "encoding"
-    tasks: ClassVar[frozenset[Task]] = ENCODING
+    for_tasks: ClassVar[frozenset[Task]] = ENCODING
     version: ClassVar[int] = 2
     metrics: ClassVar[Mapping[str, str]] = {
         "latency_p50_s": "s",

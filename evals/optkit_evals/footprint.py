@@ -29,7 +29,7 @@ class Footprint(Eval):
     kind: ClassVar[str] = "footprint"
     version: ClassVar[int] = 4
     draws: ClassVar[bool] = False
-    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
+    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     metrics: ClassVar[Mapping[str, str]] = {
         "size_bytes": "bytes",
         "weights_bytes": "bytes",

@@ -4,10 +4,13 @@ An item is one question of a task; items are independent of each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from optkit.common.statistics import Z_975, Estimate, binomial_at_most, exact_ratio, paired_ratio
+from optkit.common.statistics import LARGEST, Z_975, Estimate, binomial_at_most, exact_ratio, mean, paired_ratio
+
+LARGEST_LOG = math.log(LARGEST)
 
 
 def paired_mean_ratio(samples: Sequence[float], baseline: Sequence[float]) -> Estimate:
@@ -48,6 +51,36 @@ def share_ratio_interval(both: Any, lost: Any, won: Any) -> tuple[Any, Any]:
     narrowed = Z_975 * numpy.sqrt((lost + won + 2) / ((ours + 1) * (theirs + 1))) / spread
     (low, high), (their_low, their_high) = (_wilson(right, items, narrowed) for right in (ours, theirs))
     return low / their_high, high / their_low
+
+
+def mean_of_ratios(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Estimate:
+    """Return the ratio of the means of several tasks' means, each over its own items, with its
+    interval. Each pair has the scores of both models on a task, not negative.
+
+    It is symmetric in the logarithm (delta method). Of right and wrong, half an item more is counted
+    in each of the four ways that two answers can go, so that it has a width if no item turned.
+    Raises ValueError for a baseline of 0.
+    """
+    if len(pairs) == 1:
+        return paired_mean_ratio(*pairs[0])
+    ours, theirs = (math.fsum(mean(each[side]) for each in pairs) for side in (0, 1))
+    ratio = exact_ratio(ours, theirs).value
+    if ratio == 0:
+        return Estimate(ratio)
+    squares = math.fsum(_deviation(*pair, ours, theirs) for pair in pairs)
+    half = Z_975 * math.sqrt(squares)
+    return Estimate(ratio, (ratio * math.exp(-half), ratio * math.exp(min(half, LARGEST_LOG))))
+
+
+def _deviation(samples: Sequence[float], baseline: Sequence[float], ours: float, theirs: float) -> float:
+    """Return the square of the standard error that a task adds to the logarithm of the ratio."""
+    added = [(1, 1), (1, 0), (0, 1), (0, 0)] if is_binary(samples) and is_binary(baseline) else []
+    pairs = [*zip(samples, baseline, strict=True)]
+    weighted = [*((one / ours - other / theirs, 1.0) for one, other in pairs)]
+    weighted += [(one / ours - other / theirs, 0.5) for one, other in added]
+    count = math.fsum(weight for _, weight in weighted)
+    centre = math.fsum(value * weight for value, weight in weighted) / count
+    return math.fsum(weight * (value - centre) ** 2 for value, weight in weighted) / (count - 1) / count
 
 
 def flips(samples: Sequence[float], baseline: Sequence[float]) -> tuple[int, int]:

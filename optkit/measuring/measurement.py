@@ -14,7 +14,7 @@ from optkit.errors import EvalError
 from optkit.measure import Attachment, EvalContext, Found, Metric
 from optkit.measuring.bench import Bench, Subject, known
 from optkit.measuring.turns import TimedModel, time_in_turns
-from optkit.plan import Plan
+from optkit.plan import Plan, PlannedEval
 from optkit.progress import Progress
 from optkit.recipe.gates import parse_gate
 from optkit.store.store import Store
@@ -96,12 +96,15 @@ def measure(
     theirs = [store.take_json(each.baseline_key or each.key) for each in beside_it]
     evals = list(zip(plan.evals, ours, strict=True))
     of_once = [(each.kind, entry) for each, entry in evals if each in once]
+    of_unmodified = [Found.from_json(entry) for entry in theirs]
+    baselines = dict(zip((each.key for each in beside_it), of_unmodified, strict=True))
+    of_artifact = [_contrasted(each, Found.from_json(entry), baselines.get(each.key)) for each, entry in evals]
     folders = _folders([each.kind for each in plan.evals])
     beside = [f"{folder}-unmodified" for folder, each in zip(folders, compared, strict=False) if each.baseline_key]
     return Measurement(
-        metrics=tuple(metric for entry in ours for metric in Found.from_json(entry).metrics),
-        baseline=tuple(metric for entry in theirs for metric in Found.from_json(entry).metrics),
-        attachments=_attachments([*folders, *beside], [*ours, *theirs]),
+        metrics=tuple(metric for each in of_artifact for metric in each.metrics),
+        baseline=tuple(metric for each in of_unmodified for metric in each.metrics),
+        attachments=_attachments([*folders, *beside], [*of_artifact, *of_unmodified]),
         notes=_notes([(each.kind, entry) for each, entry in evals if each not in once], environment, began),
         baseline_notes=_notes(
             [*of_once, *zip((each.kind for each in beside_it), theirs, strict=True)], environment, began
@@ -117,10 +120,19 @@ def _folders(kinds: Sequence[str]) -> list[str]:
     return [f"{name}-{count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
 
 
-def _attachments(folders: Sequence[str], entries: Sequence[Mapping[str, Any]]) -> dict[str, Attachment]:
+def _contrasted(planned: PlannedEval, found: Found, baseline: Found | None) -> Found:
+    """Return what an eval found of the artifact, with what only both models say together."""
+    if baseline is None:
+        return found
+    both = Found.sorted(planned.eval.contrast(found, baseline), planned.kind)
+    return Found((*found.metrics, *both.metrics), (*found.attachments, *both.attachments))
+
+
+def _attachments(folders: Sequence[str], found: Sequence[Found]) -> dict[str, Attachment]:
     """Return the files that evals left, those of each eval in its folder."""
-    found = zip(folders, map(Found.from_json, entries), strict=True)
-    return {f"{folder}/{file.name}": file for folder, each in found for file in each.attachments}
+    return {
+        f"{folder}/{file.name}": file for folder, each in zip(folders, found, strict=True) for file in each.attachments
+    }
 
 
 def _notes(

@@ -81,6 +81,12 @@ class CarriedState:
         if count:
             self.held.crop(-count)
 
+    def spread(self, owners: Tensor) -> None:
+        """Copy what is kept of each sequence for all that go on from it.
+        `owners`, int64 [sequences], names the one that stands before each. It must be a `Cache`.
+        """
+        self.held.batch_select_indices(owners)
+
     def _carried(self, tokens: Tensor, last: bool) -> dict[str, Any]:
         given = {} if self.held is None else {self.name: self.held}
         # For a state of tensors, the shape of a single token's logits has to show whether the batch

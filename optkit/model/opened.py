@@ -114,6 +114,23 @@ class ProposingSession(Protocol):
 
 
 @runtime_checkable
+class SharingSession(Protocol):
+    """A session that may compute a context once for several continuations."""
+
+    @property
+    def shares_contexts(self) -> bool:
+        """Whether it can: what it keeps of a context can be copied."""
+        ...
+
+    def continued_logits(self, contexts: Tensor, tokens: Tensor, owners: Tensor) -> Tensor:
+        """Return the logits, float32 [sequences, new, vocabulary], of tokens behind contexts.
+        Contexts are int64 [contexts, length], tokens int64 [sequences, new], and `owners`, int64
+        [sequences], says which context stands before each.
+        """
+        ...
+
+
+@runtime_checkable
 class SteppingSession(Protocol):
     """A session that can say what its decode steps compute for given tokens."""
 

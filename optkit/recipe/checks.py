@@ -157,8 +157,10 @@ def check_texts(recipe: PlacedData, stages: list[Item], evals: list[Item]) -> It
 
 
 def check_files(recipe: PlacedData, items: Iterable[Item]) -> Iterator[Problem]:
-    """Yield the local texts that are not there."""
+    """Yield the local texts that are not there, and what evals find wrong on this machine."""
     for item in items:
+        for way, message in item.value.faults() if isinstance(item.value, Eval) else ():
+            yield recipe.value_place((*item.steps, *way)).problem(message)
         for way, (dataset, _) in texts_in(item.value):
             path = Path(dataset).expanduser()
             if is_file_name(dataset) and not path.is_file():

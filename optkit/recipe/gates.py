@@ -4,6 +4,7 @@ perplexity: "<= 1.10x"                      at most 1.10 times the baseline's
 perplexity: "<= 1.01x of previous"          at most 1.01 times that of an earlier release
 size_bytes: "<= 300e6"                      at most 300 MB
 decode_tokens_per_s[batch=1]: ">= 1.2x"     only the rows measured at batch 1
+arc_easy.acc_norm: ">= 0.99x"               as acc_norm[task=arc_easy]
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from optkit.model.shape import ModelShape
 OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 
 _KEY = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*(?:\[(?P<labels>[^\[\]]*)\])?", re.ASCII)
+_DOTTED = re.compile(r"^(?:\w+\.)?(?P<task>[\w-]+)\.(?P<name>[A-Za-z_]\w*)$", re.ASCII)
+"""`arc_easy.acc` and `lm_eval.arc_easy.acc` are short for `acc[task=arc_easy]`."""
 _LABEL = re.compile(r"\s*(\w+)\s*=\s*([^\s=]+)\s*", re.ASCII)
 _LIMIT = re.compile(
     r"(?P<operator><=|>=|<|>)\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
@@ -79,6 +82,9 @@ RANGES = {
     "bits": Range("a number of bits, which is above 0", high=1e6),
     "J": Range("an energy in joules, which is above 0"),
     "tokens": Range("a number of tokens, which is above 0"),
+    "items": Range("a number of items, which is at least 0", reaches_low=True),
+    "percent": Range("a number of percent, which is at least 0", reaches_low=True),
+    "probability": Range("a probability between 0 and 1", high=1.0, reaches_low=True),
 }
 """Unit of a metric -> what it can be."""
 
@@ -139,7 +145,7 @@ def parse_gate(key: str, text: str) -> Gate:
     """Return the gate that a recipe states as `key: text`.
     Raises ValueError with a sentence that says what is wrong.
     """
-    named = _KEY.fullmatch(key.strip())
+    named = _KEY.fullmatch(_DOTTED.sub(r"\g<name>[task=\g<task>]", key.strip()))
     if not named:
         raise ValueError(f"'{key}' names no metric. Write a name, or name[batch=1,prompt=128] to pick rows.")
     labels: dict[str, int | str] = {}
@@ -195,7 +201,7 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
     measuring = [each for each in evals if gate.name in each.metrics]
     instances = [each for each in measuring if isinstance(each, Eval)]
     if len(instances) == len(measuring):
-        _check_labels(gate, [row for each in instances for row in each.row_labels()])
+        _check_labels(gate, [row for each in instances for row in each.rows_of(gate.name)])
 
 
 FORESEEN = 0.02

@@ -102,7 +102,7 @@ def _tasks(items: Iterable[Item], start: Start, place: Placing[Item]) -> Broken[
     """Yield the stages and evals for another kind of model than the recipe's or their forerunners'."""
     left, why = start.tasks, f"{start.name} is {start.phrase}"
     for item in items:
-        tasks = class_of(item).tasks
+        tasks = class_of(item).for_tasks
         if not left & tasks:
             message = f"{item.kind} is for {phrase_of(tasks)}, and {why}. Take it out, or name another model"
             yield item, f"{message}{_others(item, left)}."
@@ -117,7 +117,7 @@ def _others(item: Listed, tasks: frozenset[Task]) -> str:
         return ""
     kinds = EVALS if issubclass(class_of(item), Eval) else STAGES
     known = {kind: eval_class(kind) if kinds is EVALS else stage_class(kind) for kind in kinds}
-    fit = [kind for kind, each in known.items() if tasks & each.tasks and not issubclass(each, Setting)]
+    fit = [kind for kind, each in known.items() if tasks & each.for_tasks and not issubclass(each, Setting)]
     return f"; there {'are' if len(fit) > 1 else 'is'} {', '.join(sorted(fit))}" if fit else ""
 
 

@@ -15,6 +15,9 @@ SCALES: dict[str, tuple[tuple[float, str], ...]] = {
     "perplexity": ((1.0, ""),),
     "cosine": ((1.0, ""),),
     "correlation": ((1.0, ""),),
+    "percent": ((1.0, "%"),),
+    "probability": ((1.0, ""),),
+    "score": ((1.0, ""),),
 }
 """Unit of a metric -> the units that it is shown in, largest first."""
 

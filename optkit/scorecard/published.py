@@ -79,6 +79,8 @@ def _places(value: Any) -> Iterator[str]:
         yield value.name
     if isinstance(value, TextSource) and is_file_name(value.dataset):
         yield value.dataset
+    if place := getattr(value, "local_place", ""):
+        yield place
     if isinstance(value, Frozen):
         for name in type(value).model_fields:
             yield from _places(getattr(value, name))

@@ -98,8 +98,8 @@ def _refuse_other_formats(opening: Opening, format: Format) -> None:
 
 def _is_for(setting: Setting, session: AnySession) -> bool:
     if isinstance(session, GeneratingSession):
-        return Task.GENERATION in setting.tasks
-    return bool(setting.tasks - {Task.GENERATION})
+        return Task.GENERATION in setting.for_tasks
+    return bool(setting.for_tasks - {Task.GENERATION})
 
 
 def open_torch(opening: Opening) -> TorchSession | TorchEncoder:

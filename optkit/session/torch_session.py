@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel
 from optkit.common.out_of_resources import memory_errors
 from optkit.errors import OptkitError
 from optkit.kernels.cpu.decoding import StepDecoder
-from optkit.model.carried_state import CACHES, KEYS_AND_VALUES, CarriedState, state_name
+from optkit.model.carried_state import CACHES, KEYS_AND_VALUES, CarriedState, keeps_keys_and_values, state_name
 from optkit.model.compiling import RECOMPILE_LIMIT, times_given_up
 from optkit.model.memory import return_freed_memory
 from optkit.session.cast_logits import cast_logits
@@ -137,9 +137,7 @@ class TorchSession(GeneratingSession):
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
         """Yield `new_tokens` greedy tokens, int64 [batch], each when the device has finished it.
-        All prompts are of one length.
-
-        Raises EvalError for more tokens than positions, ResourceError without memory.
+        All prompts are of one length; raises as `logits`.
         """
         self._check_length(tokens, new_tokens)
         return self._stream(tokens.to(self.device), new_tokens, waiting=True)
@@ -152,18 +150,14 @@ class TorchSession(GeneratingSession):
         return self._stream(tokens.to(self.device), new_tokens, waiting=False)
 
     def step(self, tokens: Tensor, state: CarriedState, *, last: bool = False) -> Tensor:
-        """Return the logits, [batch, new, vocabulary], of tokens that follow those of a state.
-        Of the last one alone if `last`.
-        """
+        """Return the logits, [batch, new, vocabulary], of tokens behind a state; if `last`, of one."""
         batch, new = tokens.shape
         with self._memory(f"at {batch} x {new} tokens", REMEDY), self._no_gradients():
             return state.step(tokens, last=last)
 
     def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
         """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary].
-        The tokens behind the prompt are fed one at a time.
-
-        Raises EvalError for more tokens than positions, ResourceError without memory.
+        The tokens behind the prompt are fed one at a time; raises as `logits`.
         """
         self._check_length(tokens, 0)
         first, *others = tokens.to(self.device).split([prompt, *[1] * (tokens.shape[1] - prompt)], dim=1)
@@ -174,6 +168,19 @@ class TorchSession(GeneratingSession):
         state = self.new_state()
         self.step(first, state, last=True)
         return torch.cat([self.step(each, state).float() for each in others], dim=1)
+
+    @property
+    def shares_contexts(self) -> bool:
+        """Whether it keeps plain keys and values alone, which can be copied."""
+        return not self.codes_cache and keeps_keys_and_values(self.model)
+
+    def continued_logits(self, contexts: Tensor, tokens: Tensor, owners: Tensor) -> Tensor:
+        """Return the logits of tokens behind contexts, as `SharingSession` says; raises as `logits`."""
+        self._check_length(contexts, tokens.shape[1])
+        state = self.new_state()
+        self.step(contexts.to(self.device), state, last=True)
+        state.spread(owners.to(self.device))
+        return self.step(tokens.to(self.device), state).float()
 
     def new_state(self) -> CarriedState:
         """Return what the model keeps of tokens, before any; a KV cache grows. Raises SourceError

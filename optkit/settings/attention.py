@@ -33,7 +33,7 @@ class Attention(Setting):
     """
 
     kind: ClassVar[str] = "attention"
-    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
+    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     shorthand: ClassVar[str] = "implementation"
 
     implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] | KernelName

@@ -23,7 +23,7 @@ class OnnxProvider(Setting):
     """
 
     kind: ClassVar[str] = "onnx_provider"
-    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
+    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
 
     engine: Literal["onnxruntime", "onnxruntime-genai"] = "onnxruntime"

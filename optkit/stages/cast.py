@@ -29,7 +29,7 @@ class Cast(Transform):
     """Store every float tensor as `dtype`; integers and float8 stay as they are."""
 
     kind: ClassVar[str] = "cast"
-    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
+    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     shorthand: ClassVar[str] = "dtype"
 
     dtype: Literal["bfloat16", "float16", "float32"]

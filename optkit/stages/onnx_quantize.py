@@ -50,7 +50,7 @@ class OnnxQuantize(Transform):
     """
 
     kind: ClassVar[str] = "onnx_quantize"
-    tasks: ClassVar[frozenset[Task]] = EVERY_TASK
+    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
     produces: ClassVar[Format] = Format.ONNX
     version: ClassVar[int] = 2

@@ -20,6 +20,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "auto_bits": {"average_bits": 4.5},
     "cast": {"dtype": "bfloat16"},
     "kv_cache": {"dtype": "int8"},
+    "lm_eval": {"tasks": ["piqa"]},
     "onnx_optimize": {"float16": True},
     "onnx_provider": {"threads": 2},
     "prune_structured": {"remove_layers": 2},

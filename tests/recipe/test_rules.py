@@ -35,7 +35,7 @@ class Packed(Setting):
 class Encoding(Transform):
     """Is for encoders."""
 
-    tasks: ClassVar[frozenset[Task]] = ENCODING
+    for_tasks: ClassVar[frozenset[Task]] = ENCODING
 
 
 def told(*values: Any, **known: Any) -> list[str]:

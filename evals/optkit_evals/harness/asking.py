@@ -1,0 +1,244 @@
+"""Load tasks of the harness, ask a model what they ask, and score its answers item by item."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optkit.errors import EvalError, SourceError
+from optkit.source.digests import PREFIX
+from optkit.source.hub import without_bars
+from optkit_evals.harness.definitions import BUILT_IN, Definition
+from optkit_evals.harness.task import HarnessTask, built_in_rows
+
+if TYPE_CHECKING:
+    from optkit_evals.harness.language_model import SessionModel
+
+FEW_SHOT_SEED, NUMPY_SEED, PYTHON_SEED = 1234, 1234, 0
+"""The harness' own seeds, with which it chooses examples."""
+LONGEST_SHOWN = 4000
+"""Letters of a question or an answer that are kept."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A task with the requests of its items."""
+
+    name: str
+    task: Any
+    """`lm_eval.api.task.Task`."""
+    requests: Sequence[Any]
+    """`lm_eval.api.instance.Instance`, in the order of the items."""
+    available: int
+    """Items that the task has."""
+    shots: int
+
+    def by_item(self) -> dict[int, list[Any]]:
+        """Return the requests of each item, in the order of its choices."""
+        found: dict[int, list[Any]] = {}
+        for request in sorted(self.requests, key=lambda request: request.idx):
+            found.setdefault(request.doc_id, []).append(request)
+        return found
+
+    def digest(self) -> str:
+        """Return a digest of everything that is asked."""
+        asked = [(request.request_type, request.args) for request in self.requests]
+        return hashlib.sha256(json.dumps(asked, default=str).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A number of a task with what each item has of it."""
+
+    metric: str
+    filter: str
+    """Empty for the answers as they are."""
+    value: float
+    higher_is_better: bool
+    aggregation: Any
+    items: tuple[Any, ...]
+    """In the order of the items: a number, or what the harness aggregates."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How tasks are asked."""
+
+    few_shot: int | None = None
+    limit: int | None = None
+    chat_template: bool = False
+
+    def load(self, wanted: Sequence[HarnessTask], data: Path | None, model: SessionModel) -> list[Loaded]:
+        """Return tasks with the requests of their items.
+        Raises SourceError for a task that cannot be read, EvalError for one that runs what models
+        write.
+        """
+        with _quiet(), _harness_seeds():
+            return [self._load(each, data, model) for each in wanted]
+
+    def _load(self, wanted: HarnessTask, data: Path | None, model: SessionModel) -> Loaded:
+        definition = wanted.definition(data)
+        task = _task(definition, wanted, data)
+        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+            kind = "shows pictures or sound" if getattr(task, "MULTIMODAL", False) else "runs code that models write"
+            raise EvalError(f"it {kind}", where=definition.name, remedy="Run it with the harness itself")
+        own = task.get_config("num_fewshot")
+        shots = own or 0 if self.few_shot is None or own == 0 else self.few_shot
+        task.set_config(key="num_fewshot", value=shots)
+        task.set_fewshot_seed(seed=FEW_SHOT_SEED)
+        task.build_all_requests(
+            limit=self.limit,
+            apply_chat_template=self.chat_template,
+            fewshot_as_multiturn=True,
+            chat_template=model.apply_chat_template if self.chat_template else None,
+            tokenizer_name=model.tokenizer_name if self.chat_template else "",
+        )
+        return Loaded(definition.name, task, task.instances, len(task.eval_docs), shots)
+
+    def answer(self, loaded: Sequence[Loaded], model: SessionModel) -> None:
+        """Let a model answer all requests, those of one kind together."""
+        kinds: dict[str, list[Any]] = {}
+        for request in (request for each in loaded for request in each.requests):
+            kinds.setdefault(request.request_type, []).extend([request] * request.repeats)
+        for kind, requests in kinds.items():
+            for request, answer in zip(requests, getattr(model, kind)(requests), strict=True):
+                request.resps.append(answer)
+
+    def scores(self, loaded: Loaded) -> list[Score]:
+        """Return the numbers of an answered task, aggregated as the harness does."""
+        task, found = loaded.task, []
+        with _quiet(), _harness_seeds():
+            task.apply_filters()
+            by_item = loaded.by_item()
+            for filtered in loaded.requests[0].filtered_resps:
+                values: dict[str, list[Any]] = {}
+                for item, doc in task.doc_iterator(limit=self.limit):
+                    answers = [request.filtered_resps[filtered] for request in by_item[item]]
+                    for metric, value in task.process_results(doc, answers).items():
+                        values.setdefault(metric, []).append(value)
+                found += [_score(task, metric, filtered, items) for metric, items in values.items()]
+        return found
+
+    def items(self, loaded: Loaded, scores: Sequence[Score]) -> Iterator[dict[str, Any]]:
+        """Yield each item as JSON values: question, choices, answer, gold and what it scored."""
+        task, by_item = loaded.task, loaded.by_item()
+        for place, (item, doc) in enumerate(task.doc_iterator(limit=self.limit)):
+            yield {
+                "task": loaded.name,
+                "item": item,
+                "question": _shown(task.doc_to_text(doc)),
+                **_answered(task, doc, by_item[item]),
+                "scores": {
+                    each.metric + (f",{each.filter}" if each.filter else ""): value
+                    for each in scores
+                    if isinstance(value := each.items[place], int | float)
+                },
+            }
+
+
+def _task(definition: Definition, wanted: HarnessTask, data: Path | None) -> Any:
+    """Return the harness' task of a definition, with its data. Raises SourceError."""
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    config = load_yaml(definition.path)
+    for key in ("tag", "group", "task_list"):
+        config.pop(key, None)
+    files = definition.data_files(data)
+    if files:
+        paths = {split: [str(path) for path in found] for split, found in files.items()}
+        config["dataset_kwargs"] = {**config["dataset_kwargs"], "data_files": paths}
+    elif config.get("dataset_path") == BUILT_IN:
+        config["custom_dataset"] = _built_in
+    elif wanted.revision and not wanted.revision.startswith(PREFIX) and wanted.revision != "unpinned":
+        config["dataset_kwargs"] = {**(config.get("dataset_kwargs") or {}), "revision": wanted.revision}
+    try:
+        import datasets
+
+        with without_bars(datasets):
+            return TaskManager(include_defaults=False).load([config])["tasks"][definition.name]
+    except Exception as error:  # of templates, functions and data that are other people's
+        raise SourceError(
+            "the harness cannot load the task",
+            where=definition.name,
+            why=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            remedy=f"Check its definition, {definition.path}",
+        ) from error
+
+
+def _built_in(**_: Any) -> dict[str, Any]:
+    from datasets import Dataset
+
+    return {"test": Dataset.from_list([{"text": row} for row in built_in_rows("test")])}
+
+
+def _score(task: Any, metric: str, filtered: str, items: list[Any]) -> Score:
+    aggregation = task.aggregation()[metric]
+    return Score(
+        metric=metric,
+        filter="" if filtered == "none" else filtered,
+        value=float(aggregation(items)),
+        higher_is_better=bool(task.higher_is_better()[metric]),
+        aggregation=aggregation,
+        items=tuple(items),
+    )
+
+
+def _answered(task: Any, doc: Any, requests: Sequence[Any]) -> Mapping[str, Any]:
+    """Return what was asked and answered, as far as the kind of the task tells."""
+    gold = task.doc_to_target(doc)
+    if task.OUTPUT_TYPE == "multiple_choice" and task.multiple_input == 0:
+        choices = [_shown(each) for each in task.doc_to_choice(doc)]
+        losses = [request.resps[0][0] for request in requests[: len(choices)]]
+        normed = [loss / len(choice) for loss, choice in zip(losses, choices, strict=True)]
+        index = gold if isinstance(gold, int) else choices.index(gold) if gold in choices else None
+        return {
+            "choices": choices,
+            "answer": choices[losses.index(max(losses))],
+            "answer_normed": choices[normed.index(max(normed))],
+            "gold": _shown(gold) if index is None else choices[index],
+        }
+    if task.OUTPUT_TYPE == "loglikelihood":
+        loss, greedy = requests[0].resps[0]
+        return {"answer": {"log_likelihood": loss, "greedy": greedy}, "gold": _shown(gold)}
+    return {"answer": _shown(requests[0].resps[0]), "gold": _shown(gold)}
+
+
+def _shown(value: Any) -> str:
+    return str(value)[:LONGEST_SHOWN]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the harness from drawing bars and from logging what is no problem."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _harness_seeds() -> Iterator[None]:
+    """Draw as the harness does, and leave the generators as they were."""
+    import numpy
+
+    python, numpys = random.getstate(), numpy.random.get_state()
+    random.seed(PYTHON_SEED)
+    numpy.random.seed(NUMPY_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpys)

@@ -1,0 +1,127 @@
+"""What turned between two models on the same items: how many, which, and what is left of the scores."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from optkit.common.frozen import digest
+from optkit.common.paired_items import flips, is_binary, mcnemar, mean_of_ratios
+from optkit.measure import Attachment, Found, Metric
+from optkit_evals.harness.scores import main_metric
+
+ITEMS, FLIPS = "items.jsonl", "flips.jsonl"
+COMPARED = {
+    "right_to_wrong": "items",
+    "wrong_to_right": "items",
+    "mcnemar_p": "probability",
+    "recovery": "percent",
+}
+"""Metric -> unit of what two models say together."""
+
+
+def contrasts(found: Found, baseline: Found) -> Iterator[Metric | Attachment]:
+    """Yield the flips of each task's main metric, what is left of all of them, and the list of
+    flips.
+    """
+    pairs = [pair for pair in _pairs(found.metrics, baseline.metrics) if _is_main(pair[0], found.metrics)]
+    for ours, theirs in pairs:
+        if is_binary(ours.samples) and is_binary(theirs.samples):
+            yield from _counted(ours, theirs)
+    if pairs and all(theirs.value > 0 for _, theirs in pairs):
+        yield _recovery(pairs)
+    listed = list(_listed(pairs, _items(found), _items(baseline)))
+    yield Attachment(FLIPS, _lines(listed), "application/jsonl")
+
+
+def items_file(items: Sequence[Mapping[str, Any]]) -> Attachment:
+    """Return the file of all items."""
+    return Attachment(ITEMS, _lines(items), "application/jsonl")
+
+
+def _pairs(ours: Sequence[Metric], theirs: Sequence[Metric]) -> list[tuple[Metric, Metric]]:
+    known = {(each.name, str(each.labels), each.protocol): each for each in theirs}
+    found = ((each, known.get((each.name, str(each.labels), each.protocol))) for each in ours)
+    return [(each, other) for each, other in found if other and each.pairing == "paired_mean"]
+
+
+def _is_main(metric: Metric, metrics: Sequence[Metric]) -> bool:
+    """Say whether a metric is the one that its task is about, under the task's first filter."""
+    same = [each for each in metrics if each.labels.get("task") == metric.labels.get("task")]
+    first = [each for each in same if each.labels == same[0].labels]
+    return metric.labels == same[0].labels and metric.name == main_metric([each.name for each in first])
+
+
+def _counted(ours: Metric, theirs: Metric) -> Iterator[Metric]:
+    lost, won = flips(ours.samples, theirs.samples)
+    counted = {"right_to_wrong": (lost, False), "wrong_to_right": (won, True), "mcnemar_p": (mcnemar(lost, won), True)}
+    for name, (value, higher_is_better) in counted.items():
+        yield Metric(
+            name=name,
+            labels=ours.labels,
+            value=value,
+            unit=COMPARED[name],
+            higher_is_better=higher_is_better,
+            protocol=f"{ours.protocol}; {ours.name} of artifact and unmodified model",
+        )
+
+
+def _recovery(pairs: Sequence[tuple[Metric, Metric]]) -> Metric:
+    """Return what is left of the mean of the tasks' main metrics, in percent."""
+    ratio = mean_of_ratios([(ours.samples, theirs.samples) for ours, theirs in pairs])
+    low, high = ratio.interval or (ratio.value, ratio.value)
+    named = ", ".join(f"{ours.name} of {ours.labels['task']}" for ours, _ in pairs)
+    items = digest(sorted({ours.protocol for ours, _ in pairs}))[:12]
+    return Metric(
+        name="recovery",
+        value=100 * ratio.value,
+        unit="percent",
+        higher_is_better=True,
+        interval=(100 * low, 100 * high),
+        protocol=f"mean of {named}, as a share of the unmodified model's; items {items}",
+    )
+
+
+def _items(found: Found) -> dict[str, list[dict[str, Any]]]:
+    """Return the items of each task, in their order."""
+    file = next((each for each in found.attachments if each.name == ITEMS), None)
+    by_task: dict[str, list[dict[str, Any]]] = {}
+    for line in file.content.decode().splitlines() if file else ():
+        said = json.loads(line)
+        by_task.setdefault(said["task"], []).append(said)
+    return by_task
+
+
+def _listed(
+    pairs: Sequence[tuple[Metric, Metric]],
+    ours: Mapping[str, Sequence[Mapping[str, Any]]],
+    theirs: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> Iterator[dict[str, Any]]:
+    for metric, other in pairs:
+        task = str(metric.labels["task"])
+        normed = metric.name == "acc_norm"
+        places = zip(metric.samples, other.samples, ours.get(task, ()), theirs.get(task, ()), strict=False)
+        for score, before, item, unmodified in places:
+            if math.isclose(score, before):
+                continue
+            yield {
+                "task": task,
+                "item": item["item"],
+                "turned": "right to wrong" if score < before else "wrong to right",
+                "metric": metric.name,
+                "question": item["question"],
+                **({"choices": item["choices"]} if "choices" in item else {}),
+                "gold": item["gold"],
+                "unmodified": _answer(unmodified, normed),
+                "artifact": _answer(item, normed),
+            }
+
+
+def _answer(item: Mapping[str, Any], normed: bool) -> Any:
+    return item["answer_normed"] if normed and "answer_normed" in item else item["answer"]
+
+
+def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records).encode()

@@ -1,0 +1,129 @@
+"""A task that a recipe names, pinned to a digest of its definition and data or to a commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ConfigDict, model_validator
+
+from optkit.common.field_types import Name
+from optkit.common.files import sha256_of
+from optkit.common.frozen import Frozen, digest
+from optkit.errors import SourceError
+from optkit.source import python_reference
+from optkit.source.digests import PREFIX
+from optkit.source.hub import HubRepo
+from optkit.source.texts import NAME_DATA
+from optkit_evals.harness.definitions import (
+    BUILT_IN,
+    Definition,
+    definition_of,
+    harness_definition,
+    harness_tasks,
+    is_path,
+    our_definition,
+)
+
+
+class HarnessTask(Frozen):
+    """A task. In YAML a bare string is the name: `tasks: [arc_easy, ./my_task.yaml]`."""
+
+    model_config = ConfigDict(json_schema_extra={"type": ["string", "object"]})
+
+    name: Name
+    """`arc_easy`, `arc_challenge`, `piqa` and `lambada_openai` are read from the data directory if
+    it has them, `python_last_word` from Python itself; the harness knows 11,000 others. Or a
+    YAML file in the harness' format."""
+    revision: Name | None = None
+    """`sha256:...` of definition and data, or the commit of a hub data set; left out, it is pinned
+    before anything runs.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def local_place(self) -> str:
+        """The path of its definition, of which an artifact says the name alone; empty for none."""
+        return self.name if is_path(self.name) else ""
+
+    def known_definition(self) -> Definition:
+        """Return a definition with the same numbers, wherever its data are; raises as `definition`."""
+        return (None if is_path(self.name) else our_definition(self.name)) or definition_of(self.name)
+
+    def definition(self, data: Path | None) -> Definition:
+        """Return its definition: ours if its data are here or nothing else defines it.
+        Raises SourceError, MissingPackageError.
+        """
+        ours = None if is_path(self.name) else our_definition(self.name)
+        if ours is None or self._is_here(ours, data) or harness_tasks() is None:
+            return ours or definition_of(self.name)
+        if self.revision and self.revision.startswith(PREFIX):
+            return ours
+        try:
+            return harness_definition(self.name)
+        except SourceError:
+            return ours
+
+    def pinned(self, data: Path | None) -> Self:
+        """Return the task with its revision.
+        Raises SourceError if its data are not here and cannot be had, or are not what `revision`
+        says.
+        """
+        definition = self.definition(data)
+        files = definition.data_files(data)
+        if not files and definition.config.get("dataset_path") != BUILT_IN:
+            return self.model_copy(update={"revision": self._commit(definition, data)})
+        content: Mapping[str, Any] = {
+            "definition": definition.config,
+            "files": {split: [sha256_of(path) for path in paths] for split, paths in files.items()},
+            **({} if files else {"text": built_in_rows("test")}),
+        }
+        revision = PREFIX + digest(_plain(content))
+        if self.revision not in (None, revision):
+            raise SourceError(
+                f"task and data are {revision} and not {self.revision}",
+                where=self.name,
+                why="They were changed, or come from another version of their source",
+                remedy="Restore them, or leave out `revision`",
+            )
+        return self.model_copy(update={"revision": revision})
+
+    def _commit(self, definition: Definition, data: Path | None) -> str:
+        dataset = definition.config.get("dataset_path")
+        if not isinstance(dataset, str) or "/" not in dataset:
+            return self.revision or "unpinned"
+        ours = our_definition(self.name)
+        looked = ""
+        if ours:
+            wanted = ours.config["dataset_kwargs"]["data_files"]
+            looked = f"A data directory could hold it as {', '.join(wanted.values())}"
+        return HubRepo(dataset, "dataset", looked=looked, remedy=NAME_DATA if ours else "").commit(self.revision)
+
+    @staticmethod
+    def _is_here(definition: Definition, data: Path | None) -> bool:
+        try:
+            definition.data_files(data)
+        except SourceError:
+            return False
+        return True
+
+
+def built_in_rows(split: str) -> list[str]:
+    """Return the paragraphs of the Python reference whose last word can be asked."""
+    topics = python_reference.read_topics(split)
+    evened = (" ".join(part.split()) for topic in topics for part in topic.split("\n\n"))
+    return list(dict.fromkeys(part for part in evened if len(part.split()) >= 20 and part.isascii()))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value if isinstance(value, str | int | float | bool) or value is None else str(value)

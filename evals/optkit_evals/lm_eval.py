@@ -1,0 +1,200 @@
+"""Accuracy on tasks: EleutherAI's harness on a session, item by item.
+
+https://github.com/EleutherAI/lm-evaluation-harness
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, cast
+
+from pydantic import field_validator, model_validator
+
+from optkit.common.field_types import Amount, AtLeastOne, BatchSize, Count
+from optkit.errors import EvalError, OptkitError
+from optkit.measure import Attachment, Eval, EvalContext, Found, Metric, Session
+from optkit.model.session_memory import SessionMemory
+from optkit.model.text_config import text_config
+from optkit.source.text_place import TextPlace
+from optkit_evals.harness.asking import Asking, Loaded
+from optkit_evals.harness.definitions import check_harness
+from optkit_evals.harness.flips import COMPARED, contrasts, items_file
+from optkit_evals.harness.scores import FRACTIONS, UNITS, as_metric, labels_of, metric_name, unit_of
+from optkit_evals.harness.task import HarnessTask
+
+USUAL_LENGTH = 256
+"""Tokens of a question with its answers, to say how much memory they will need."""
+
+
+class _Metrics:
+    """The metrics of an eval are those of its tasks; of the class, the usual ones."""
+
+    def __get__(self, instance: LmEval | None, owner: type[LmEval]) -> Mapping[str, str]:
+        usual = {**dict.fromkeys(sorted(FRACTIONS), "fraction"), **UNITS}
+        named = {name: unit_of(name) for name in instance.rows()} if instance else {}
+        return {**(named or usual), **COMPARED}
+
+
+class LmEval(Eval):
+    """Tasks of EleutherAI's lm-evaluation-harness, each number paired by item with the baseline's.
+
+    Beside the tasks' own metrics it says how many items turned (`right_to_wrong`,
+    `wrong_to_right`, McNemar's p) and what is left of the scores (`recovery`). The items, and
+    those that turned, are listed in files with their texts.
+    """
+
+    kind: ClassVar[str] = "lm_eval"
+    draws: ClassVar[bool] = False
+    shorthand: ClassVar[str] = "tasks"
+    metrics: ClassVar[Mapping[str, str]] = cast("Mapping[str, str]", _Metrics())
+
+    tasks: AtLeastOne[HarnessTask]
+    """Names of tasks, or YAML files in the harness' format."""
+    few_shot: Amount | None = None
+    """Solved examples before each question; the task's own number when null. A task that says 0
+    itself keeps it, as in the harness.
+    """
+    chat_template: bool = False
+    """Write questions as a conversation, by the model's chat template."""
+    limit: Count | None = None
+    """Items of each task, from its start; all of them when null."""
+    batch_size: BatchSize = 1
+    """Requests that are computed together; more are faster on GPUs."""
+    shared_context: bool = True
+    """Compute the context of several answers once. The last digits of log-likelihoods then differ
+    from those of the harness."""
+    truncate: bool = False
+    """Cut requests that are longer than the model's positions off from the left, as the harness
+    does; otherwise they are refused.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        tasks = value.get("tasks")
+        listed = (tasks,) if isinstance(tasks, str | Mapping) else tuple(tasks) if isinstance(tasks, list) else tasks
+        return {**value, **({"tasks": listed} if "tasks" in value else {})}
+
+    @field_validator("tasks")
+    @classmethod
+    def _check_names(cls, tasks: tuple[HarnessTask, ...]) -> tuple[HarnessTask, ...]:
+        names = [each.name for each in tasks]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"'{twice}' is here twice. Write it once.")
+        return tasks
+
+    def rows(self) -> dict[str, tuple[dict[str, int | str], ...]]:
+        """Return the labels of the rows of each metric, as far as the tasks' definitions are here."""
+        found: dict[str, tuple[dict[str, int | str], ...]] = {}
+        for each in self.tasks:
+            try:
+                definition = each.known_definition()
+            except OptkitError:
+                return {}
+            for metric, filtered in definition.rows():
+                name = metric_name(metric)
+                found[name] = (*found.get(name, ()), labels_of(definition.name, filtered))
+        return found
+
+    def row_labels(self) -> tuple[dict[str, int | str], ...]:
+        """Return a row for each task and filter."""
+        rows = [row for rows in self.rows().values() for row in rows]
+        return tuple(row for index, row in enumerate(rows) if row not in rows[:index])
+
+    def rows_of(self, metric: str) -> tuple[dict[str, int | str], ...]:
+        """Return the rows of a metric: the tasks that have it."""
+        if metric == "recovery":
+            return ({},)
+        return self.rows().get(metric) or self.row_labels() or tuple({"task": each.name} for each in self.tasks)
+
+    def faults(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """Yield the tasks that nothing defines, and a harness that is not installed."""
+        try:
+            check_harness(self.kind)
+        except OptkitError as error:
+            yield ("tasks",), str(error)
+            return
+        for index, each in enumerate(self.tasks):
+            try:
+                each.known_definition()
+            except OptkitError as error:
+                yield ("tasks", index, "name"), str(error)
+
+    def check(self, device: str) -> None:
+        """Refuse to run without the harness."""
+        check_harness(self.kind)
+
+    def working_bytes(self, model: SessionMemory) -> int:
+        """Return the logits of a batch of questions of usual length."""
+        length = USUAL_LENGTH * (1 + (self.few_shot or 0))
+        return model.forward(self.batch_size, length) + 2 * model.logits(self.batch_size * length)
+
+    def check_texts(self, place: TextPlace) -> None:
+        """Refuse items that are longer than the model's positions, before anything is computed."""
+        if not place.transformers:
+            return
+        from optkit.source.calibration import load_tokenizer
+        from optkit_evals.harness.language_model import SessionModel
+
+        try:
+            config = text_config(json.loads((place.tokenizer / "config.json").read_text(encoding="utf-8")))
+            positions = config["max_position_embeddings"]
+        except (OSError, ValueError, KeyError):
+            return
+        tokenizer = load_tokenizer(place.tokenizer, place.trust_remote_code)
+        model = SessionModel(tokenizer, positions, truncate=self.truncate)
+        asking = self._asking()
+        asking.answer(asking.load(self.tasks, place.data, model), model)
+
+    def run(self, session: Session, context: EvalContext) -> Iterator[Metric | Attachment]:
+        """Ask; raises EvalError for an item that is too long, a tokenizer that is missing or NaN."""
+        from optkit_evals.harness.language_model import SessionModel
+
+        tokenizer = getattr(session, "tokenizer", None)
+        if tokenizer is None:
+            raise EvalError("the session has no tokenizer", where=self.kind, why="The harness asks in words")
+        model = SessionModel(
+            tokenizer,
+            session.positions,
+            session,
+            batch_size=self.batch_size,
+            shared_context=self.shared_context,
+            truncate=self.truncate,
+            progress=context.progress,
+        )
+        asking, items = self._asking(), []
+        loaded = asking.load(self.tasks, context.data, model)
+        for each in loaded:
+            if self.few_shot is not None and each.shots != self.few_shot:
+                context.warn(f"lm_eval: {each.name} is asked with {each.shots} examples, as its definition says")
+        asking.answer(loaded, model)
+        for each, wanted in zip(loaded, self.tasks, strict=True):
+            scores = asking.scores(each)
+            for score in scores:
+                yield as_metric(score, each.name, self._protocol(each, wanted))
+            items += list(asking.items(each, scores))
+        yield items_file(items)
+
+    def contrast(self, found: Found, baseline: Found) -> Iterable[Metric | Attachment]:
+        """Return what turned between two models, and which items."""
+        return contrasts(found, baseline)
+
+    def _asking(self) -> Asking:
+        return Asking(few_shot=self.few_shot, limit=self.limit, chat_template=self.chat_template)
+
+    def _protocol(self, loaded: Loaded, wanted: HarnessTask) -> str:
+        from lm_eval import __version__
+
+        from optkit_evals.windows import short_revision
+
+        asked = len({request.doc_id for request in loaded.requests})
+        return (
+            f"lm_eval {__version__}, {loaded.name} {loaded.task.VERSION}"
+            f" (revision {short_revision(wanted.revision or '')}), "
+            f"first {asked:,} of {loaded.available:,} items, {loaded.shots} examples, "
+            f"{'chat template' if self.chat_template else 'no chat template'}"
+            f"{', cut off from the left' if self.truncate else ''}, requests {loaded.digest()}"
+        )

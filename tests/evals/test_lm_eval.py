@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from optkit.errors import EvalError, MissingPackageError, RecipeError, SourceError
+from optkit.measure import Attachment, EvalContext, Found
+from optkit.recipe.recipe import load_recipe
+from optkit.session import open_session
+from optkit.source.text_place import TextPlace
+from tests.support.bigram_session import BigramSession
+
+pytest.importorskip("lm_eval")
+
+from optkit_evals.harness.asking import FEW_SHOT_SEED, Asking
+from optkit_evals.harness.language_model import SessionModel
+from optkit_evals.harness.task import HarnessTask
+from optkit_evals.lm_eval import LmEval
+
+CHOICES = """task: colours
+dataset_path: json
+dataset_kwargs: {data_files: {test: colours.jsonl}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_target: gold
+doc_to_choice: "{{choices}}"
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
+metadata: {version: 2.0}
+"""
+ROLLING = """task: prose
+dataset_path: json
+dataset_kwargs: {data_files: {test: colours.jsonl}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{question}}"
+metric_list:
+  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}
+"""
+WRITING = """task: writing
+dataset_path: json
+dataset_kwargs: {data_files: {test: colours.jsonl}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 12, do_sample: false}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+"""
+ITEMS = 20
+
+
+@pytest.fixture
+def tasks(tmp_path) -> dict[str, str]:
+    """A multiple choice, a text and a question that is answered in words, all on the same items."""
+    for name, text in (("colours", CHOICES), ("prose", ROLLING), ("writing", WRITING)):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    names = ["red", "dark blue", "green", "rose", "as white as snow"]
+    rows = [
+        {
+            "question": f"Of number {index} the colour is",
+            "choices": [names[(index * step + step) % 5] for step in range(1, 3 + index % 2)],
+            "gold": index % 2,
+        }
+        for index in range(ITEMS)
+    ]
+    (tmp_path / "colours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {name: str(tmp_path / f"{name}.yaml") for name in ("colours", "prose", "writing")}
+
+
+@pytest.fixture(scope="module")
+def session(tiny_model):
+    opened = open_session(tiny_model("llama"), [], device="cpu")
+    yield opened
+    opened.close()
+
+
+def by_harness(directory: Path, names: list[str], batch_size: int, asking: Asking, data: Path | None = None):
+    """What the harness itself says of the model as transformers opens it."""
+    import lm_eval
+    import torch
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    peer = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device="cpu")
+    loaded = asking.load([HarnessTask(name=name) for name in names], data, peer)
+    for each in loaded:
+        each.task.set_fewshot_seed(FEW_SHOT_SEED)
+    asked = {each.name: each.task for each in loaded}
+    options = {"apply_chat_template": asking.chat_template, "fewshot_as_multiturn": True}
+    return lm_eval.evaluate(lm=peer, task_dict={"tasks": asked}, limit=asking.limit, bootstrap_iters=0, **options)
+
+
+def measured(eval: LmEval, session, data: Path | None = None) -> Found:
+    return Found.of(eval, session, EvalContext(data=data))
+
+
+@pytest.mark.parametrize("few_shot", [0, 2])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_every_number_is_the_harness_own_to_the_last_digit(tiny_model, session, tasks, batch_size, few_shot):
+    names = list(tasks.values())
+    eval = LmEval(tasks=names, batch_size=batch_size, few_shot=few_shot, shared_context=False)
+    found = measured(eval, session)
+    theirs = by_harness(tiny_model("llama"), names, batch_size, Asking(few_shot=few_shot))
+    assert len(found.metrics) == 5
+    for metric in found.metrics:
+        assert metric.value == theirs["results"][metric.labels["task"]][f"{metric.name},none"]
+
+
+def test_contexts_computed_once_change_last_digits_alone(session, tasks):
+    wanted = [HarnessTask(name=tasks["colours"])]
+    answers = []
+    for batch_size, shared in ((1, False), (1, True), (6, True)):
+        model = SessionModel(
+            session.tokenizer, session.positions, session, batch_size=batch_size, shared_context=shared
+        )
+        calls = []
+        model._behind_contexts = lambda *given, calls=calls, real=model._behind_contexts: (
+            calls.append(given) or real(*given)
+        )
+        loaded = Asking().load(wanted, None, model)
+        Asking().answer(loaded, model)
+        answers.append([request.resps[0] for request in loaded[0].requests])
+        assert bool(calls) == shared
+    for other in answers[1:]:
+        assert [greedy for _, greedy in other] == [greedy for _, greedy in answers[0]]
+        assert [loss for loss, _ in other] == pytest.approx([loss for loss, _ in answers[0]], abs=1e-4)
+
+
+def test_the_chat_template_is_asked_as_the_harness_asks_it(tiny_model, session, tasks, monkeypatch):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    from transformers import PreTrainedTokenizerBase
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "chat_template", template, raising=False)
+    monkeypatch.setattr(session.tokenizer, "chat_template", template)
+    eval = LmEval(tasks=[tasks["colours"]], few_shot=1, chat_template=True, shared_context=False)
+    found = measured(eval, session)
+    assert "chat template" in found.metrics[0].protocol
+    model = SessionModel(session.tokenizer, session.positions)
+    (loaded,) = Asking(few_shot=1, chat_template=True).load([HarnessTask(name=tasks["colours"])], None, model)
+    assert loaded.requests[0].args[0].count("<user>") == 2
+
+
+def test_items_have_samples_in_their_order_and_a_file_with_their_texts(session, tasks):
+    found = measured(LmEval(tasks=[tasks["colours"]], limit=6), session)
+    acc, acc_norm = found.metrics
+    assert (acc.name, acc.labels, acc.unit, acc.pairing) == ("acc", {"task": "colours"}, "fraction", "paired_mean")
+    assert acc.value == sum(acc.samples) / 6
+    assert acc.interval[0] <= acc.value <= acc.interval[1]
+    for part in ("lm_eval 0.4", "colours 2.0", "first 6 of 20 items", "0 examples", "no chat template"):
+        assert part in acc.protocol
+    (file,) = found.attachments
+    items = [json.loads(line) for line in file.content.decode().splitlines()]
+    assert [item["item"] for item in items] == list(range(6))
+    assert items[1]["question"] == "Of number 1 the colour is"
+    assert items[1]["choices"] == ["green", "as white as snow", "dark blue"]
+    assert [item["scores"]["acc_norm"] for item in items] == list(acc_norm.samples)
+    assert all((item["answer"] == item["gold"]) == item["scores"]["acc"] for item in items)
+
+
+def test_a_text_has_samples_whose_mean_is_its_perplexity(session, tasks):
+    import math
+
+    words, bits = measured(LmEval(tasks=[tasks["prose"]]), session).metrics
+    assert (words.unit, words.pairing, len(words.samples)) == ("perplexity", "paired_log", ITEMS)
+    assert math.exp(sum(words.samples) / ITEMS) == pytest.approx(words.value)
+    assert sum(bits.samples) / ITEMS == pytest.approx(bits.value)
+    assert words.interval[0] < words.value < words.interval[1]
+
+
+def test_two_models_are_told_apart_by_what_turned(session, tasks, monkeypatch):
+    eval = LmEval(tasks=[tasks["colours"], tasks["writing"]], shared_context=False)
+    ours = measured(eval, session)
+    upside_down = lambda tokens: -type(session).logits(session, tokens)  # noqa: E731
+    monkeypatch.setattr(session, "logits", upside_down)
+    theirs = measured(eval, session)
+    found = list(eval.contrast(ours, theirs))
+    values = {(each.name, each.labels.get("task")): each for each in found if not isinstance(each, Attachment)}
+    mine, before = (next(each for each in some.metrics if each.name == "acc_norm").samples for some in (ours, theirs))
+    lost = [index for index in range(ITEMS) if mine[index] < before[index]]
+    won = [index for index in range(ITEMS) if mine[index] > before[index]]
+    assert lost or won
+    assert values["right_to_wrong", "colours"].value == len(lost)
+    assert values["wrong_to_right", "colours"].value == len(won)
+    assert 0 < values["mcnemar_p", "colours"].value <= 1
+    (file,) = (each for each in found if isinstance(each, Attachment))
+    listed = [json.loads(line) for line in file.content.decode().splitlines()]
+    colours = [each for each in listed if each["task"] == "colours"]
+    assert sorted(each["item"] for each in colours) == sorted(lost + won)
+    for each in colours:
+        assert each["unmodified"] != each["artifact"]
+        assert each["gold"] == each["unmodified" if each["item"] in lost else "artifact"]
+
+
+def test_a_model_beside_itself_turned_nothing_and_lost_nothing(session, tasks):
+    eval = LmEval(tasks=[tasks["colours"]])
+    ours = measured(eval, session)
+    *metrics, file = eval.contrast(ours, measured(eval, session))
+    assert file.content == b""
+    values = {each.name: each for each in metrics}
+    assert values["right_to_wrong"].value == values["wrong_to_right"].value == 0
+    assert values["mcnemar_p"].value == 1.0
+    if "recovery" in values:
+        assert values["recovery"].value == 100
+        low, high = values["recovery"].interval
+        assert low < 100 < high
+
+
+RECIPE = """model: smollm2-135m
+evals:
+  - lm_eval:
+      tasks: {tasks}
+gates:
+{gates}
+"""
+
+
+def problems(tmp_path, tasks="[arc_easy]", gates="  {}") -> str:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(tasks=tasks, gates=gates))
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "place", "told"),
+    [
+        ("[piqa, arc_eesy]", "4:21", "no task is named 'arc_eesy'. Did you mean 'arc_easy'?"),
+        ("[qqqqqqq]", "4:15", "The harness knows 1"),
+        ("[mmlu]", "4:15", "'mmlu' is a group of tasks. Name its tasks"),
+        ("[./no.yaml]", "4:15", "there is no file no.yaml. A path counts from the directory in which optkit runs"),
+        ("[piqa, piqa]", "4:14", "is here twice. Write it once."),
+        ("[]", "4:14", ""),
+    ],
+)
+def test_tasks_that_are_none_are_refused_at_their_line(tmp_path, tasks, place, told):
+    said = problems(tmp_path, tasks)
+    assert f"recipe.yaml:{place}: " in said
+    assert told in said
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("dataset_path: json\n", "names no `task:`"),
+        ("- a\n", "is no mapping"),
+        ("task: [\n", "is no task definition of the harness"),
+        ("include: broken.yaml\n", "includes itself"),
+    ],
+)
+def test_a_definition_that_is_none_is_refused(tmp_path, text, told):
+    (tmp_path / "broken.yaml").write_text(text)
+    assert told in problems(tmp_path, f"[{tmp_path}/broken.yaml]")
+
+
+def test_gates_name_tasks_by_labels_or_dots(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    gates = ['acc_norm[task=arc_easy]: ">= 0.99x"', 'lm_eval.piqa.acc: ">= 0.9x"', 'recovery: ">= 99"']
+    gates += ['lambada_openai.task_perplexity: "<= 1.1x"', 'right_to_wrong[task=piqa]: "<= 20"']
+    path.write_text(
+        RECIPE.format(tasks="[arc_easy, piqa, lambada_openai]", gates="".join(f"  {gate}\n" for gate in gates))
+    )
+    assert len(load_recipe(path).gates) == 5
+
+
+@pytest.mark.parametrize(
+    ("gate", "told"),
+    [
+        ('acc_norm[task=lambada_openai]: ">= 0.9x"', "no row of 'acc_norm' has task=lambada_openai"),
+        ('arc_esy.acc: ">= 0.9x"', "no row of 'acc' has task=arc_esy. There will be: task=arc_easy"),
+        ('arc_easy.f1: ">= 0.9x"', "no eval of the recipe measures 'f1'"),
+        ('arc_easy.acc: ">= 99"', "'acc' is a share between 0 and 1, so that nothing can pass >= 99"),
+    ],
+)
+def test_gates_that_nothing_measures_are_refused(tmp_path, gate, told):
+    assert told in problems(tmp_path, "[arc_easy, lambada_openai]", f"  {gate}")
+
+
+def test_a_harness_that_is_not_installed_is_said_at_its_line_and_before_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("optkit_evals.harness.definitions.find_spec", lambda name: None)
+    assert "4:14: lm_eval: the package `lm_eval` is not installed. Run: pip install 'optkit[lm-eval]'." in problems(
+        tmp_path
+    )
+    with pytest.raises(MissingPackageError, match="lm_eval"):
+        LmEval(tasks="arc_easy").check("cpu")
+    plain = {"model": "smollm2-135m", "evals": [{"lm_eval": {"tasks": ["hellaswag"]}}], "gates": {"acc": ">= 0.5"}}
+    assert load_recipe(plain).evals  # an artifact's recipe is read where the harness is not
+
+
+def test_a_task_whose_data_are_nowhere_is_refused_when_it_is_pinned(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.delenv("OPTKIT_DATA", raising=False)
+    with pytest.raises(SourceError, match=r"neither here nor to be downloaded.*arc/arc_easy_test\.jsonl.*--data"):
+        HarnessTask(name="arc_easy").pinned(None)
+    with pytest.raises(SourceError, match="neither here nor to be downloaded"):
+        HarnessTask(name="hellaswag").pinned(tmp_path)
+
+
+def test_a_definition_is_pinned_with_its_data(tasks, tmp_path):
+    pinned = HarnessTask(name=tasks["colours"]).pinned(None)
+    assert pinned.revision.startswith("sha256:")
+    assert pinned.pinned(None) == pinned
+    (tmp_path / "colours.jsonl").write_text('{"question": "?", "choices": ["a", "b"], "gold": 0}\n')
+    with pytest.raises(SourceError, match=r"task and data are sha256:.* and not .*Restore them"):
+        pinned.pinned(None)
+    (tmp_path / "colours.jsonl").unlink()
+    with pytest.raises(SourceError, match=r"colours: its file colours\.jsonl is not there"):
+        pinned.pinned(None)
+
+
+def test_a_task_of_the_harness_is_read_with_what_it_includes():
+    names = dict(HarnessTask(name="mmlu_anatomy").known_definition().rows())
+    assert "acc" in names
+
+
+def test_an_item_that_is_too_long_is_refused_before_anything_is_computed(session, tasks, tmp_path, tiny_model):
+    row = {"question": "very " * 2000, "choices": ["a", "b"], "gold": 0}
+    with (tmp_path / "colours.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    eval = LmEval(tasks=[tasks["colours"]])
+    told = rf"colours: item {ITEMS} has [\d,]+ tokens, and the model has [\d,]+ positions.*truncate: true"
+    with pytest.raises(EvalError, match=told):
+        measured(eval, session)
+    place = TextPlace(tiny_model("llama"), None, tmp_path / "counts", transformers=True)
+    with pytest.raises(EvalError, match=told):
+        eval.check_texts(place)
+    with pytest.raises(EvalError, match=f"writing: item {ITEMS} has .* tokens and an answer of 12"):
+        measured(LmEval(tasks=[tasks["writing"]]), session)
+    assert len(measured(LmEval(tasks=[tasks["colours"]], truncate=True), session).metrics[0].samples) == ITEMS + 1
+    LmEval(tasks=[tasks["colours"]], limit=ITEMS).check_texts(place)
+
+
+def test_answers_that_are_drawn_are_refused(session, tasks):
+    path = Path(tasks["writing"])
+    path.write_text(path.read_text().replace("do_sample: false", "do_sample: true, temperature: 0.7"))
+    with pytest.raises(EvalError, match=r"writing: it draws its answers \(do_sample\)"):
+        measured(LmEval(tasks=[str(path)]), session)
+
+
+def test_a_definition_that_the_harness_cannot_load_is_said_with_its_reason(session, tasks):
+    path = Path(tasks["colours"])
+    path.write_text(path.read_text().replace("test_split: test", "test_split: nothing"))
+    with pytest.raises(SourceError, match=r"colours: the harness cannot load the task\. .*Check its definition"):
+        measured(LmEval(tasks=[str(path)]), session)
+
+
+def test_logits_that_are_nan_are_refused(session, tasks, monkeypatch):
+    monkeypatch.setattr(type(session), "logits", lambda self, tokens: float("nan") * _logits(self, tokens))
+    with pytest.raises(EvalError, match="the log-likelihood of an answer is nan"):
+        measured(LmEval(tasks=[tasks["colours"]], shared_context=False), session)
+
+
+def _logits(session, tokens):
+    import torch
+
+    return torch.zeros(*tokens.shape, session.vocabulary)
+
+
+def test_a_session_without_a_tokenizer_is_refused(tasks):
+    with pytest.raises(EvalError, match="the session has no tokenizer"):
+        measured(LmEval(tasks=[tasks["colours"]]), BigramSession())
+
+
+def test_a_recipe_is_validated_without_torch(tmp_path):
+    import subprocess
+
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(tasks="[arc_easy, hellaswag]", gates='  acc: ">= 0.3"'))
+    code = "import sys; from optkit.recipe.recipe import load_recipe as load; load(sys.argv[1])"
+    code += "; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_tasks_of_the_data_directory_are_the_harness_numbers(shared_data, smol):
+    names = ["arc_easy", "arc_challenge", "piqa", "lambada_openai"]
+    opened = open_session(smol, [], device="cpu")
+    found = measured(LmEval(tasks=names, limit=2), opened, shared_data)
+    opened.close()
+    theirs = by_harness(smol, names, 1, Asking(limit=2), shared_data)
+    for metric in found.metrics:
+        name = metric.name.removeprefix("task_")
+        assert metric.value == theirs["results"][metric.labels["task"]][f"{name},none"]
+    assert SimpleNamespace(**{each.name: each for each in found.metrics}).task_perplexity.pairing == "paired_log"
