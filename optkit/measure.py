@@ -246,6 +246,12 @@ class Eval(Frozen):
         """Return in how many turns a timed eval measures each model."""
         return TURNS
 
+    def told_apart(self) -> bool:
+        """Say whether it times decoding, so that the scorecard tells the engine's part of the speed
+        from that of settings and stages.
+        """
+        return False
+
     def apart(self) -> bool:
         """Say whether a timed eval takes each turn in a fresh process.
         That process opens the model for it and ends.

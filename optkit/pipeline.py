@@ -29,6 +29,7 @@ from optkit.measuring.attribution import attribute, between
 from optkit.measuring.earlier_release import earlier_release
 from optkit.measuring.evaluation import context_of, measure_plan, metric_keys
 from optkit.measuring.evaluation import evaluate as evaluate
+from optkit.measuring.speed import speed_rungs
 from optkit.page import scorecard_page
 from optkit.plan import Plan, make_plan
 from optkit.progress import Progress, SilentProgress
@@ -114,7 +115,9 @@ def run(
     with reserve(target, shelf.root), ExitStack() as held:
         todo = make_plan(wanted.pinned(data), shelf, chosen)
         steps_between = [each for rung in between(todo) for each in rung.evals]
-        held.enter_context(shelf.using([*(step.key for step in todo.steps), *metric_keys(*todo.evals, *steps_between)]))
+        speed = speed_rungs(todo, stages=True)
+        keys = [*(step.key for step in todo.steps), *metric_keys(*todo.evals, *steps_between), *speed.keys]
+        held.enter_context(shelf.using(keys))
         standing(target, todo.artifact_key)
         say_code(todo.recipe, progress)
         for gate in todo.doomed:
@@ -132,6 +135,7 @@ def run(
             calibrated_on=execution.calibrated_on,
             retime=retime,
             previous=previous,
+            speed=speed,
         )
         added = attribute(todo, measured, shelf, context, execution.calibrated_on)
         notes = (*scorecard.notes, *_left_out(todo))

@@ -281,6 +281,10 @@ class Setting(Stage):
         """
         return ""
 
+    def idle(self, device: str) -> bool:
+        """Say whether a model on this device is what it is without the setting."""
+        return False
+
     def forecast(self, shape: ModelShape, device: str) -> str:
         """Return one line for the plan: what opening a model will need, e.g. of each GPU.
         It is empty if that is nothing new.

@@ -88,6 +88,10 @@ class Throughput(TimedEval):
         python, versions = vllm_versions()
         return {"python": python, **versions}
 
+    def told_apart(self) -> bool:
+        """Return whether optkit's own sessions are timed; vLLM has one engine for all models."""
+        return self.engine == "optkit"
+
     def check(self, device: str) -> None:
         """Raise MissingPackageError, before anything runs, if the engine is not installed."""
         if self.engine == "vllm":

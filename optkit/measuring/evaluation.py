@@ -14,6 +14,7 @@ from optkit.execute import materialize
 from optkit.measuring.bench import Subject
 from optkit.measuring.earlier_release import earlier_release
 from optkit.measuring.measurement import Measurement, measure
+from optkit.measuring.speed import SpeedRungs, speed_rungs
 from optkit.plan import Plan, PlannedEval, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe.gate_places import gate_places, require_earlier_release
@@ -73,7 +74,8 @@ def evaluate(
         directory, alone, steps, calibrated_on = None, True, [], ()
     require_earlier_release(todo.recipe.gates, against, gate_places(evals))
     context = context_of(todo, progress, data)
-    with shelf.using([todo.steps[0].key, *metric_keys(*todo.evals)]):
+    speed = SpeedRungs() if alone else speed_rungs(todo, stages=False)
+    with shelf.using([todo.steps[0].key, *metric_keys(*todo.evals), *speed.keys]):
         scorecard, _ = measure_plan(
             todo,
             shelf,
@@ -84,6 +86,7 @@ def evaluate(
             calibrated_on=calibrated_on,
             retime=retime,
             previous=previous,
+            speed=speed,
         )
     return published_scorecard(scorecard, todo.recipe)
 
@@ -99,19 +102,21 @@ def measure_plan(
     calibrated_on: tuple[dict[str, str], ...] = (),
     retime: bool = False,
     previous: Scorecard | None = None,
+    speed: SpeedRungs | None = None,
 ) -> tuple[Scorecard, Measurement]:
     """Return the scorecard of an artifact's directory, and what was measured.
     Without a directory it is that of the unmodified model. `alone`: nothing was changed, so that
     there is no baseline.
 
-    `steps` made the artifact; `previous` is the scorecard of an earlier release. Raises what
-    `measure` does.
+    `steps` made the artifact; `previous` is the scorecard of an earlier release; `speed` has what
+    is timed further. Raises what `measure` does.
     """
     trusted = todo.recipe.model.trust_remote_code
     unmodified = Subject(
         lambda: materialize(todo, 0, store, context, set()), [entry.value for entry in todo.baseline_settings], trusted
     )
     settings = [entry.value for entry in todo.recipe.settings]
+    speed = speed or SpeedRungs()
     measured = measure(
         todo,
         Subject(lambda: directory, settings, trusted) if directory else unmodified,
@@ -121,6 +126,7 @@ def measure_plan(
         progress=context.progress,
         calibrated_on=calibrated_on,
         retime=retime,
+        further=speed.further(todo, store, context),
     )
     scorecard = build_scorecard(
         name=todo.recipe.name,
@@ -135,6 +141,8 @@ def measure_plan(
         baseline_notes=measured.baseline_notes,
         environment=measured.environment,
         previous=previous,
+        same_engine=speed.same_engine(measured),
+        speed=speed.waterfall(todo, measured),
         comparing={name for each in todo.evals if each.eval.compares for name in each.eval.metrics},
     )
     return scorecard, measured

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from optkit.environment import describe_environment
-from optkit.errors import EvalError
+from optkit.errors import EvalError, OptkitError, ResourceError
 from optkit.measure import Attachment, EvalContext, Found, Metric
-from optkit.measuring.bench import Bench, Subject, known
+from optkit.measuring.bench import Bench, Subject, Wanted, known
 from optkit.measuring.turns import TimedModel, time_in_turns
 from optkit.plan import Plan, PlannedEval
 from optkit.progress import Progress
@@ -31,6 +31,17 @@ class Measurement:
     notes: tuple[str, ...]
     baseline_notes: tuple[str, ...]
     environment: dict[str, Any]
+    further: tuple[tuple[str, tuple[Metric, ...]], ...] = ()
+    """Name and numbers of each further model; no numbers if it could not be timed."""
+
+
+@dataclass(frozen=True)
+class Further:
+    """A further model that is timed in turns with the unmodified one and the artifact."""
+
+    name: str
+    subject: Subject
+    wanted: Wanted
 
 
 def measure(
@@ -43,13 +54,14 @@ def measure(
     progress: Progress,
     calibrated_on: tuple[dict[str, str], ...] = (),
     retime: bool = False,
+    further: Sequence[Further] = (),
 ) -> Measurement:
     """Return all metrics. Timings are measured first, while the memory is clean, then everything
     else. Each is kept in the store.
 
     `retime` measures the timed evals again, of both models, whatever the store holds. `baseline` is
-    None if the artifact is the unmodified model. Raises EvalError and ResourceError from the
-    evals.
+    None if the artifact is the unmodified model. `further` models take turns with the two; one
+    that fails is left out. Raises EvalError and ResourceError from the evals.
     """
     began, environment = datetime.now(UTC).isoformat(timespec="seconds"), describe_environment(plan.device)
     if baseline is None:
@@ -67,8 +79,9 @@ def measure(
         if not each.eval.timed and not known(store, each.key if each in once else each.baseline_key)
     ]
     pairs = [each for each in plan.evals if each.eval.compares and not known(store, each.key)]
-    both_known = {each.key for each in plan.evals if known(store, each.key) and known(store, each.baseline_key)}
-    timed = [each for each in plan.evals if each.eval.timed and (retime or each.key not in both_known)]
+    missing = {each.key for each in plan.evals if not (known(store, each.key) and known(store, each.baseline_key))}
+    missing |= {each.key for model in further for key, each in model.wanted if not known(store, key)}
+    timed = [each for each in plan.evals if each.eval.timed and (retime or each.key in missing)]
     for each in (*alone, *of_baseline, *pairs, *timed):
         if any(key and store.is_damaged_json(key) for key in (each.key, each.baseline_key)):
             progress.warn(f"{each.kind}: its numbers in the store were changed or cut off; they are measured again")
@@ -81,7 +94,8 @@ def measure(
         if baseline:
             wanted = [(each.baseline_key, each) for each in timed if each.baseline_key]
             models.insert(0, TimedModel(baseline, wanted))
-        time_in_turns(bench, models)
+        models[-1:-1] = _to_time(further, timed)
+        time_in_turns(bench, models, failed=_leaving_out(bench, models[-1]) if further else None)
     if baseline and (of_baseline or pairs):
         with bench.opened(baseline) as unmodified:
             bench.measure(unmodified, [(each.baseline_key or each.key, each) for each in of_baseline])
@@ -110,7 +124,38 @@ def measure(
             [*of_once, *zip((each.kind for each in beside_it), theirs, strict=True)], environment, began
         ),
         environment=environment,
+        further=tuple((each.name, _numbers(each, store)) for each in further),
     )
+
+
+def _to_time(further: Sequence[Further], timed: Sequence[PlannedEval]) -> list[TimedModel]:
+    """Return the further models, each with those of its evals that are timed."""
+    keys = {each.key for each in timed}
+    found = [
+        TimedModel(model.subject, [(key, each) for key, each in model.wanted if each.key in keys]) for model in further
+    ]
+    return [model for model in found if model.wanted]
+
+
+def _leaving_out(bench: Bench, artifact: TimedModel) -> Callable[[TimedModel, Exception], None]:
+    """Return what hears of a model whose turn failed: a further one is left out for good if it
+    cannot be opened so, and until the next run if memory ran out.
+    """
+
+    def failed(model: TimedModel, error: Exception) -> None:
+        if model is artifact or not isinstance(error, OptkitError):
+            raise error
+        bench.context.progress.warn(f"a further model is not timed: {error}")
+        if not isinstance(error, ResourceError):
+            for key, each in model.wanted:
+                bench.keep(key, each, Found(()), [str(error)], 0.0)
+
+    return failed
+
+
+def _numbers(model: Further, store: Store) -> tuple[Metric, ...]:
+    found = (store.get_json(key) for key, _ in model.wanted)
+    return tuple(metric for entry in found if entry for metric in Found.from_json(entry).metrics)
 
 
 def _folders(kinds: Sequence[str]) -> list[str]:

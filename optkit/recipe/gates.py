@@ -36,8 +36,10 @@ _LIMIT = re.compile(
     re.ASCII,
 )
 
-Other: TypeAlias = Literal["previous"]
-"""What a limit can be relative to beside the unmodified model: `previous`, an earlier release."""
+Other: TypeAlias = Literal["same engine", "previous"]
+"""What a limit can be relative to beside the unmodified model: the same weights in the artifact's
+engine and settings, or an earlier release.
+"""
 Of: TypeAlias = Literal["", "baseline"] | Other
 """What a limit is relative to; empty for an absolute one."""
 OTHERS: tuple[Other, ...] = get_args(Other)
@@ -120,7 +122,7 @@ class Gate(Frozen):
     @property
     def text(self) -> str:
         """The limit as a recipe spells it."""
-        ratio = {"": "", "baseline": "x"}.get(self.of, f"x of {self.of}")
+        ratio = {"": "", "baseline": "x", "same engine": "x same engine"}.get(self.of, f"x of {self.of}")
         return f"{self.operator} {self.limit:.12g}{ratio}"
 
     def matches(self, metric: Metric) -> bool:
@@ -158,7 +160,8 @@ def parse_gate(key: str, text: str) -> Gate:
     if not stated:
         raise ValueError(
             f'\'{text}\' is no limit. Write <=, >=, < or > and a number: "<= 25", or "<= 1.10x" '
-            'relative to the baseline, or "<= 1.01x of previous" relative to an earlier release.'
+            'relative to the baseline, "<= 1.01x of previous" to an earlier release, '
+            '">= 2x same engine" to the baseline in the artifact\'s engine.'
         )
     if not math.isfinite(float(stated["limit"])):
         raise ValueError(
@@ -192,16 +195,23 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
         raise ValueError(f"no eval measures '{gate.name}': the recipe has no evals.")
     if gate.name not in measures:
         raise ValueError(f"no eval of the recipe measures '{gate.name}'.{did_you_mean(gate.name, measures)}")
+    measuring = [each for each in evals if gate.name in each.metrics]
+    instances = [each for each in measuring if isinstance(each, Eval)]
+    if gate.of == "same engine" and len(instances) == len(measuring) and not any(map(_is_told_apart, instances)):
+        plain = f"{gate.operator} {gate.limit:.12g}x"
+        raise ValueError(f"'{gate.name}' is no timing of decoding, which engines decide. Write \"{plain}\".")
     if gate.of == "baseline" and measures[gate.name].compares:
         absolute = f"{gate.operator} {gate.limit:.12g}"
         raise ValueError(
             f"'{gate.name}' compares with the baseline already. Give its limit without x, as in \"{absolute}\"."
         )
     _check_range(gate, RATIO if gate.of else RANGES.get(measures[gate.name].metrics[gate.name]))
-    measuring = [each for each in evals if gate.name in each.metrics]
-    instances = [each for each in measuring if isinstance(each, Eval)]
     if len(instances) == len(measuring):
         _check_labels(gate, [row for each in instances for row in each.rows_of(gate.name)])
+
+
+def _is_told_apart(measured: Eval) -> bool:
+    return measured.told_apart()
 
 
 FORESEEN = 0.02

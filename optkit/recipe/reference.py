@@ -59,6 +59,7 @@ gates:
   perplexity: "<= 1.10x"                      # at most 1.10 times the unmodified model's
   size_bytes: "<= 300e6"                      # at most 300 MB
   decode_tokens_per_s[batch=1]: ">= 1.2x"     # only the rows measured at batch 1
+  prefill_tokens_per_s: ">= 1x same engine"   # of the same weights in the artifact's engine
   kl_divergence: "<= 1.01x of previous"       # at most 1.01 times that of an earlier release
 ```
 

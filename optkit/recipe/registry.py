@@ -27,6 +27,7 @@ STAGES = {
     "awq_scale": "optkit.stages.awq_scale:AwqScale",
     "cast": "optkit.stages.cast:Cast",
     "compile": "optkit.settings.compile:Compile",
+    "cpu_decoder": "optkit.settings.cpu_decoder:CpuDecoder",
     "cuda_graphs": "optkit.settings.cuda_graphs:CudaGraphs",
     "distill": "optkit.stages.distill:Distill",
     "fp8": "optkit.stages.fp8:Fp8",

@@ -1,4 +1,4 @@
-"""What each stage added to the damage (a waterfall).
+"""What each stage added to the damage, or to the speed (a waterfall).
 It shows the numbers after each stage, and the change to those before it.
 """
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from optkit.common.markdown import markdown_table
 from optkit.measure import Metric
-from optkit.scorecard.numbers import format_ratio, format_value, significant
+from optkit.scorecard.numbers import format_ratio, significant
 from optkit.scorecard.ratios import metric_identity, ratio_to_baseline
 from optkit.scorecard.scorecard import Rung
-from optkit.scorecard.table import NOTHING, metric_label
+from optkit.scorecard.table import NOTHING, metric_label, value_text
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Waterfall:
 def waterfall(rungs: Sequence[Rung]) -> Waterfall | None:
     """Return what each stage added, None if nothing was attributed.
 
-    The change is the ratio to the number before if the two can be paired, token by token, else
-    the difference.
+    The change is the ratio to the number before if the two can be paired, token by token or turn
+    by turn, else the difference.
     """
     if not rungs:
         return None
@@ -55,13 +55,17 @@ def _cells(ladder: Sequence[Metric | None], index: int) -> tuple[str, str]:
     metric = ladder[index]
     if metric is None:
         return NOTHING, NOTHING
-    value = format_value(metric.value, metric.unit)
+    value = value_text(metric)
     before = ladder[index - 1] if index else None
-    if metric.pairing == "paired_log" and before is not None:
+    if before is not None and _is_ratio(metric) and not (metric.failure or before.failure) and before.value:
         ratio = ratio_to_baseline(metric, before)
         return value, format_ratio(ratio.value, ratio.interval)
-    if not index or metric.pairing == "paired_log":
+    if not index or _is_ratio(metric):
         return value, NOTHING
     of_unmodified = 1.0 if metric.higher_is_better else 0.0  # an agreement with itself, a distance from itself
     difference = metric.value - (before.value if before else of_unmodified)
     return value, f"{'+' if difference >= 0 else '-'}{significant(abs(difference), 3)}"
+
+
+def _is_ratio(metric: Metric) -> bool:
+    return metric.pairing in ("paired_log", "paired_turns")

@@ -67,10 +67,13 @@ def build_scorecard(
     baseline_notes: Sequence[str] = (),
     environment: Mapping[str, Any] | None = None,
     previous: Scorecard | None = None,
+    same_engine: Sequence[Metric] | None = None,
+    speed: Sequence[Rung] = (),
     comparing: Collection[str] = (),
 ) -> Scorecard:
     """Return the scorecard. `steps` have the attributes of `StepLine`; `gates` are the recipe's.
-    `previous` is that of an earlier release; the metrics in `comparing` compare with the unmodified
+    `previous` is that of an earlier release; `same_engine` are numbers of the unmodified model in
+    the artifact's engine, None if the baseline is in it; the metrics in `comparing` compare with the unmodified
     model, which must be the same then.
 
     A gate that nothing was measured for fails, on a row that says why.
@@ -81,6 +84,8 @@ def build_scorecard(
         _unmeasured(gate, metrics, device) for gate in limits if not any(gate.matches(metric) for metric in metrics)
     ]
     references = [Reference("baseline", "the baseline", baseline, "set a limit without x")]
+    if same_engine is not None or any(gate.of == "same engine" for gate in limits):
+        references.append(_in_same_engine(baseline if same_engine is None else same_engine))
     references += [_earlier(previous, recipe, comparing)] if previous else []
     lines = tuple(StepLine.model_validate(step, from_attributes=True) for step in steps)
     return Scorecard(
@@ -90,6 +95,7 @@ def build_scorecard(
         recipe=dict(recipe),
         steps=lines,
         attribution=tuple(attribution),
+        speed=tuple(speed),
         settings=tuple(settings),
         notes=(*(f"{line.kind}: {note}" for line in lines for note in line.report.get("notes", ())), *notes),
         baseline_notes=tuple(baseline_notes),
@@ -101,6 +107,11 @@ def build_scorecard(
 
 def _release(scorecard: Scorecard) -> Release:
     return Release(name=scorecard.name, artifact_key=scorecard.artifact_key, created=scorecard.created)
+
+
+def _in_same_engine(metrics: Sequence[Metric]) -> Reference:
+    remedy = "set a limit relative to the baseline, without `same engine`"
+    return Reference("same engine", "the unmodified model in the artifact's engine", metrics, remedy)
 
 
 def _earlier(previous: Scorecard, recipe: Mapping[str, Any], comparing: Collection[str]) -> Reference:

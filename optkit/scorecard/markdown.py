@@ -36,6 +36,7 @@ def to_markdown(scorecard: Scorecard) -> str:
         "## Steps": _steps(scorecard.steps),
         "## Training": _bullets([training_line(each) for each in trainings(scorecard.steps)]),
         "## What each stage added": steps.to_markdown() if (steps := waterfall(scorecard.attribution)) else "",
+        "## Where the speed comes from": _speed(scorecard),
         "## Settings": _bullets(scorecard.settings),
         "## Notes": _bullets([*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]),
         "## Environment": _bullets([f"{name}: {value}" for name, value in scorecard.environment.items()]),
@@ -47,6 +48,11 @@ def to_markdown(scorecard: Scorecard) -> str:
 def _previous(scorecard: Scorecard) -> str:
     found = scorecard.previous
     return f" Of previous: {found.name} of {found.created}, `{found.artifact_key[:12]}`." if found else ""
+
+
+def _speed(scorecard: Scorecard) -> str:
+    table = waterfall(scorecard.speed)
+    return f"{table.to_markdown()}\n\nsame engine: the unmodified weights, opened as the artifact is." if table else ""
 
 
 def _steps(steps: tuple[StepLine, ...]) -> str:

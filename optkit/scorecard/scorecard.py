@@ -124,13 +124,15 @@ class Release(Frozen):
 
 
 class Rung(Frozen):
-    """The accuracy of the model after one stage."""
+    """The accuracy, or the speed, of the model after one stage."""
 
     stage: str
-    """Kind of the stage; `unmodified` for the model, `settings` for what the settings add."""
+    """Kind of the stage; `unmodified` for the model, `settings` for what the settings add. Of
+    speed also `engine` and `same engine`: the unmodified weights in the artifact's engine, without
+    and with its other settings."""
     metrics: tuple[Metric, ...]
     """The first metric of each eval of accuracy; the divergence of the unmodified model from itself
-    is left out.
+    is left out. Of speed the tokens per second.
     """
 
 
@@ -159,6 +161,8 @@ class Scorecard(Frozen):
     steps: tuple[StepLine, ...] = ()
     attribution: tuple[Rung, ...] = ()
     """The model, then after each stage, in order; empty if one stage alone changed the numbers."""
+    speed: tuple[Rung, ...] = ()
+    """The same of the speed; empty if engine and settings are those of the unmodified model."""
     settings: tuple[str, ...] = ()
     """One line for each setting: what is in force on this device."""
     notes: tuple[str, ...] = ()

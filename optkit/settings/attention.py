@@ -55,6 +55,10 @@ class Attention(Setting):
     def _kernel(self) -> AttentionKernel | None:
         return AttentionKernel.parse(self.implementation) if "/" in self.implementation else None
 
+    def idle(self, device: str) -> bool:
+        """Return whether it is `sdpa`, which transformers takes by itself."""
+        return self.implementation == "sdpa"
+
     def foreign_code(self) -> str:
         """Return the kernel of the hub."""
         return f"the kernel {self.implementation} of the hub" if self._kernel else ""

@@ -69,6 +69,10 @@ class CudaGraphs(Setting):
         session.decode_with(GraphDecoder(session.model))
         return session
 
+    def idle(self, device: str) -> bool:
+        """Return whether it is no GPU."""
+        return not self.applies(device)
+
     def step_mode(self, device: str) -> str:
         """Return `cuda_graphs` on GPUs."""
         return self.kind if self.applies(device) else ""

@@ -35,6 +35,8 @@ def metric(name="perplexity", **labels):
         ("<= .5×", "<=", 0.5, "baseline"),
         ("<= 1.01x of previous", "<=", 1.01, "previous"),
         ("<= 1x  previous ", "<=", 1.0, "previous"),
+        (">= 2x same engine", ">=", 2.0, "same engine"),
+        (">= 2x of same  engine", ">=", 2.0, "same engine"),
     ],
 )
 def test_limits(text, sign, limit, of):
@@ -106,6 +108,20 @@ def test_a_gate_is_checked_against_the_evals_before_anything_runs():
         check_gate(parse_gate("kl_divergence", "<= 1.1x"), evals)
     with pytest.raises(ValueError, match="the recipe has no evals"):
         check_gate(parse_gate("perplexity", "<= 1.1x"), [])
+
+
+class Clock(Eval):
+    metrics: ClassVar[dict[str, str]] = {"decode_tokens_per_s": "tokens/s"}
+
+    def told_apart(self):
+        return True
+
+
+def test_engines_decide_timings_of_decoding_alone():
+    check_gate(parse_gate("decode_tokens_per_s", ">= 2x same engine"), [Clock(), Alone()])
+    check_gate(parse_gate("size_bytes", "<= 2x same engine"), [Alone])
+    with pytest.raises(ValueError, match=r"'size_bytes' is no timing of decoding, which engines decide.*\"<= 0\.5x\""):
+        check_gate(parse_gate("size_bytes", "<= 0.5x same engine"), [Clock(), Alone()])
 
 
 class Shares(Eval):

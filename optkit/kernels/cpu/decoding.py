@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from optkit.kernels.cpu.coded_linear import CodedLinear
+from optkit.kernels.cpu.families import DECODES, why_not_family
 from optkit.kernels.cpu.native import library, why_not_native
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""`model_type`s whose step is: embed; norm, attend, add; norm, gated MLP, add; norm, head."""
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not change with the length of the text."""
 LANES = 16
@@ -58,8 +57,8 @@ class _Model(ctypes.Structure):
 def why_not_step(model: Any) -> str | None:
     """Return why a CPU model's step cannot be one call, None if it can; compiles the kernels."""
     config = model.config
-    if config.model_type not in FAMILIES:
-        return f"{config.model_type} is not of the families that it is known for ({', '.join(FAMILIES)})"
+    if reason := why_not_family(config.model_type):
+        return reason
     attention = model.model.layers[0].self_attn
     if config.hidden_act != "silu":
         return f"the MLP's activation is {config.hidden_act}, not silu"
@@ -91,19 +90,19 @@ def _why_not_read(module: nn.Module) -> str | None:
 
 
 def step_decoder(model: Any) -> tuple[StepDecoder | None, list[str]]:
-    """Return an opened model's decoder, None if there is none; a note if its family has one."""
-    if model.config.model_type not in FAMILIES:
+    """Return an opened model's decoder, None if there is none; then a note if its family has one."""
+    if why_not_family(model.config.model_type):
         return None, []
     reason = why_not_step(model)
     if reason is not None:
         return None, [f"decode: transformers computes each step, because {reason}"]
-    return StepDecoder(model), ["decode: each step is one call of optkit's CPU kernels, in float32"]
+    return StepDecoder(model), []
 
 
 class StepDecoder:
     """Greedy decoding of an opened model; `why_not_step` says of which."""
 
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = (DECODES,)
 
     def __init__(self, model: Any) -> None:
         self.model = model
