@@ -31,10 +31,12 @@ def answers(scorecard: Scorecard, directory: Path | None) -> list[dict[str, Any]
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for line in scorecard.files:
         if line.path.endswith(SUFFIX):
-            for record in _records(directory / line.path):
+            for number, record in enumerate(_records(directory / line.path)):
                 if {"unmodified", "artifact"} <= record.keys():
                     kind = (line.path, str(record.get("task", "")), str(record.get("turned", "")))
                     groups.setdefault(kind, []).append(record)
+                elif not number:
+                    break  # a file of something else, e.g. of all items
     return [_group(*kind, records) for kind, records in groups.items()]
 
 

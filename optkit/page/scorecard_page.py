@@ -10,12 +10,12 @@ from typing import Any
 from optkit.common.byte_sizes import size_text
 from optkit.page.answers import answers
 from optkit.page.charts.chart import Chart, printed
-from optkit.page.charts.damage import damage
 from optkit.page.charts.layers import layers
 from optkit.page.charts.losses import losses
 from optkit.page.charts.ratios import ratios
 from optkit.page.charts.roofline import roofline
 from optkit.page.charts.timings import timings
+from optkit.page.charts.waterfalls import damage, speed
 from optkit.page.command import command
 from optkit.page.render import render
 from optkit.page.table import Cell, Column, TableRow, apart
@@ -50,7 +50,7 @@ MOST_TILES = 6
 SECTIONS = (
     ("What changed", (ratios,)),
     ("Quality, stage by stage", (damage,)),
-    ("Speed", (timings, roofline)),
+    ("Speed", (speed, timings, roofline)),
     ("Layers", (layers,)),
     ("Training", (losses,)),
 )

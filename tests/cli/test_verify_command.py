@@ -120,6 +120,7 @@ def test_transformers_agrees_and_the_artifact_remembers(artifact: Path, capsys: 
     shown, _ = spoken(capsys, "show", "out")
     assert f"transformers {kept.version} float32  yes" in shown
     assert "## Loading" in (artifact / "scorecard.md").read_text()
+    assert "Other programs that open it" in (artifact / "scorecard.html").read_text(encoding="utf-8")
     assert json.loads((artifact / "scorecard.json").read_text())["loading"] == [kept.model_dump(mode="json")]
     read_artifact(artifact).check()
 

@@ -67,6 +67,10 @@ def test_a_page_shows_them_as_text(card: Scorecard, tmp_path: Path) -> None:
     assert "Answers" not in scorecard_page(card)
 
 
+def test_a_file_of_something_else_is_not_shown(card: Scorecard, tmp_path: Path) -> None:
+    assert answers(card, left(tmp_path, {"item": 1, "answer": 0}, FLIP)) == []
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b"[" * 100_000])
 def test_a_broken_file_shows_nothing(card: Scorecard, tmp_path: Path, content: bytes) -> None:
     (left(tmp_path) / PLACE).write_bytes(content)

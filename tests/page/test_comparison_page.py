@@ -80,7 +80,7 @@ def test_points_stand_as_the_comparison_says_and_a_hover_tells_the_recipe(compar
     assert drawn.keys() == {entry.label for entry in comparison.entries} | {"unmodified"}
     for entry in comparison.entries:
         wanted = "pick" if entry.pick else "front" if entry.front else "behind"
-        assert drawn[entry.label]["stands"] == (wanted if entry.meets == "PASS" else "refused")
+        assert drawn[entry.label]["stands"] == (wanted if entry.passes == "PASS" else "refused")
         assert drawn[entry.label]["rank"] == str(entry.rank)
     assert "gptq.bits 4\ngptq.group_size 128" in drawn["gptq-4-128"]["hint"]
 

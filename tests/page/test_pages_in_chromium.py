@@ -45,7 +45,7 @@ def test_it_is_drawn_quietly(browser: Chromium, page: Path, scheme: str, width: 
     assert browser.requests() == [page.as_uri()]
     assert browser.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
     drawn = browser.evaluate(DRAWN)
-    assert len(drawn) == 8
+    assert len(drawn) == 9
     assert all(0.6 * min(width, 560) < each <= width for each in drawn)
     paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")

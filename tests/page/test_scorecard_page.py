@@ -100,9 +100,23 @@ def test_the_verdict_comes_first_and_every_section_follows(page: Page) -> None:
     assert places == sorted(places)
     named = set(page.attributes("data-chart"))
     assert named == set(page.charts)
-    assert named == {
-        "ratios", "damage-0", "damage-1", "latency-0", "roofline", "layers-0", "sensitivity", "loss-1"
-    } - {"loss-1"} | {"loss-0"}  # fmt: skip
+    drawn = {"ratios", "damage-0", "damage-1", "speed-0", "latency-0", "roofline", "layers-0", "sensitivity", "loss-0"}
+    assert named == drawn
+
+
+def test_waterfalls_begin_at_the_unmodified_model(page: Page) -> None:
+    def bars(name: str) -> list[tuple[str, float, float, str]]:
+        found = [each for mark in page.charts[name]["marks"] if mark["kind"] == "barX" for each in mark["data"]]
+        order = page.charts[name]["rows"]
+        found.sort(key=lambda each: order.index(each["stage"]))
+        return [(each["stage"], each["before"], each["after"], each["change"]) for each in found]
+
+    perplexities = bars("damage-0")
+    assert [each[0] for each in perplexities] == ["unmodified", "gptq", "lora_recover"]
+    assert [each[3] for each in perplexities] == ["", "worse", "better"]
+    assert perplexities[0][1] == perplexities[0][2] == perplexities[1][1]
+    assert bars("damage-1")[0][1] == 0.0, "a divergence of the unmodified model from itself"
+    assert [each[3] for each in bars("speed-0")] == ["", "better", "better"]
 
 
 def test_what_has_no_data_is_left_out() -> None:

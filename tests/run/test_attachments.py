@@ -111,6 +111,7 @@ def test_an_eval_leaves_files_through_a_run_and_through_a_cached_one(
     page = (desk / "out" / "scorecard.md").read_text(encoding="utf-8")
     assert f"![sketch]({ATTACHMENTS}/sketch/sketch.svg)" in page
     assert f"- [{ATTACHMENTS}/sketch-unmodified/sketch.svg]" in page
+    assert f"{ATTACHMENTS}/sketch/sketch.svg: image/svg+xml" in (desk / "out" / "scorecard.html").read_text("utf-8")
     assert f"file  {ATTACHMENTS}/sketch/sketch.svg" in capsys.readouterr().out
     assert COUNTED == ["red", "red"]
     shutil.rmtree(desk / "out")

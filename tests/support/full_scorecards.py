@@ -156,6 +156,10 @@ def full_scorecard(name: str = "llama_int4", bits: int = 4) -> Scorecard:
         gates={"perplexity": "<= 1.10x", "size_bytes": "<= 0.5x", "decode_tokens_per_s": ">= 1.2x"},
         steps=steps([3.0 - 0.5 * math.log10(1 + step) for step in range(100)]),
         attribution=rungs,
+        speed=[
+            Rung(stage=stage, metrics=(timed("decode_tokens_per_s", 63 * factor, "tokens/s"),))
+            for stage, factor in (("unmodified", 1), ("same engine", 2.8), ("gptq", speed))
+        ],
         settings=("attention: sdpa",),
         notes=("decode: each step is one call of optkit's CPU kernels",),
         environment={"device": "cpu", "device_name": "Intel(R) Xeon(R)", "torch": "2.13.0", "cpu_threads": 2},

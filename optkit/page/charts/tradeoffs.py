@@ -24,7 +24,7 @@ STANDS: tuple[tuple[str, Colour, Literal["dot", "ring"], str], ...] = (
     ("pick", "green", "dot", "the one to take"),
     ("front", "blue", "dot", "on the front"),
     ("behind", "grey", "ring", "behind another in all, measurably in one"),
-    ("refused", "vermillion", "ring", "does not meet what is required"),
+    ("refused", "vermillion", "ring", "does not surely pass its gates and what is required"),
 )
 """How a point stands, its colour and shape, and what that means."""
 
@@ -135,7 +135,7 @@ def _chart(comparison: Comparison, entries: Sequence[Entry], x: Side, y: Side, n
 
 def _about(entry: Entry) -> dict[str, Any]:
     stands = "pick" if entry.pick else "front" if entry.front else "behind"
-    if entry.meets is not Verdict.PASS:
+    if entry.passes is not Verdict.PASS:
         stands = "refused"
     return {"label": entry.label, "stands": stands, "rank": str(entry.rank or "")}
 

@@ -12,7 +12,7 @@
 
   // Ticks such as 20ms or 1.5GB: the unit of the scale behind d3's prefix. Of a logarithmic scale few have a label.
   function scaled({ suffix, ...scale }, width) {
-    if (!suffix && scale.type !== "log") return scale;
+    if (!suffix && scale.tickFormat !== "~g" && scale.type !== "log") return scale;
     const leading = width < WIDE ? [1, 2, 5] : [1, 2, 3, 5];
     const told = (value) => scale.type !== "log" || leading.includes(Math.round(value / 10 ** Math.floor(Math.log10(value) + 1e-9)));
     const words = (value) => (suffix ? Plot.format("~s")(value) + suffix : Plot.format(scale.tickFormat ?? "~g")(value));
