@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +110,14 @@ def measure_plan(
     there is no baseline.
 
     `steps` made the artifact; `previous` is the scorecard of an earlier release; `speed` has what
-    is timed further. Raises what `measure` does.
+    is timed further; nothing is without it. Raises what `measure` does.
     """
     trusted = todo.recipe.model.trust_remote_code
     unmodified = Subject(
         lambda: materialize(todo, 0, store, context, set()), [entry.value for entry in todo.baseline_settings], trusted
     )
     settings = [entry.value for entry in todo.recipe.settings]
-    speed = speed or SpeedRungs()
+    speed = speed or replace(speed_rungs(todo, stages=False), rungs=())
     measured = measure(
         todo,
         Subject(lambda: directory, settings, trusted) if directory else unmodified,

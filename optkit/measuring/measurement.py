@@ -204,7 +204,8 @@ def refuse_comparisons(plan: Plan) -> None:
     if comparing:
         remedy = "Take this eval out, or give the recipe a stage"
         raise EvalError("there is nothing to compare with", where=comparing[0], why=why, remedy=remedy)
-    relative = [gate.key for key, text in plan.recipe.gates.items() if (gate := parse_gate(key, text)).of == "baseline"]
+    gates = [parse_gate(key, text) for key, text in plan.recipe.gates.items()]
+    relative = [gate.key for gate in gates if gate.of in ("baseline", "same engine")]
     if relative:
         remedy = "Set an absolute limit, without x"
         raise EvalError("the limit is relative to the baseline", where=f"gate {relative[0]}", why=why, remedy=remedy)

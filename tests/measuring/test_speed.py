@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 
 import optkit
-from optkit.errors import ResourceError, StageError
+from optkit.errors import EvalError, ResourceError, StageError
 from optkit.kernels.cpu.native import why_not_native
+from optkit.measuring.evaluation import context_of, measure_plan
 from optkit.measuring.speed import SpeedRungs, speed_rungs
 from optkit.pipeline import plan
+from optkit.progress import SilentProgress
+from optkit.recipe.gates import parse_gate
 from optkit.scorecard import Scorecard, read_json, to_json, to_markdown, waterfall
 from optkit.settings.cpu_decoder import CpuDecoder
+from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.support.quick_evals import THROUGHPUT
 
@@ -96,7 +100,10 @@ def test_the_scorecard_tells_engine_and_stages_apart(
     assert beside.of == "same engine"
     assert beside.metric == scorecard.speed[1].metrics[1]
     assert beside.ratio == pytest.approx(rows["decode_tokens_per_s"].metric.value / beside.metric.value)
-    assert [gate.verdict for row in scorecard.rows for gate in row.gates] == ["FAIL", "PASS"]
+    for name, limit in gates.items():
+        ratio = rows[name].number("same engine")
+        assert ratio is not None
+        assert rows[name].gates[0].verdict is parse_gate(name, limit).judge(ratio)
     table = waterfall(scorecard.speed)
     assert table is not None
     assert table.columns[0] == "after"
@@ -143,10 +150,27 @@ def test_kernels_that_the_artifact_does_not_use_are_not_compared_with(
     assert all(row.beside == () for row in scorecard.rows)
 
 
+def test_a_plan_that_is_measured_without_further_models_judges_by_none(tiny_model: TinyModel, tmp_path: Path) -> None:
+    asked = recipe(tiny_model("llama"), [RTN], attribution=False)
+    ran(tmp_path, asked)
+    gated = {**asked, "gates": {"decode_tokens_per_s": ">= 1x same engine"}}
+    made, store = plan(optkit.load_recipe(gated), store=tmp_path / "store"), Store(tmp_path / "store")
+    scorecard, _ = measure_plan(made, store, context_of(made, SilentProgress(), None), tmp_path / "out", alone=False)
+    (gate,) = [gate for row in scorecard.rows for gate in row.gates]
+    assert gate.why.startswith("no ratio: it was not measured on the unmodified model in the artifact's engine")
+
+
+def test_nothing_is_its_own_engine(tiny_model: TinyModel, tmp_path: Path) -> None:
+    asked = recipe(tiny_model("llama"), [], gates={"decode_tokens_per_s": ">= 1x same engine"})
+    with pytest.raises(EvalError, match="gate decode_tokens_per_s: the limit is relative to the baseline. Nothing was"):
+        ran(tmp_path, asked)
+
+
 def test_the_baseline_is_the_same_engine_if_nothing_differs(tiny_model: TinyModel, tmp_path: Path) -> None:
     gates = {"decode_tokens_per_s": ">= 0.001x same engine"}
     scorecard = ran(tmp_path, recipe(tiny_model("llama"), [{"cast": {"dtype": "bfloat16"}}], gates=gates))
     (row,) = [row for row in scorecard.rows if row.gates]
-    assert row.gates[0].verdict == "PASS"
+    assert row.gates[0].why == ""
+    assert row.number("same engine") == row.number("baseline")
     assert row.beside[0].metric == row.baseline
     assert scorecard.speed == ()
