@@ -39,11 +39,14 @@ from optkit.scorecard.scorecard import StepLine
 
 TILES = (
     "perplexity",
-    "kl_divergence",
+    "recovery",
     "decode_tokens_per_s",
-    "prefill_tokens_per_s",
-    "peak_memory_bytes",
     "size_bytes",
+    "peak_memory_bytes",
+    "kl_divergence",
+    "prefill_tokens_per_s",
+    "acc_norm",
+    "acc",
 )
 """What a reader looks for first, if it was measured; what has a gate comes before."""
 MOST_TILES = 6
@@ -137,7 +140,8 @@ def _first(rows: Iterable[Measured]) -> list[Measured]:
         if not row.metric.failure:
             named.setdefault(row.metric.name, row)
     gated = [name for name, row in named.items() if row.gates]
-    return [named[name] for name in dict.fromkeys([*gated, *TILES]) if name in named][:MOST_TILES]
+    known = [name for name in dict.fromkeys([*gated, *TILES]) if name in named]
+    return [named[name] for name in (known or named)][:MOST_TILES]
 
 
 def _tile(row: Measured, titles: Titles) -> dict[str, str]:

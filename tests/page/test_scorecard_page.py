@@ -224,3 +224,12 @@ def test_the_schema_of_scorecards_is_that_of_the_file(card: Scorecard, capsys: p
     assert {*document} == {*schema["properties"]}
     for wrong in ({"schema": 2}, {"rows": 3}, {"more": 1}, {"verdict": "MAYBE"}):
         assert not Draft202012Validator(schema).is_valid(document | wrong)
+
+
+def test_the_tiles_are_what_has_a_gate_and_what_readers_look_for(page: Page) -> None:
+    def tiles(shown: Page) -> int:
+        return [each.get("class") for tag, each in shown.tags if tag == "div"].count("tile")
+
+    assert tiles(page) == 6
+    other = build_scorecard(name="a", artifact_key="b" * 64, recipe={}, metrics=[count("strokes", 3.0, "strokes")])
+    assert tiles(Page(scorecard_page(other))) == 1
