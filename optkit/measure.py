@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import ConfigDict
+
 from optkit.common.attachment import Attachment as Attachment
 from optkit.common.attachment import check_names
 from optkit.common.field_types import Several
@@ -36,6 +38,8 @@ side, of two 12.7.
 
 class Metric(Frozen):
     """One number with its unit, its uncertainty and the protocol that it was measured by."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     name: str
     labels: dict[str, int | str] = {}

@@ -30,6 +30,7 @@ def command(
 
     Exit status: with --require or --best 3 if none passes those and its own gates, 4 if one may.
     """
+    from optkit.common.visible import visible_lines
     from optkit.comparison import compare, to_csv, to_markdown
     from optkit_cli.output import print_json, show
 
@@ -39,7 +40,7 @@ def command(
     if as_json:
         print_json(comparison.model_dump(mode="json"))
     elif form:
-        click.echo(to_csv(comparison) if form == "csv" else to_markdown(comparison), nl=False)
+        click.echo(visible_lines(to_csv(comparison) if form == "csv" else to_markdown(comparison)), nl=False)
     else:
         from optkit_cli.compare_view import comparison_view
 

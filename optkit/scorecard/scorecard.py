@@ -95,6 +95,8 @@ class Beside(Frozen):
 class Measured(Frozen):
     """One number of the artifact beside the baseline's."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     metric: Metric
     baseline: Metric | None = None
     """None if the baseline has no such number, or one of another protocol."""

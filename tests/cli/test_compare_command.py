@@ -98,6 +98,16 @@ def test_exit_status_and_forms(folder: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith("|  | stands | gates | perplexity ↓ |")
 
 
+@pytest.mark.parametrize("form", ["--csv", "--markdown"])
+def test_names_of_others_do_not_move_the_cursor(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = CARDS[0].model_copy(update={"name": "odd\x1b[2J"})
+    (tmp_path / "scorecard.json").write_text(to_json(odd), encoding="utf-8")
+    assert main(["compare", str(tmp_path), form]) == 0
+    said = capsys.readouterr().out
+    assert "odd\\x1b[2J" in said
+    assert "\x1b" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [

@@ -319,6 +319,14 @@ def test_numbers_that_are_not_above_zero_are_subtracted() -> None:
     assert [each.differences[0].value for each in found.entries[1:]] == [1.0, 3.0]
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_what_is_no_number_is_refused(number: str, tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD) / "scorecard.json"
+    path.write_text(path.read_text(encoding="utf-8").replace("250000000.0", number), encoding="utf-8")
+    with pytest.raises(ArtifactError, match="the scorecard is damaged"):
+        compare([path])
+
+
 def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no scorecard is here or below"):
         compare([tmp_path])
