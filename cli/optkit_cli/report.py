@@ -48,6 +48,8 @@ def command(
     if as_json:
         print_json({"report": str(out), "size_bytes": size, "scorecards": made.scorecards, "picks": list(made.picks)})
     else:
-        told = f"take {', '.join(made.picks)}" if made.picks else "nothing to choose"
-        click.echo(f"{out}  {made.scorecards} scorecards, {told}  {size_text(size)}")
+        several = f"{made.scorecards} scorecards, " + (
+            f"take {', '.join(made.picks)}" if made.picks else "none is picked"
+        )
+        click.echo(f"{out}  {several if made.scorecards > 1 else '1 scorecard'}  {size_text(size)}")
     return made.exit_status

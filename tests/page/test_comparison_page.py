@@ -125,7 +125,10 @@ def test_report_writes_a_page_of_what_lies_below(
     assert said == {"report": str(out), "size_bytes": out.stat().st_size, "scorecards": 12, "picks": ["gptq-4-128"]}
 
 
-def test_report_of_one_scorecard_is_its_page(artifacts: Path) -> None:
+def test_report_of_one_scorecard_is_its_page(artifacts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["report", str(artifacts / "gptq-4-128"), "--out", str(artifacts / "one.html")]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith(f"{artifacts}/one.html  1 scorecard  ")
     made = report([artifacts / "gptq-4-128"])
     assert (made.scorecards, made.exit_status) == (1, 0)
     assert "<h1><bdi>gptq-4-128</bdi></h1>" in made.html
