@@ -123,17 +123,15 @@ class NoiseFloor(WindowedText, Eval):
 
     def _variations(self, session: Session, context: EvalContext) -> Iterator[tuple[str, Any]]:
         """Yield what is varied, and how the model is opened so."""
-        from optkit.settings.attention import Attention
+        from optkit.recipe.registry import stage_class
 
         if self.batch > 1:
             yield f"batch {self.batch}", _given(InBatches(session, self.batch))
         if not Format.of(session.directory).is_checkpoint:
             return
         if self.attention:
-            yield (
-                f"attention {self.attention}",
-                _opened(session, context, settings=[Attention(implementation=self.attention)]),
-            )
+            setting = stage_class("attention").model_validate({"implementation": self.attention})
+            yield f"attention {self.attention}", _opened(session, context, settings=[setting])
         if self.dtype:
             dtype = self.dtype if self.dtype != _stored_dtype(session.directory) else "float32"
             if dtype != _stored_dtype(session.directory):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from optkit.measure import Eval
 from optkit.recipe.registry import EVALS, PRESETS, STAGES, eval_class, eval_names, stage_class, stage_names, summary
 from optkit.stage import Setting, Stage, Transform
 from optkit.stages.smoothquant import SmoothQuant
+from tests.support.fresh_python import imported_by
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,16 +58,17 @@ def plug_in(
 
 
 def test_listing_imports_nothing() -> None:
-    program = "import sys; from optkit.recipe.registry import *; stage_names(), eval_names(); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = done.stdout.split()
+    loaded = imported_by("from optkit.recipe.registry import *; stage_names(), eval_names()")
     assert "optkit.recipe.registry" in loaded
-    assert not {
-        "torch",
-        "transformers",
-        "numpy",
-        *(target.partition(":")[0] for target in (STAGES | EVALS).values()),
-    } & set(loaded)
+    assert (
+        not {
+            "torch",
+            "transformers",
+            "numpy",
+            *(target.partition(":")[0] for target in (STAGES | EVALS).values()),
+        }
+        & loaded
+    )
 
 
 def test_names_are_sorted() -> None:

@@ -22,9 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from optkit.errors import EvalError, OptkitError, SourceError, StageError
 from optkit.measure import EvalContext, Metric
 from optkit.model.writer import copy_companions
-from optkit.session import TorchSession, open_session
+from optkit.session import open_session
 from optkit.session.onnx_session import NO_POSITIONS, OnnxSession
+from optkit.session.torch_session import TorchSession
 from optkit.stage import Format, Setting
+from tests.support.fresh_python import imported_by
 from tests.support.handmade_decoder import POSITIONS, VOCABULARY, expected, handmade
 from tests.support.near import near
 
@@ -58,6 +60,15 @@ def test_what_it_says_of_itself(exported: Path) -> None:
     assert "computed by CPUExecutionProvider (" in note
     theirs = AutoTokenizer.from_pretrained(exported)("def f(x):")["input_ids"]
     assert session.encode("def f(x):").tolist() == theirs
+
+
+def test_tokens_go_through_it_without_transformers(exported: Path) -> None:
+    code = f"""import optkit.measuring.fresh_process_worker, torch; from optkit.session import open_session
+session, tokens = open_session({str(exported)!r}), torch.arange(4)[None]
+session.logits(tokens), session.generate(tokens, 2), session.close()"""
+    loaded = imported_by(code)
+    assert "transformers" not in loaded
+    assert "onnxruntime" in loaded
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -16,7 +16,8 @@ from optkit.errors import StageError
 from optkit.measure import EvalContext
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
-from optkit.session import TorchSession, open_session
+from optkit.session import open_session
+from optkit.session.torch_session import TorchSession
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
 from optkit.store.store import Store
@@ -168,7 +169,9 @@ def test_throughput_counts_the_bytes_of_the_draft_too(tiny_model: TinyModel) -> 
     session.generate(PROMPTS, 5)
     found = {metric.name: metric for metric in eval.run(session, EvalContext())}
     forwards, tokens = session.speculation.forwards, session.speculation.tokens
-    assert tokens == 15 * len(found["decode_bytes_per_s"].samples)
+    # A repeat that the machine disturbed is no sample, and was generated all the same.
+    assert tokens % 15 == 0
+    assert tokens >= 15 * len(found["decode_bytes_per_s"].samples)
     rate = found["decode_bytes_per_s"].samples[0] / found["decode_tokens_per_s"].samples[0]
     assert rate == pytest.approx(session.token_bytes(1, 16))
     assert rate > session.decode_bytes(1, 16) * forwards / tokens

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from optkit.algorithms.state_codes import Float8Code, IntegerCode, StateCode
 from optkit.errors import StageError
 from optkit.kernels.kv_cache import CodedLayer, coded_cache
-from optkit.session import TorchSession, open_session
+from optkit.session import open_session
+from optkit.session.torch_session import TorchSession
 from optkit.settings.compile import Compile
 from optkit.settings.kv_cache import KvCache
 from optkit.stage import Setting

@@ -22,7 +22,8 @@ from optkit.model.placement import Place, Room, Unit, place_by_room, placement_t
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.pipeline import open_artifact, plan, run
 from optkit.recipe.recipe import load_recipe
-from optkit.session import TorchSession, open_session
+from optkit.session import open_session
+from optkit.session.torch_session import TorchSession
 from optkit.settings import offload
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.offload import Offload

@@ -16,7 +16,8 @@ from optkit.errors import OptkitError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.recipe import registry
 from optkit.recipe.recipe import load_recipe
-from optkit.session import TorchSession, open_session
+from optkit.session import open_session
+from optkit.session.torch_session import TorchSession
 from optkit.settings.offload import Offload
 from optkit.settings.speculative import Speculative
 from optkit.stage import Loading, Opening, Setting, exclusion

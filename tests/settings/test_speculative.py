@@ -16,8 +16,9 @@ from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
-from optkit.session import TorchSession, open_session
+from optkit.session import open_session
 from optkit.session.speculation import PromptLookup
+from optkit.session.torch_session import TorchSession
 from optkit.settings.compile import Compile
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative, check_tokens

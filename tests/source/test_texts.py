@@ -1,7 +1,5 @@
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -10,6 +8,7 @@ from optkit.errors import MissingPackageError, SourceError
 from optkit.source import python_reference
 from optkit.source.hub import HubRepo
 from optkit.source.texts import KNOWN, TextSource, known_texts
+from tests.support.fresh_python import imported_by
 
 
 @pytest.fixture(autouse=True)
@@ -328,8 +327,4 @@ class TestHub:
 
 def test_no_torch_is_imported():
     use = "from optkit.source.texts import TextSource; TextSource(dataset='python-reference').pinned(None)"
-    code = f"import sys; {use}; print('torch' in sys.modules)"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
-    )
-    assert answer.stdout.strip() == "False"
+    assert "torch" not in imported_by(use)

@@ -27,7 +27,7 @@ class FloatCheckpoint(Format):
     opened: ClassVar[str] = "a torch model"
     origin: ClassVar[str] = "the model's float weights"
     is_checkpoint: ClassVar[bool] = True
-    session: ClassVar[str] = "optkit.session.opening:open_torch"
+    session: ClassVar[str] = "optkit.session.torch_opening:open_torch"
     verification: ClassVar[str] = "optkit.verification.safetensors_files:SafetensorsFiles"
 
     def detects(self, names: Collection[str]) -> bool:

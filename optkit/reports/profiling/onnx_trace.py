@@ -19,7 +19,7 @@ from optkit.reports.profiling.torch_trace import Traced, time_phases
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optkit.session import OnnxSession
+    from optkit.session.onnx_session import OnnxSession
 
 RUN, NODE = "model_run", "_kernel_time"
 """How ONNX Runtime names a call of the graph, and what the names of its nodes' times end in."""

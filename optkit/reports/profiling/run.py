@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from optkit.reports.profiling.torch_trace import Traced
-    from optkit.session import OnnxSession, TorchSession
+    from optkit.session.onnx_session import OnnxSession
+    from optkit.session.torch_session import TorchSession
 
 WARM_UP_RUNS = 2
 """Requests before anything is timed: compilation, caches and clocks settle."""
