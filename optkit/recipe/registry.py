@@ -58,6 +58,7 @@ EVALS = {
     "embedding": "optkit_evals.embedding:Embedding",
     "encoding": "optkit_evals.encoding:Encoding",
     "footprint": "optkit_evals.footprint:Footprint",
+    "generation": "optkit_evals.generation:Generation",
     "lm_eval": "optkit_evals.lm_eval:LmEval",
     "load": "optkit_evals.load:Load",
     "noise_floor": "optkit_evals.noise_floor:NoiseFloor",

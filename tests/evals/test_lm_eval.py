@@ -10,6 +10,7 @@ import pytest
 from optkit.errors import EvalError, MissingPackageError, RecipeError, SourceError
 from optkit.measure import Attachment, EvalContext, Found
 from optkit.recipe.recipe import load_recipe
+from optkit.scorecard import build_scorecard, table_rows
 from optkit.session import open_session
 from optkit.source.text_place import TextPlace
 from tests.support.bigram_session import BigramSession
@@ -398,3 +399,18 @@ def test_tasks_of_the_data_directory_are_the_harness_numbers(shared_data, smol):
         name = metric.name.removeprefix("task_")
         assert metric.value == theirs["results"][metric.labels["task"]][f"{name},none"]
     assert SimpleNamespace(**{each.name: each for each in found.metrics}).task_perplexity.pairing == "paired_log"
+
+
+def test_the_same_model_computed_otherwise_shows_no_difference(session, tasks):
+    """An A/A comparison: five runs in other batches, with contexts computed once and without."""
+    eval = LmEval(tasks=[tasks["colours"], tasks["prose"]])
+    theirs = measured(eval, session)
+    for batch_size, shared in ((2, False), (3, True), (4, False), (7, True), (16, False)):
+        again = LmEval(**{**eval.model_dump(), "batch_size": batch_size, "shared_context": shared})
+        ours = measured(again, session)
+        both = [each for each in again.contrast(ours, theirs) if not isinstance(each, Attachment)]
+        card = build_scorecard(
+            name="a-a", artifact_key="0", recipe={}, metrics=[*ours.metrics, *both], baseline=theirs.metrics
+        )
+        assert [row.change for row in table_rows(card)] == [""] * len(card.rows)
+        assert all(each.value == 1.0 for each in both if each.name == "mcnemar_p")

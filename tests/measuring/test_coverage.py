@@ -18,7 +18,7 @@ from optkit_evals.load import FIRST_TOKEN, MEDIAN, Load
 from optkit_evals.speculation import Speculation
 from optkit_evals.throughput import Throughput
 
-from optkit.common.paired_items import mcnemar, paired_share_ratio
+from optkit.common.paired_items import mcnemar, mean_of_ratios, paired_share_ratio
 from optkit.common.statistics import (
     Estimate,
     neighbours_estimate,
@@ -205,6 +205,20 @@ def test_the_ratio_of_shares_on_the_same_items(chance: numpy.random.Generator, i
     found = [paired_share_ratio(*row) for row in drawn if row[0] + row[1]]
     assert len(found) > 1450
     assert coverage(found, (both + won) / (both + lost)) >= LEAST
+
+
+@pytest.mark.parametrize("items", [40, 334])
+@pytest.mark.parametrize("ways", [((0.55, 0.03, 0.02), (0.4, 0.08, 0.04)), ((0.7, 0.01, 0.01), (0.3, 0.0, 0.0))])
+def test_what_is_left_of_several_tasks(chance: numpy.random.Generator, items: int, ways: Any) -> None:
+    """Of each task: the chances that both models are right, the baseline alone, the other alone."""
+    ours, theirs = numpy.array([1.0, 0.0, 1.0, 0.0]), numpy.array([1.0, 1.0, 0.0, 0.0])
+    drawn = [chance.multinomial(items, [*each, 1 - sum(each)], size=600) for each in ways]
+    found = [
+        mean_of_ratios([(numpy.repeat(ours, row).tolist(), numpy.repeat(theirs, row).tolist()) for row in rows])
+        for rows in zip(*drawn, strict=True)
+    ]
+    truth = sum(both + won for both, _, won in ways) / sum(both + lost for both, lost, _ in ways)
+    assert coverage(found, truth) >= LEAST
 
 
 @pytest.mark.parametrize("turning", [0.0, 0.01, 0.1])

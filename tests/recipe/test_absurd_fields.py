@@ -19,6 +19,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "attention": {"implementation": "sdpa"},
     "auto_bits": {"average_bits": 4.5},
     "cast": {"dtype": "bfloat16"},
+    "generation": {"prompts": "prompts.txt"},
     "kv_cache": {"dtype": "int8"},
     "lm_eval": {"tasks": ["piqa"]},
     "onnx_optimize": {"float16": True},

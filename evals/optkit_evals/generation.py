@@ -1,0 +1,197 @@
+"""Greedy answers to the user's own prompts, of the artifact and the unmodified model side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from optkit.common.field_types import Count, Name, Several
+from optkit.common.files import read_text, sha256_of
+from optkit.common.statistics import Estimate, mean, mean_estimate, share_estimate
+from optkit.errors import EvalError, SourceError
+from optkit.measure import Attachment, Eval, EvalContext, Found, Metric, Session
+from optkit.model.session_memory import SessionMemory
+from optkit.source.digests import PREFIX
+from optkit.source.text_files import read_records
+
+ANSWERS, BESIDE = "answers.jsonl", "side_by_side.jsonl"
+GRAM = 4
+"""Tokens in a row that count as repeated if they stood before."""
+USUAL_PROMPT = 256
+"""Tokens, to say how much memory will be needed."""
+JSON_LINES = "application/jsonl"
+
+
+class Generation(Eval):
+    """How the greedy answers to prompts changed: how long they stay the same, and how they repeat.
+
+    `common_prefix` is the mean number of tokens before two answers differ, `same_answers` the share
+    of answers that never do, `repetition` the share of 4-grams of an answer that stood in it
+    before. Both models' answers are in a file, side by side.
+    """
+
+    kind: ClassVar[str] = "generation"
+    draws: ClassVar[bool] = False
+    shorthand: ClassVar[str] = "prompts"
+    metrics: ClassVar[Mapping[str, str]] = {
+        "repetition": "fraction",
+        "common_prefix": "tokens",
+        "same_answers": "fraction",
+    }
+
+    prompts: Name
+    """A .txt file with a prompt on each line, or a .jsonl file."""
+    field: Name = "prompt"
+    """Which field of a record of a .jsonl file is the prompt."""
+    revision: Name | None = None
+    """`sha256:...` of the file; left out, it is pinned before anything runs."""
+    limit: Count | None = None
+    """Prompts, from the start of the file; all of them when null."""
+    new_tokens: Several = 64
+    """Tokens of an answer, at most; it ends before them if the model ends it."""
+    chat_template: bool = False
+    """Write each prompt as a user's turn, by the model's chat template."""
+
+    @property
+    def local_place(self) -> str:
+        """The path of the prompts, of which an artifact says the name alone."""
+        return self.prompts
+
+    def pinned(self, data: Path | None) -> Self:
+        """Return the eval with the digest of its prompts; raises SourceError if they were changed."""
+        revision = PREFIX + sha256_of(self._path())
+        if self.revision not in (None, revision):
+            raise SourceError(
+                f"the prompts are {revision} and not {self.revision}",
+                where=self.prompts,
+                why="They were changed",
+                remedy="Restore them, or leave out `revision`",
+            )
+        self._read()
+        return self.model_copy(update={"revision": revision})
+
+    def faults(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """Yield what is wrong with the file."""
+        try:
+            self._read()
+        except SourceError as error:
+            yield ("prompts",), str(error)
+
+    def working_bytes(self, model: SessionMemory) -> int:
+        """Return what a prompt and its answer need."""
+        return model.forward(1, USUAL_PROMPT) + 2 * model.logits(1) + model.cache(1, USUAL_PROMPT + self.new_tokens)
+
+    def run(self, session: Session, context: EvalContext) -> Iterator[Metric | Attachment]:
+        """Answer; raises EvalError for a prompt that leaves no room for its answer."""
+        prompts = self._read()
+        answers = []
+        with context.progress.task("generation", len(prompts), "answers") as task:
+            for index, prompt in enumerate(prompts):
+                answers.append({"prompt": prompt, **self._answer(session, index, prompt)})
+                task.advance(1)
+        shares = [repeated(each["tokens"]) for each in answers]
+        yield self._metric("repetition", _estimate(shares, 1.0), shares, better=False)
+        yield Attachment(ANSWERS, _lines(answers), JSON_LINES)
+
+    def contrast(self, found: Found, baseline: Found) -> Iterable[Metric | Attachment]:
+        """Return how long the answers of two models are the same, and both side by side."""
+        pairs = list(zip(_answers(found), _answers(baseline), strict=True))
+        common = [float(common_prefix(ours["tokens"], theirs["tokens"])) for ours, theirs in pairs]
+        same = [float(ours["tokens"] == theirs["tokens"]) for ours, theirs in pairs]
+        yield self._metric("common_prefix", _estimate(common, float(self.new_tokens)), common, better=True)
+        yield self._metric("same_answers", share_estimate(same, (1,) * len(same)), same, better=True)
+        beside = [
+            {
+                "prompt": ours["prompt"],
+                "unmodified": theirs["answer"],
+                "artifact": ours["answer"],
+                "common_prefix": int(length),
+                "same": bool(equal),
+            }
+            for (ours, theirs), length, equal in zip(pairs, common, same, strict=True)
+        ]
+        yield Attachment(BESIDE, _lines(beside), JSON_LINES)
+
+    def _path(self) -> Path:
+        path = Path(self.prompts).expanduser()
+        if path.suffix not in (".txt", ".jsonl"):
+            raise SourceError(f"'{self.prompts}' is no file of prompts", remedy="Name a .txt or .jsonl file")
+        if not path.is_file():
+            why = f"A path counts from the directory in which optkit runs, {Path.cwd()}"
+            raise SourceError(f"there is no file {path}", why=why)
+        return path
+
+    def _read(self) -> list[str]:
+        path = self._path()
+        found = read_records([path], self.field) if path.suffix == ".jsonl" else read_text(path).splitlines()
+        prompts = [each for each in found if each.strip()][: self.limit]
+        if not prompts:
+            raise SourceError("there are no prompts", where=str(path), remedy="Write one on each line")
+        return prompts
+
+    def _answer(self, session: Session, index: int, prompt: str) -> dict[str, Any]:
+        tokenizer: Any = getattr(session, "tokenizer", None)
+        if self.chat_template:
+            turn = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+        else:
+            tokens = session.encode(prompt).tolist()
+        if len(tokens) + self.new_tokens > session.positions:
+            raise EvalError(
+                f"prompt {index + 1} has {len(tokens):,} tokens, and with {self.new_tokens:,} new ones they are "
+                f"more than the model's {session.positions:,} positions",
+                where=self.prompts,
+                remedy="Shorten it, or lower new_tokens",
+            )
+        import torch
+
+        end, written = getattr(tokenizer, "eos_token_id", None), []
+        for step in session.stream(torch.tensor([tokens]), self.new_tokens):
+            written.append(int(step[0]))
+            if written[-1] == end:
+                break
+        answer = tokenizer.decode(written, skip_special_tokens=True) if tokenizer else ""
+        return {"answer": answer, "tokens": written}
+
+    def _metric(self, name: str, estimate: Estimate, samples: Sequence[float], better: bool) -> Metric:
+        revision = (self.revision or "").removeprefix(PREFIX)[:12]
+        template = "chat template" if self.chat_template else "no chat template"
+        return Metric(
+            name=name,
+            value=estimate.value,
+            unit=self.metrics[name],
+            higher_is_better=better,
+            interval=estimate.interval,
+            protocol=f"{len(samples)} prompts of {Path(self.prompts).name} (sha256 {revision}), greedy answers of at "
+            f"most {self.new_tokens} tokens, {template}",
+            samples=tuple(samples),
+            pairing="paired_mean",
+        )
+
+
+def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Return how many tokens two answers have in common before they differ."""
+    pairs = zip(ours, theirs, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))
+
+
+def repeated(tokens: Sequence[int]) -> float:
+    """Return the share of a text's 4-grams that stood in it before; 0 of a shorter one."""
+    grams = [tuple(tokens[start : start + GRAM]) for start in range(len(tokens) - GRAM + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _estimate(samples: Sequence[float], most: float) -> Estimate:
+    return mean_estimate(samples, 0.0, most) if len(samples) > 1 else Estimate(mean(samples))
+
+
+def _answers(found: Found) -> list[dict[str, Any]]:
+    file = next(each for each in found.attachments if each.name == ANSWERS)
+    return [json.loads(line) for line in file.content.decode().splitlines()]
+
+
+def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records).encode()
