@@ -14,7 +14,11 @@ from optkit.scorecard.scorecard import GateResult, Measured
 
 ORDER = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL)
 _REQUIREMENT = re.compile(r"([^<>]*)([<>].*)", re.DOTALL)
-NAMES = {"baseline": "the unmodified model", "previous": "an earlier release"}
+NAMES = {
+    "baseline": "the unmodified model",
+    "same engine": "the unmodified model in its engine",
+    "previous": "an earlier release",
+}
 UNNAMED = ("size_bytes", "decode_tokens_per_s")
 """Metrics that `smaller` and `faster` are about if nothing else is said."""
 

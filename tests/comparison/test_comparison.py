@@ -16,7 +16,7 @@ from optkit.comparison import Comparison, compare, compare_scorecards, to_csv, t
 from optkit.comparison.axes import Axis
 from optkit.errors import ArtifactError, UsageError
 from optkit.measure import Metric
-from optkit.scorecard import Scorecard, to_json
+from optkit.scorecard import Beside, Scorecard, to_json
 from tests.support.scorecards import CPU, TEXT, card, decode, divergence, perplexity, size
 
 LOSSES = [3.0 + 0.2 * math.sin(index) for index in range(12)]
@@ -108,6 +108,18 @@ def test_what_was_not_measured_does_not_meet_a_limit() -> None:
     found = compared(GOOD, bare, require=["perplexity<=2x"])
     assert found.entry("bare").requirements[0].why == "it was not measured"
     assert str(found.entry("bare").meets) == "FAIL"
+
+
+def test_limits_can_be_relative_to_the_same_engine() -> None:
+    rows = tuple(
+        row.model_copy(update={"beside": (Beside(of="same engine", metric=row.metric, ratio=1.9),)})
+        if row.metric.name == "decode_tokens_per_s"
+        else row
+        for row in GOOD.rows
+    )
+    found = compared(GOOD.model_copy(update={"rows": rows}), SMALL, require=["decode_tokens_per_s>=1.5x same engine"])
+    assert str(found.entry("good").meets) == "PASS"
+    assert found.entry("small").requirements[0].why == "there is no ratio to the unmodified model in its engine"
 
 
 def test_two_on_the_front_are_no_answer_without_saying_what_counts() -> None:
