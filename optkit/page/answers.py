@@ -66,7 +66,7 @@ def _group(path: str, task: str, turned: str, records: list[Mapping[str, Any]]) 
 def _answer(record: Mapping[str, Any], number: int) -> dict[str, Any]:
     choices = record.get("choices")
     return {
-        "title": str(record.get("title", record.get("item", number))),
+        "title": f"item {record.get('item', number)}",
         "prompt": _text(record.get("question", record.get("prompt", "")), None),
         "sides": [(name, _text(record[name], choices)) for name in SIDES if name in record],
     }

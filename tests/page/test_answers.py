@@ -44,7 +44,7 @@ def test_an_index_means_a_choice(card: Scorecard, tmp_path: Path) -> None:
     (group,) = answers(card, left(tmp_path, FLIP))
     assert group["title"] == "Answers: arc_easy, right to wrong"
     (shown,) = group["items"]
-    assert shown["title"] == "7"
+    assert shown["title"] == "item 7"
     assert shown["prompt"] == "What boils at 100 C?"
     assert shown["sides"] == [("gold", "water"), ("unmodified", "water"), ("artifact", "iron")]
 
