@@ -116,16 +116,21 @@ def _in_same_engine(metrics: Sequence[Metric]) -> Reference:
 
 def _earlier(previous: Scorecard, recipe: Mapping[str, Any], comparing: Collection[str]) -> Reference:
     """Return an earlier release as what numbers are put beside."""
-    ours, theirs = (said.get("model") or {} for said in (recipe, previous.recipe))
-    unlike = f"it compares with another model: {ours.get('name')} and, then, {theirs.get('name')}"
+    (ours, revision), (theirs, earlier) = (_model(said.get("model")) for said in (recipe, previous.recipe))
+    unlike = f"it compares with another model: {ours} and, then, {theirs}"
     return Reference(
         of="previous",
         name=f"the earlier release {previous.name}",
         metrics=[row.metric for row in previous.rows],
         remedy="measure that release by these evals (optkit eval ARTIFACT --evals RECIPE --json), or take the gate out",
         earlier=True,
-        unlike={} if ours.get("revision") == theirs.get("revision") else dict.fromkeys(comparing, unlike),
+        unlike={} if revision == earlier else dict.fromkeys(comparing, unlike),
     )
+
+
+def _model(said: Any) -> tuple[Any, Any]:
+    """Return name and revision of a recipe's model."""
+    return (said.get("name"), said.get("revision")) if isinstance(said, Mapping) else (said, None)
 
 
 def _row(metric: Metric, references: Sequence[Reference], gates: Sequence[Gate]) -> Measured:

@@ -67,7 +67,7 @@ def footnotes(protocols: Sequence[str]) -> list[str]:
 
 def table_rows(scorecard: Scorecard) -> list[Row]:
     """Return the lines of a scorecard's table: one for each number, and below it one for each
-    further model that it is put beside.
+    further model that it is put beside. Of the same engine those are rates, and what a gate is about.
     """
     numbers = {protocol: number for number, protocol in enumerate(protocols(scorecard), start=1)}
     return [line for row in scorecard.rows for line in _lines(row, numbers[row.metric.protocol])]
@@ -79,7 +79,8 @@ def _lines(row: Measured, protocol: int) -> Iterator[Row]:
     yield _line(row, row.metric, "baseline", row.baseline, (row.ratio, row.ratio_interval), first, protocol)
     for of, gates in further.items():
         other = next((each for each in row.beside if each.of == of), None)
-        if other or gates:
+        told = other and (of != "same engine" or row.metric.unit == "tokens/s")
+        if told or gates:
             ratio = (other.ratio, other.ratio_interval) if other else (None, None)
             yield _line(row, None, of, other.metric if other else None, ratio, gates, protocol)
 

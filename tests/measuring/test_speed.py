@@ -15,7 +15,7 @@ from optkit.measuring.speed import SpeedRungs, speed_rungs
 from optkit.pipeline import plan
 from optkit.progress import SilentProgress
 from optkit.recipe.gates import parse_gate
-from optkit.scorecard import Scorecard, read_json, to_json, to_markdown, waterfall
+from optkit.scorecard import Scorecard, read_json, table_rows, to_json, to_markdown, waterfall
 from optkit.settings.cpu_decoder import CpuDecoder
 from optkit.store.store import Store
 from tests.conftest import TinyModel
@@ -111,6 +111,8 @@ def test_the_scorecard_tells_engine_and_stages_apart(
     assert all(row[2].endswith("]") for row in table.rows[1:])
     text = to_markdown(scorecard)
     assert "## Where the speed comes from" in text
+    told = [row for row in table_rows(scorecard) if row.of == "same engine"]
+    assert [row.metric.partition(",")[0] for row in told] == ["prefill_tokens_per_s", "decode_tokens_per_s"]
     assert " of same engine [1] | " in text
     (tmp_path / "scorecard.json").write_text(to_json(scorecard))
     assert read_json(tmp_path / "scorecard.json") == scorecard

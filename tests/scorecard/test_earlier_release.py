@@ -159,6 +159,13 @@ def test_a_divergence_from_another_model_is_not_compared():
     assert rows[0].beside == ()
 
 
+@pytest.mark.parametrize("model", ["llama", None, 3])
+def test_a_record_that_names_its_model_otherwise_is_another_model(model):
+    before = card([divergence([0.1, 0.2])], recipe={"model": model})
+    found, _ = result(card([divergence([0.1, 0.2])], {"kl_divergence": "<= 1x of previous"}, before))
+    assert f"it compares with another model: llama and, then, {model};" in found.why
+
+
 def test_samples_that_were_lost_leave_the_intervals():
     before = card([perplexity(LOSSES).model_copy(update={"samples": ()})])
     found, ratio = result(card([perplexity(LOSSES)], {"perplexity": "<= 1.01x of previous"}, before))
