@@ -67,6 +67,6 @@ def compare_scorecards(
         floors=tuple(floors.values()),
         best=best,
         require=tuple(require),
-        notes=tuple(notes),
+        notes=(*notes, *(f"{entry.label} is not ranked: it has none of the axes" for entry in unranked)),
         left_out=tuple(left_out),
     )

@@ -154,6 +154,7 @@ def test_what_has_no_speed_is_ranked_apart() -> None:
     assert found.groups[1].differs == ("decode_tokens_per_s: measured in the first group alone",)
     nothing = compared(GOOD, card("nothing", [size(1).model_copy(update={"name": "zeros", "unit": "fraction"})]))
     assert nothing.entry("nothing").group is None
+    assert nothing.notes == ("nothing is not ranked: it has none of the axes",)
 
 
 def test_divergences_from_other_models_are_two_columns() -> None:
