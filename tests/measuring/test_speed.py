@@ -82,6 +82,17 @@ def test_settings_that_decode(tiny_model: TinyModel, tmp_path: Path, monkeypatch
     assert only.rungs == ()  # the artifact is the unmodified model in its engine
 
 
+def test_an_export_is_the_same_engine_if_it_is_of_the_model_itself(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, rounded = tiny_model("llama"), {"onnx_quantize": {"bits": 4}}
+    provider: object = {"onnx_provider": {"threads": 1}}
+    found = rungs(tmp_path, model=model, stages=["onnx", rounded, provider])
+    assert names(found) == [("same engine", 1, ["onnx_provider"])]
+    for stages in (["onnx"], [RTN, "onnx"]):
+        found = rungs(tmp_path, model=model, stages=stages)
+        assert "same engine" not in [rung.name for rung in found.rungs]
+        assert not found.engine_is_shared
+
+
 def ran(tmp_path: Path, asked: dict[str, Any]) -> Scorecard:
     return optkit.run(asked, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
 
