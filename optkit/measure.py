@@ -112,9 +112,7 @@ class Turn:
     count: int = 1
 
     def share(self, repeats: int) -> int:
-        """Return how many of the repeats belong to this turn.
-        All turns have equally many, so that a few more may be made.
-        """
+        """Return how many of the repeats belong to this turn: rounded up, as many for each."""
         return math.ceil(repeats / self.count)
 
     @property
