@@ -197,9 +197,7 @@ class Eval(Frozen):
         return self.row_labels()
 
     def faults(self) -> Iterable[tuple[tuple[str | int, ...], str]]:
-        """Yield what is wrong with a field on this machine, when a recipe is read from a file: the
-        way to the field and a sentence.
-        """
+        """Yield what is wrong with fields on this machine: the way to the field and a sentence."""
         return ()
 
     def unmeasured(self, device: str) -> Mapping[str, str]:
@@ -277,9 +275,7 @@ class Eval(Frozen):
         raise NotImplementedError
 
     def contrast(self, found: Found, baseline: Found) -> Iterable[Metric | Attachment]:
-        """Return what only both say together: what the eval found of a model and of the baseline.
-        No model is open then, and nothing is kept in the store.
-        """
+        """Return what only both say together, of a model and of the baseline; none is open then."""
         return ()
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:

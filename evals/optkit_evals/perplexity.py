@@ -6,12 +6,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from optkit.common.field_types import Distinct
 from optkit.common.statistics import mean, neighbours_half_width
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Session
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
+from optkit.source.text_place import TextPlace
+from optkit.source.texts import TextSource, is_file_name
 from optkit_evals.windows import WindowedText, slices
 
 if TYPE_CHECKING:
@@ -25,6 +31,12 @@ LARGEST_LOSS = 700.0
 """Nats; exp of more is no float, and a model that knows nothing has ln(vocabulary), about 11."""
 
 
+class FurtherText(TextSource):
+    """Another text to measure on. In YAML a bare name is the data set: `also: [c4]`."""
+
+    model_config = ConfigDict(json_schema_extra={"type": ["string", "object"]})
+
+
 class Perplexity(WindowedText, Eval):
     """exp of the mean loss of a token.
     Its interval is that of the mean over windows, whose neighbours correlate.
@@ -36,31 +48,78 @@ class Perplexity(WindowedText, Eval):
     attributed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {"perplexity": "perplexity"}
 
+    also: Distinct[FurtherText] = ()
+    """Further texts, cut in the same way. Each text then has a row of its own, labelled by its name:
+    `perplexity[text=c4]`.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and isinstance(value.get("also"), list):
+            return {**value, "also": tuple(value["also"])}
+        return value
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what recipes of one text never said: their keys stay as they are."""
+        said: dict[str, Any] = serialize(self)
+        if not self.also:
+            said.pop("also", None)
+        return said
+
+    def texts(self) -> dict[str, Perplexity]:
+        """Return the eval for each text alone, by its name."""
+        named = ("dataset", "split", "field", "revision")
+        alone = [self.model_copy(update={"also": ()})]
+        alone += [
+            self.model_copy(update={"also": (), **{name: getattr(each, name) for name in named}}) for each in self.also
+        ]
+        names = [Path(each.dataset).name if is_file_name(each.dataset) else each.dataset for each in alone]
+        return {
+            name if names.count(name) == 1 else f"{name}:{each.split}": each
+            for name, each in zip(names, alone, strict=True)
+        }
+
+    def row_labels(self) -> tuple[dict[str, int | str], ...]:
+        """Return a row for each text if there are several."""
+        return tuple({"text": name} for name in self.texts()) if self.also else ({},)
+
+    def check_texts(self, place: TextPlace) -> None:
+        """Refuse what `WindowedText.check_texts` refuses, of each text."""
+        for text in self.texts().values():
+            super(Perplexity, text).check_texts(place)
+
     def working_bytes(self, model: SessionMemory) -> int:
         """Return the logits of a window, and the softmax of a slice."""
         return model.forward(1, self.window) + model.logits(self.window) + SLICE_BYTES
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure; raises EvalError if a logit is NaN, and as `WindowedText.cut` does."""
+        return [
+            text._measured(session, context, labels, f"perplexity of {name}" if labels else "perplexity")
+            for (name, text), labels in zip(self.texts().items(), self.row_labels(), strict=True)
+        ]
+
+    def _measured(self, session: Session, context: EvalContext, labels: dict[str, int | str], title: str) -> Metric:
         windows = self.cut(session, context)
         losses: list[float] = []
-        with context.progress.task("perplexity", len(windows.tokens), "windows") as task:
+        with context.progress.task(title, len(windows.tokens), "windows") as task:
             for window in windows.tokens:
                 losses.append(window_loss(session, window))
                 task.advance(note=f"{math.exp(math.fsum(losses) / len(losses)):.3f}")
         loss, half = mean(losses), neighbours_half_width(losses)
-        return [
-            Metric(
-                name="perplexity",
-                value=math.exp(loss),
-                unit="perplexity",
-                higher_is_better=False,
-                interval=(max(1.0, math.exp(loss - half)), math.exp(min(loss + half, LARGEST_LOSS))),
-                protocol=f"{windows.protocol}; exp of the mean loss",
-                samples=tuple(losses),
-                pairing="paired_log",
-            )
-        ]
+        return Metric(
+            name="perplexity",
+            labels=labels,
+            value=math.exp(loss),
+            unit="perplexity",
+            higher_is_better=False,
+            interval=(max(1.0, math.exp(loss - half)), math.exp(min(loss + half, LARGEST_LOSS))),
+            protocol=f"{windows.protocol}; exp of the mean loss",
+            samples=tuple(losses),
+            pairing="paired_log",
+        )
 
 
 def window_loss(session: Session, window: Tensor) -> float:

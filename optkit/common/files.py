@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -125,22 +125,16 @@ def read_text(path: Path, error: type[OptkitError] = SourceError, most_bytes: in
         ) from cause
 
 
-def read_json(
-    path: Path, error: type[OptkitError] = SourceError, remedy: str = "", parse: Callable[[str], Any] = json.loads
-) -> Any:
+def read_json(path: Path, error: type[OptkitError] = SourceError, remedy: str = "") -> Any:
     """Return what a file of JSON holds. Raises `error` if it cannot be read as JSON."""
     text = read_text(path, error)
     with reading(path, "cannot be read as JSON", remedy, error):
-        return parse(text)
+        return json.loads(text)
 
 
-def read_object(
-    path: Path, error: type[OptkitError] = SourceError, remedy: str = "", parse: Callable[[str], Any] = json.loads
-) -> dict[str, Any]:
-    """Return the object that a file of JSON holds. Raises `error` if it holds none.
-    `parse` may be one that is fast with many numbers and takes no odd text.
-    """
-    found = read_json(path, error, remedy, parse)
+def read_object(path: Path, error: type[OptkitError] = SourceError, remedy: str = "") -> dict[str, Any]:
+    """Return the object that a file of JSON holds. Raises `error` if it holds none."""
+    found = read_json(path, error, remedy)
     if not isinstance(found, dict):
         raise error("is not a JSON object", where=str(path), why=f"It is {json.dumps(found)[:40]}", remedy=remedy)
     return found

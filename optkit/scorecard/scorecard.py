@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, computed_field, field_validator, model_validator
-from pydantic_core import from_json
 
 from optkit.common.attachment import Attachment
 from optkit.common.files import read_object, reading, shown, texts_of
@@ -224,7 +223,7 @@ def read_json(path: Path) -> Scorecard:
     """Return the scorecard in a file.
     Raises ArtifactError if it cannot be read, is damaged or of another schema.
     """
-    record = read_object(path, ArtifactError, REMEDY, from_json)
+    record = read_object(path, ArtifactError, REMEDY)
     if "schema" not in record:
         raise ArtifactError("is JSON and no scorecard", where=str(path), why="There is no `schema`")
     if record["schema"] != SCHEMA:

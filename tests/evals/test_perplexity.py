@@ -12,8 +12,9 @@ import torch
 from optkit_evals.perplexity import Perplexity
 from optkit_evals.windows import slices
 
-from optkit.errors import EvalError, SourceError
+from optkit.errors import EvalError, RecipeError, SourceError
 from optkit.measure import EvalContext
+from optkit.recipe.recipe import load_recipe
 from tests.support.bigram_session import BigramSession
 
 LETTERS = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=250))
@@ -225,3 +226,43 @@ def test_the_small_real_model_on_wikitext2(smol: Path, shared_data: Path):
     (metric,) = Perplexity(dataset="wikitext2", split="test", windows=15).run(session, EvalContext(data=shared_data))
     assert metric.value == pytest.approx(20.519, abs=0.01)
     assert metric.value == pytest.approx(independent, rel=5e-5)
+
+
+def test_several_texts_have_a_row_each(text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(LETTERS[::-1] * 2)
+    session = BigramSession()
+    eval = Perplexity(dataset=text, window=32, also=[str(other)])
+    found = eval.run(session, EvalContext())
+    assert [metric.labels for metric in found] == [{"text": "text.txt"}, {"text": "other.txt"}]
+    assert tuple(metric.labels for metric in found) == eval.row_labels()
+    alone = [Perplexity(dataset=name, window=32).run(session, EvalContext())[0] for name in (text, str(other))]
+    assert [metric.samples for metric in found] == [metric.samples for metric in alone]
+    assert [metric.protocol for metric in found] == [metric.protocol for metric in alone]
+    both = {"dataset": "wikitext2", "split": "validation"}
+    assert Perplexity(dataset="wikitext2", also=[both]).row_labels() == (
+        {"text": "wikitext2:test"},
+        {"text": "wikitext2:validation"},
+    )
+
+
+def test_a_recipe_of_one_text_says_what_it_always_said(text):
+    assert "also" not in Perplexity(dataset=text).model_dump(mode="json")
+    several = Perplexity(dataset=text, also=["c4"])
+    assert Perplexity.model_validate(several.model_dump(mode="json")) == several
+    assert load_recipe({"model": "smollm2-135m", "evals": [{"perplexity": {"dataset": text, "also": ["c4"]}}]}).evals
+
+
+def test_further_texts_are_pinned_and_checked_like_the_first(text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(LETTERS)
+    eval = {"perplexity": {"dataset": text, "also": [str(other)], "window": 32}}
+    recipe = {"model": "smollm2-135m", "evals": [eval], "gates": {"perplexity[text=other.txt]": "<= 50"}}
+    pinned = load_recipe(recipe).pinned(None).evals[0].value
+    assert isinstance(pinned, Perplexity)
+    assert pinned.also[0].revision.startswith("sha256:")
+    shaped = EvalContext(calibrated_on=({"dataset": str(other), "split": "all", "revision": pinned.also[0].revision},))
+    with pytest.raises(EvalError, match="flatter"):
+        pinned.run(BigramSession(), shaped)
+    with pytest.raises(RecipeError, match="no row of 'perplexity' has text=c4"):
+        load_recipe({**recipe, "gates": {"perplexity[text=c4]": "<= 50"}})
