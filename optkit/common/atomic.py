@@ -22,6 +22,13 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
         draft.unlink(missing_ok=True)
 
 
+def remember(path: Path, text: str) -> None:
+    """Write a memory, as `write_text_atomically` does: if it cannot be written, nothing else is lost."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path, text)
+
+
 def write_text_once(path: Path, text: str) -> str:
     """Write a whole text file unless it is there; return what it then holds, whoever wrote it."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")

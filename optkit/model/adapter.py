@@ -33,14 +33,9 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 UNKNOWN = (
-    "use_dora",
-    "lora_bias",
-    "modules_to_save",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "use_bdlora",
+    "use_dora", "lora_bias", "modules_to_save", "layer_replication", "alora_invocation_tokens", "use_bdlora",
     "use_qalora",
-)
+)  # fmt: skip
 """What an adapter can ask for beside two matrices a layer; optkit applies none of it, and vLLM
 neither.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optkit.model.shape import WIDTHS
-from optkit.model.text_config import text_config
+from optkit.model.text_config import first_number, text_config
 
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
@@ -48,15 +48,12 @@ class AttentionLayer:
 def attention_of(config: Mapping[str, Any], blocks: int) -> tuple[tuple[AttentionLayer, ...], tuple[str, ...]]:
     """Return the attention of each block that has one, and sentences about what is not counted."""
     text = text_config(config)
-    heads, width = _first(text, HEADS), _first(text, WIDTHS)
+    heads, width = first_number(text, HEADS), first_number(text, WIDTHS)
     if not heads or not width:
         return (), ("attention and KV cache are not counted: config.json does not say how many heads there are",)
     kinds = text.get("layer_types")
-    kinds = (
-        list(kinds)
-        if isinstance(kinds, list) and len(kinds) >= blocks
-        else [_kind(text, index) for index in range(blocks)]
-    )
+    if not isinstance(kinds, list) or len(kinds) < blocks:
+        kinds = [_kind(text, index) for index in range(blocks)]
     layers = tuple(_layer(text, heads, width, kind) for kind in kinds[:blocks] if kind in ATTENDING)
     others = sorted({kind for kind in kinds[:blocks] if kind not in ATTENDING})
     return layers, tuple(f"the states of layers of the kind {kind} are not counted" for kind in others)
@@ -70,7 +67,9 @@ def _layer(text: Mapping[str, Any], heads: int, width: int, kind: str) -> Attent
         return AttentionLayer(heads * (rotary + plain), heads * value, int(latent) + rotary, window)
     size = int(text.get("head_dim") or width // heads)
     key_heads = (
-        1 if text.get("multi_query") and not text.get("new_decoder_architecture") else _first(text, KEY_HEADS) or heads
+        1
+        if text.get("multi_query") and not text.get("new_decoder_architecture")
+        else first_number(text, KEY_HEADS) or heads
     )
     return AttentionLayer(heads * size, heads * size, 2 * key_heads * size, window)
 
@@ -86,10 +85,6 @@ def _kind(text: Mapping[str, Any], index: int) -> str:
 def _window(text: Mapping[str, Any]) -> int | None:
     window = text.get("sliding_window") or text.get("attention_chunk_size")
     return int(window) if window and text.get("use_sliding_window", True) else None
-
-
-def _first(text: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    return next((int(text[key]) for key in keys if text.get(key)), None)
 
 
 def _triangle(count: int) -> int:

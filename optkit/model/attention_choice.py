@@ -8,37 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from optkit.model.attention import HEADS
-from optkit.model.text_config import text_config
+from optkit.model.text_config import first_number, text_config
 
-EAGER = frozenset(
-    {
-        *(
-            "big_bird",
-            "bigbird_pegasus",
-            "bloom",
-            "codegen",
-            "cpmant",
-            "deepseek_v4",
-            "git",
-            "got_ocr2",
-            "gpt_neo",
-            "gpt_neox_japanese",
-        ),
-        *(
-            "gpt_oss",
-            "gptj",
-            "granite_swa",
-            "granitemoe_swa",
-            "hy_v4",
-            "megatron-bert",
-            "mimo_v2_flash",
-            "mpt",
-            "mvp",
-            "openai-gpt",
-        ),
-        *("prophetnet", "reformer", "rembert", "roformer", "trocr", "xglm", "xlm", "xlnet"),
-    }
-)
+EAGER = frozenset({
+    "big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4", "git", "got_ocr2", "gpt_neo",
+    "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4", "megatron-bert",
+    "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "prophetnet", "reformer", "rembert", "roformer", "trocr", "xglm",
+    "xlm", "xlnet",
+})  # fmt: skip
 """Models (`model_type`) whose attention transformers has as matrix products alone, without torch's
 fused one.
 """
@@ -95,7 +72,7 @@ def eager_bytes(config: Mapping[str, Any], sequences: int, length: int) -> int:
     """Return the bytes of the matrices that eager attention holds at once in one layer.
     It is 0 if attention is fused.
     """
-    heads = next((int(text_config(config)[name]) for name in HEADS if text_config(config).get(name)), 1)
+    heads = first_number(config, HEADS) or 1
     return FLOAT_MATRICES * 4 * sequences * heads * length**2 if attends_eagerly(config) else 0
 
 

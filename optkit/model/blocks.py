@@ -7,10 +7,10 @@ that hand their input on unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ from transformers import PreTrainedModel
 
 from optkit.errors import SourceError
 from optkit.model.replaced_forward import replaced_forward
+
+Found = TypeVar("Found")
+Compute = Callable[[int, Tensor, "Call"], Tensor]
+"""What a block with an index makes of hidden states, and what it is called with beside them."""
 
 
 @dataclass(frozen=True)
@@ -84,21 +88,18 @@ def find_blocks(model: PreTrainedModel) -> tuple[Block, ...]:
     ]
     if not outermost:
         seen = ", ".join(f"{name} with {len(module)}" for name, module in lists[:3]) or "none at all"
-        raise SourceError(
-            f"unsupported architecture {type(model).__name__}: no list of {count} decoder blocks",
-            where=model.config.model_type,
-            why=f"A torch.nn.ModuleList of num_hidden_layers = {count} modules was looked for; there is {seen}",
-        )
+        why = f"A torch.nn.ModuleList of num_hidden_layers = {count} modules was looked for; there is {seen}"
+        raise _unsupported(model, f"no list of {count} decoder blocks", why)
     name, blocks = max(outermost, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
     return tuple(Block(f"{name}.{index}", block) for index, block in enumerate(blocks))
 
 
+class OtherFormError(Exception):
+    """The model takes the output of a block for something else than what it was given."""
+
+
 class _AllRecordedError(Exception):
     """Raised by the last block to end the run: nothing after it is needed."""
-
-
-class _OtherFormError(Exception):
-    """The model takes the output of a block for something else than what it was given."""
 
 
 def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor) -> tuple[Tensor, tuple[Call, ...]]:
@@ -107,51 +108,73 @@ def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor
     Raises SourceError if the model changes the hidden states between two blocks or passes more
     than them from one to the next.
     """
+    calls: list[Call] = []
+    entered: list[Tensor] = []
+
+    def record(index: int, hidden: Tensor, call: Call) -> Tensor:
+        entered.append(hidden)
+        calls.append(call)
+        if index == len(blocks) - 1:
+            raise _AllRecordedError
+        return hidden
+
+    def run() -> tuple[Tensor, tuple[Call, ...]]:
+        calls.clear()
+        entered.clear()
+        with suppress(_AllRecordedError), torch.no_grad():
+            model(input_ids=tokens, use_cache=False)
+        if len(calls) < len(blocks):
+            raise _unsupported(model, impossible, f"only {len(calls)} of {len(blocks)} blocks were called")
+        if entered[0].shape[:-1] != tokens.shape:
+            why = f"the hidden states are {list(entered[0].shape)} for tokens {list(tokens.shape)}"
+            raise _unsupported(model, impossible, why)
+        return entered[0], tuple(calls)
+
+    impossible = "its blocks cannot be run one by one"
+    return run_with_blocks(model, blocks, record, run, impossible)
+
+
+def run_with_blocks(
+    model: PreTrainedModel,
+    blocks: Sequence[Block],
+    compute: Compute,
+    run: Callable[[], Found],
+    impossible: str,
+) -> Found:
+    """Return what `run` returns if the blocks `compute` something else, of index, hidden states and call.
+
+    Blocks may return a tensor or a tuple with it: both are tried. Raises SourceError, which says
+    what is `impossible`, if `run` raises with either.
+    """
     reason = ""
     for as_tuple in (False, True):
-        calls: list[Call] = []
-        hidden: list[Tensor] = []
-        with _passing_on(blocks, calls, hidden, as_tuple):
+        forward = _checked(compute, as_tuple)
+        with replaced_forward({block.module: forward for block in blocks}):
             try:
-                with torch.no_grad():
-                    model(input_ids=tokens, use_cache=False)
-            except _AllRecordedError:
-                if hidden[0].shape[:-1] == tokens.shape:
-                    return hidden[0], tuple(calls)
-                reason = f"the hidden states are {list(hidden[0].shape)} for tokens {list(tokens.shape)}"
-                break
-            except (_OtherFormError, TypeError, ValueError, IndexError, AttributeError) as error:
-                reason = reason or str(error)
-                continue
-        reason = f"only {len(calls)} of {len(blocks)} blocks were called"
-    raise SourceError(
-        f"unsupported architecture {type(model).__name__}: its blocks cannot be run one by one",
-        where=model.config.model_type,
-        why=reason,
+                return run()
+            except (OtherFormError, TypeError, ValueError, IndexError, AttributeError) as error:
+                reason = reason or str(error).partition("\n")[0]
+    raise _unsupported(model, impossible, reason)
+
+
+def _unsupported(model: PreTrainedModel, what: str, why: str) -> SourceError:
+    return SourceError(
+        f"unsupported architecture {type(model).__name__}: {what}", where=model.config.model_type, why=why
     )
 
 
-@contextmanager
-def _passing_on(blocks: Sequence[Block], calls: list[Call], entered: list[Tensor], as_tuple: bool) -> Iterator[None]:
-    """Let each block record its call and return the hidden states that it was given.
-    The last one raises _AllRecordedError.
-    """
+def _checked(compute: Compute, as_tuple: bool) -> Callable[..., Any]:
+    passed: list[Tensor] = []
 
-    def record(*arguments: Any, **keywords: Any) -> Any:
+    def forward(*arguments: Any, **keywords: Any) -> Any:
         keyword = None if arguments else "hidden_states"
         hidden = keywords.pop(keyword) if keyword else arguments[0]
-        if entered and hidden is not entered[0]:
-            raise _OtherFormError(
-                "the hidden states that enter a block are not those that the block before it returned"
-            )
-        entered.append(hidden)
-        calls.append(Call(arguments[1:], keywords, keyword))
-        if len(calls) == len(blocks):
-            raise _AllRecordedError
-        return (hidden,) if as_tuple else hidden
+        if passed and hidden is not passed[-1]:
+            raise OtherFormError("the hidden states that enter a block are not those that the block before it returned")
+        passed.append(compute(len(passed), hidden, Call(arguments[1:], keywords, keyword)))
+        return (passed[-1],) if as_tuple else passed[-1]
 
-    with replaced_forward({block.module: record for block in blocks}):
-        yield
+    return forward
 
 
 def shared_with(call: Call, reference: Call) -> Call:

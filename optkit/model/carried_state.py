@@ -54,12 +54,7 @@ class CarriedState:
         output = (call or self.model.forward)(input_ids=tokens, use_cache=True, **self._carried(tokens, last))
         self.held = getattr(output, self.name, None)
         if self.held is None:
-            raise SourceError(
-                f"{type(self.model).__name__} takes `{self.name}` and returns none",
-                where=str(self.model.config.model_type),
-                why="Each token would see only the one before it",
-                remedy="Measure it by evals that read whole texts, such as perplexity",
-            )
+            raise _no_steps(self.model, f"takes `{self.name}` and returns none")
         logits: Tensor = output.logits
         if logits.shape[1] not in (1, tokens.shape[1]):
             raise SourceError(
@@ -104,8 +99,12 @@ def state_name(model: Any) -> str:
     arguments = _arguments(model)
     if found := next((name for name in NAMES if name in arguments), None):
         return found
-    raise SourceError(
-        f"{type(model).__name__} cannot be run token by token: its passes take none of {', '.join(NAMES)}",
+    raise _no_steps(model, f"cannot be run token by token: its passes take none of {', '.join(NAMES)}")
+
+
+def _no_steps(model: Any, what: str) -> SourceError:
+    return SourceError(
+        f"{type(model).__name__} {what}",
         where=str(model.config.model_type),
         why="Each token would see only the one before it",
         remedy="Measure it by evals that read whole texts, such as perplexity",
@@ -148,10 +147,8 @@ def _try_positions(model: Any, device: torch.device) -> bool:
     if "position_ids" not in _arguments(model):
         return False
     tokens = torch.arange(1, PROBE + 2, device=device)[None] % model.config.get_text_config(decoder=True).vocab_size
-    untold, told = (
-        _last_logits(model, tokens, {}),
-        _last_logits(model, tokens, {"position_ids": tokens.new_full((1, 1), PROBE)}),
-    )
+    untold = _last_logits(model, tokens, {})
+    told = _last_logits(model, tokens, {"position_ids": tokens.new_full((1, 1), PROBE)})
     if torch.equal(untold, told):
         return False
     whole: Tensor = model.forward(input_ids=tokens, use_cache=False).logits[:, -1].float()

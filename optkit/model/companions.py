@@ -19,32 +19,19 @@ from optkit.model.formats.base import Format
 
 FOREIGN = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".mlmodel"})
 """Suffixes of weights in formats that optkit knows by name alone."""
-KINDS = {
-    "configs": (
-        "config.json",
-        "*_config.json",
-        "config_*.json",
-        "*config.json",
-        "configuration.json",
-        "params.json",
-        "modules.json",
-    ),
-    "tokenizers": (
-        *(
-            "tokenizer*.json",
-            "vocab*.json",
-            "vocab*.txt",
-            "merges*.txt",
-            "added_tokens.json",
-            "special_tokens_map.json",
-            "tekken.json",
-        ),
-        *("*.model", "tokenizer.model*", "*.tiktoken", "*.spm", "*.vocab", "dict.txt", "bpe.codes", "normalizer.json"),
-    ),
-    "templates": ("*.jinja", "chat_template*.json"),
-    "processors": ("*processor*.json",),
-    "documents": ("README*", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "CITATION*", "*POLICY*", "MODEL_CARD*"),
-}
+KINDS = (
+    # configs
+    "config.json", "*_config.json", "config_*.json", "*config.json", "configuration.json", "params.json",
+    "modules.json",
+    # tokenizers
+    "tokenizer*.json", "vocab*.json", "vocab*.txt", "merges*.txt", "added_tokens.json", "special_tokens_map.json",
+    "tekken.json", "*.model", "tokenizer.model*", "*.tiktoken", "*.spm", "*.vocab", "dict.txt", "bpe.codes",
+    "normalizer.json",
+    # templates and processors
+    "*.jinja", "chat_template*.json", "*processor*.json",
+    # documents
+    "README*", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "CITATION*", "*POLICY*", "MODEL_CARD*",
+)  # fmt: skip
 """What travels with the weights, by patterns of file names; `*.py` too if its code is trusted."""
 CODE = ".py"
 UNSAID = frozenset({".git", ".gitattributes", ".gitignore", ".cache", "__pycache__"})
@@ -155,7 +142,7 @@ def _why_not(root: Path, name: str, path: Path, trusted: bool) -> str:
     if path.suffix == CODE:
         return "" if trusted else UNTRUSTED
     spellings = (path.name, path.name.upper())  # documents are spelled either way
-    known = any(fnmatchcase(each, pattern) for patterns in KINDS.values() for pattern in patterns for each in spellings)
+    known = any(fnmatchcase(each, pattern) for pattern in KINDS for each in spellings)
     return "" if known and not _is_hidden(name) else UNKNOWN
 
 

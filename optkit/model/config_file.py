@@ -6,7 +6,7 @@ layers are built one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from optkit.common.files import read_object, shown
 from optkit.errors import SourceError
 from optkit.model.quantization_config import wrong_in_quantization
 from optkit.model.shape import BLOCK_COUNTS
-from optkit.model.text_config import text_config
+from optkit.model.text_config import first_number, text_config
 
 AGAIN = "Take config.json from the model's source again"
 LAYERS, WIDTH, VOCABULARY, LENGTH = 10_000, 1 << 24, 1 << 28, 1 << 31
@@ -31,27 +31,17 @@ LISTED_SIZES = {
 }  # fmt: skip
 """The same, one for all layers or a list, or null."""
 FROM_ZERO = (
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
+    "intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts",
     "num_experts_per_tok",
-)
+)  # fmt: skip
 """Some models have none of these."""
 POSITIONS = ("max_position_embeddings", "n_positions", "sliding_window", "original_max_position_embeddings")
 NAMES = ("model_type", "dtype", "torch_dtype")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PARTS = (
-    "text_config",
-    "vision_config",
-    "audio_config",
-    "quantization_config",
-    "rope_scaling",
-    "rope_parameters",
-    "auto_map",
-    "encoder",
-)
+    "text_config", "vision_config", "audio_config", "quantization_config", "rope_scaling", "rope_parameters",
+    "auto_map", "encoder",
+)  # fmt: skip
 """Objects, if they are there and not null."""
 NESTED = ("text_config",)
 HEAD_WIDTHS = ("head_dim", "kv_channels", "d_kv", "attention_head_size")
@@ -77,15 +67,10 @@ def check_values(config: Mapping[str, Any], where: str) -> None:
 
 
 def _wrong(config: Mapping[str, Any]) -> Iterator[str]:
-    for key in PARTS:
-        if config.get(key) is not None and not isinstance(config[key], Mapping):
-            yield f"`{key}` in config.json is {shown(config[key])}, not an object"
-    named = config.get("architectures")
-    if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
-        yield f"`architectures` in config.json is {shown(named)}, not a list of names"
-    for key in NAMES:
-        if not isinstance(config.get(key), str | None):
-            yield f"`{key}` in config.json is {shown(config[key])}, not a name"
+    for keys, fits, what in FORMS:
+        yield from (
+            f"`{key}` in config.json is {shown(config[key])}, not {what}" for key in keys if not fits(config.get(key))
+        )
     for key, most in SIZES.items():
         if key in config and not _is_size(config[key], 1, most):
             yield _no_size(key, config[key], 1, most)
@@ -96,9 +81,6 @@ def _wrong(config: Mapping[str, Any]) -> Iterator[str]:
     for key in POSITIONS:
         if config.get(key) is not None and not _is_size(config[key], -1, LENGTH):
             yield _no_size(key, config[key], -1, LENGTH)
-    for key in TOKENS:
-        if not all(each is None or _is_size(each, -1, VOCABULARY) for each in _each(config.get(key))):
-            yield f"`{key}` in config.json is {shown(config[key])}, not the number of a token"
     yield from _wrong_heads(config)
     if isinstance(config.get("quantization_config"), Mapping):
         yield from wrong_in_quantization(config["quantization_config"])
@@ -122,6 +104,23 @@ def _is_size(value: Any, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
 
 
+def _are_names(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+
+
+def _are_tokens(value: Any) -> bool:
+    return all(each is None or _is_size(each, -1, VOCABULARY) for each in _each(value))
+
+
+FORMS: tuple[tuple[Collection[str], Callable[[Any], bool], str], ...] = (
+    (PARTS, lambda value: isinstance(value, Mapping | None), "an object"),
+    (("architectures",), _are_names, "a list of names"),
+    (NAMES, lambda value: isinstance(value, str | None), "a name"),
+    (TOKENS, _are_tokens, "the number of a token"),
+)
+"""Keys, what their values must be, and how that is said."""
+
+
 def _no_size(key: str, value: Any, least: int, most: int) -> str:
     kind = {-1: "a whole number", 0: "a whole number from 0 up", 1: "a whole number above 0"}[least]
     limit = f" of at most {most:,}" if type(value) is int and value > most else ""
@@ -134,7 +133,7 @@ def check_against_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[
     """
     text = text_config(config)
     sizes = {size for shape in shapes.values() for size in shape}
-    layers = next((text[key] for key in BLOCK_COUNTS if text.get(key)), 0)
+    layers = first_number(text, BLOCK_COUNTS)
     words, width = text.get("vocab_size", 0), text.get("hidden_size") or text.get("n_embd")
     wrong = ""
     if layers > len(shapes):

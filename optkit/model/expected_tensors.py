@@ -3,8 +3,8 @@ The words of config.json alone say which tensors it must have.
 
 Written from the readers' side (compressed-tensors 0.19, gptqmodel 7, AutoAWQ 0.2.9, bitsandbytes
 0.50) and not from the writers in `optkit.stages`, so that one checks the other. Shapes are
-[outputs, inputs] of the layer's weight. A new format is one function here and one line in
-`schemes.py`.
+[outputs, inputs] of the layer's weight. A new format is a line in `schemes.py` and, if it
+lies otherwise than those here, a function here.
 """
 
 from __future__ import annotations
@@ -81,35 +81,14 @@ def pack_quantized(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, L
     return leaves | _activations(words)
 
 
-def integer_quantized(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
-    """compressed-tensors `int-quantized`: codes as int8."""
-    return _one_code_each(words, layer, "I8", FLOATS)
-
-
-def float_quantized(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
-    """compressed-tensors `float-quantized`: codes as float8 E4M3."""
-    return _one_code_each(words, layer, "F8_E4M3", FLOATS)
-
-
 def naive_quantized(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """compressed-tensors `naive-quantized`: int8 or float8, as the type says."""
-    return (float_quantized if words["weights"].get("type") == "float" else integer_quantized)(words, layer)
-
-
-def mxfp8_quantized(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
-    """compressed-tensors `mxfp8-quantized`: float8 with a power of two as scale for 32 inputs."""
-    return _one_code_each(words, layer, "F8_E4M3", ("U8", "F8_E8M0"))
+    return one_code_each(words, layer, "F8_E4M3" if words["weights"].get("type") == "float" else "I8")
 
 
 def nvfp4(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
     """compressed-tensors `nvfp4-pack-quantized`: two FP4 codes a byte, float8 scales and a float32."""
-    scalar = Leaf(("F32",), ((1,), ()))
-    return _fp4(words, layer, ("F8_E4M3",)) | {"weight_global_scale": scalar}
-
-
-def mxfp4(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
-    """compressed-tensors `mxfp4-pack-quantized`: two FP4 codes a byte, a power of 2 for 32 inputs."""
-    return _fp4(words, layer, ("U8", "F8_E8M0"))
+    return fp4(words, layer, ("F8_E4M3",)) | {"weight_global_scale": Leaf(("F32",), ((1,), ()))}
 
 
 def gptq(words: Mapping[str, Any], layer: LayerTensors) -> dict[str, Leaf]:
@@ -193,9 +172,10 @@ def _scale_shapes(weights: Mapping[str, Any], outputs: int, inputs: int) -> tupl
     raise ValueError(f"config.json says strategy {strategy}, which is none for weights")
 
 
-def _one_code_each(
-    words: Mapping[str, Any], layer: LayerTensors, dtype: str, scale_dtypes: tuple[str, ...]
+def one_code_each(
+    words: Mapping[str, Any], layer: LayerTensors, dtype: str, scale_dtypes: tuple[str, ...] = FLOATS
 ) -> dict[str, Leaf]:
+    """A format of compressed-tensors with a code of `dtype` for each weight."""
     outputs, inputs = layer.shape("weight", 2)
     scales = _scale_shapes(words["weights"], outputs, inputs)
     leaves = {"weight": Leaf((dtype,), ((outputs, inputs),)), "weight_scale": Leaf(scale_dtypes, scales)}
@@ -204,7 +184,8 @@ def _one_code_each(
     return leaves | _activations(words)
 
 
-def _fp4(words: Mapping[str, Any], layer: LayerTensors, scale_dtypes: tuple[str, ...]) -> dict[str, Leaf]:
+def fp4(words: Mapping[str, Any], layer: LayerTensors, scale_dtypes: tuple[str, ...]) -> dict[str, Leaf]:
+    """A format of compressed-tensors with two FP4 codes a byte."""
     outputs, half = layer.shape("weight_packed", 2)
     leaves = {
         "weight_packed": Leaf(("U8",), ((outputs, half),)),

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from optkit.errors import SourceError
-from optkit.model.blocks import Block
-from optkit.model.replaced_forward import replaced_forward
-
-
-class _OtherFormError(Exception):
-    """The model takes the output of a block for something else than what it was given."""
+from optkit.model.blocks import Block, Call, OtherFormError, run_with_blocks
 
 
 class _ReachedError(Exception):
@@ -55,39 +49,16 @@ def given_to_head(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tenso
 
 
 def _behind(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what `run` gives if the last block returns `hidden`, and the others what they get."""
     tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-    reason = ""
-    for as_tuple in (False, True):
-        with _ending_with(blocks, hidden, as_tuple):
-            try:
-                found = run(tokens)
-            except (_OtherFormError, TypeError, ValueError, IndexError, AttributeError) as error:
-                reason = reason or str(error).partition("\n")[0]
-                continue
-        if found.shape[:2] == tokens.shape:
-            return found
-        reason = f"{list(found.shape)} came out of hidden states {list(hidden.shape)}"
-    raise SourceError(
-        f"unsupported architecture {type(model).__name__}: what stands behind its blocks cannot be run alone",
-        where=model.config.model_type,
-        why=reason,
-    )
 
+    def hand_on(index: int, given: Tensor, _call: Call) -> Tensor:
+        return hidden if index == len(blocks) - 1 else given
 
-@contextmanager
-def _ending_with(blocks: Sequence[Block], last: Tensor, as_tuple: bool) -> Iterator[None]:
-    """Let each block hand on what it was given, and the last one return `last`."""
-    passed: list[Tensor] = []
+    def found() -> Tensor:
+        made = run(tokens)
+        if made.shape[:2] != tokens.shape:
+            raise OtherFormError(f"{list(made.shape)} came out of hidden states {list(hidden.shape)}")
+        return made
 
-    def hand_on(*arguments: Any, **keywords: Any) -> Any:
-        given: Tensor = arguments[0] if arguments else keywords["hidden_states"]
-        if passed and given is not passed[-1]:
-            raise _OtherFormError(
-                "the hidden states that enter a block are not those that the block before it returned"
-            )
-        passed.append(given)
-        output = last if len(passed) == len(blocks) else given
-        return (output,) if as_tuple else output
-
-    with replaced_forward({block.module: hand_on for block in blocks}):
-        yield
+    return run_with_blocks(model, blocks, hand_on, found, "what stands behind its blocks cannot be run alone")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from optkit.errors import EvalError
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.packed_names import BESIDE, CODED, CODES, FOUR_BIT_STATE
+from optkit.model.packed_names import BESIDE, CODED, CODES, FOUR_BIT_STATE, split_tensor
 from optkit.model.shape import TensorInfo
 
 
@@ -36,11 +36,7 @@ def module_sizes(checkpoint: Checkpoint) -> dict[str, LayerSize]:
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
-        module, below_weight, kind = name.partition(".weight.")
-        if below_weight:
-            kind = f"weight.{kind}"
-        else:
-            module, _, kind = name.rpartition(".")
+        module, kind = split_tensor(name)
         modules.setdefault(module, {})[kind] = info
     layers = {module: _module_size(checkpoint, module, tensors) for module, tensors in modules.items()}
     if checkpoint.quantization is not None and not any(layer.quantized for layer in layers.values()):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from optkit.common.files import check_kinds, check_name, check_regular, reading
 from optkit.errors import MissingPackageError, SourceError
 from optkit.model.companions import require_inside
+from optkit.model.shape import DTYPE_BITS
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -23,15 +24,18 @@ if TYPE_CHECKING:
 MODEL = "model.onnx"
 AGAIN = "Copy or export it again"
 RENAMED = {"float": "float32", "double": "float64"}
-BITS = {
-    "float32": 32, "float64": 64, "float16": 16, "bfloat16": 16, "bool": 8, "complex64": 64, "complex128": 128,
-    "int64": 64, "int32": 32, "int16": 16, "int8": 8, "int4": 4, "int2": 2,
-    "uint64": 64, "uint32": 32, "uint16": 16, "uint8": 8, "uint4": 4, "uint2": 2,
-    "float8e4m3fn": 8, "float8e4m3fnuz": 8, "float8e5m2": 8, "float8e5m2fnuz": 8, "float8e8m0": 8, "float4e2m1": 4,
+SAFETENSORS_NAMES = {
+    "float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL", "complex64": "C64",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "int4": "I4", "int2": "I2",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "uint4": "U4", "uint2": "U2",
+    "float8e4m3fn": "F8_E4M3", "float8e4m3fnuz": "F8_E4M3", "float8e5m2": "F8_E5M2", "float8e5m2fnuz": "F8_E5M2",
+    "float8e8m0": "F8_E8M0", "float4e2m1": "F4",
 }  # fmt: skip
-"""Bits of one element, by ONNX's names of dtypes in lower case; `float` is `float32` here and
-`double` is `float64`.
+"""ONNX's names of dtypes in lower case (`float` is `float32` here and `double` is `float64`), and
+those of safetensors.
 """
+BITS = {name: DTYPE_BITS[each] for name, each in SAFETENSORS_NAMES.items()} | {"complex128": 128}
+"""Bits of one element."""
 
 
 @dataclass(frozen=True)
@@ -131,15 +135,19 @@ class OnnxFile:
         if min(shape, default=0) < 0 or (dtype == "string" and location):
             raise ValueError(f"{tensor.name} is {dtype} {list(shape)}")
         found = Initializer(tensor.name, dtype, shape, location)
-        if tensor.HasField("raw_data") and len(tensor.raw_data) != found.size_bytes:
+        if tensor.HasField("raw_data"):
+            self._check_size(found, len(tensor.raw_data))
+        return found
+
+    def _check_size(self, tensor: Initializer, size_bytes: int, place: str = "") -> None:
+        if size_bytes != tensor.size_bytes:
             raise SourceError(
-                f"{tensor.name} has {len(tensor.raw_data):,} bytes, and {dtype} {list(shape)} "
-                f"needs {found.size_bytes:,}",
+                f"{tensor.name} has {size_bytes:,} bytes{place}, and {tensor.dtype} {list(tensor.shape)} "
+                f"needs {tensor.size_bytes:,}",
                 where=str(self.path),
                 why="The file was damaged",
-                remedy="Copy or export it again",
+                remedy=AGAIN,
             )
-        return found
 
     def _check_data(self, tensors: Iterable[TensorProto]) -> None:
         root = self.path.parent.resolve()
@@ -157,14 +165,7 @@ class OnnxFile:
                 )
             entry = _external(tensor)
             length = int(entry.get("length") or known.size_bytes)
-            if length != known.size_bytes:
-                raise SourceError(
-                    f"{tensor.name} has {length:,} bytes in {place}, and {known.dtype} {list(known.shape)} "
-                    f"needs {known.size_bytes:,}",
-                    where=str(self.path),
-                    why="The file was damaged",
-                    remedy="Copy or export it again",
-                )
+            self._check_size(known, length, f" in {place}")
             offset = int(entry.get("offset") or 0)
             if offset < 0:
                 raise ValueError(f"{tensor.name} begins at byte {offset:,} of {place}")
@@ -186,7 +187,7 @@ class OnnxFile:
                     f"the file has {size:,} bytes and the graph asks for {least:,}",
                     where=str(self.path.parent / name),
                     why="It was cut off, or belongs to another model",
-                    remedy="Copy or export it again",
+                    remedy=AGAIN,
                 )
 
 

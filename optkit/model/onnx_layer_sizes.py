@@ -110,15 +110,9 @@ def onnx_layer_sizes(graph: OnnxFile) -> dict[str, LayerSize]:
 def _quantized(nodes: Sequence[Node], tensors: Mapping[str, Initializer]) -> Iterator[tuple[Node, str, Reader]]:
     """Yield the nodes with each packed initializer that they read."""
     for node in nodes:
-        reader = READERS.get(node.kind)
-        for index in reader.packed if reader else ():
-            if (
-                reader
-                and index < len(node.inputs)
-                and node.inputs[index] in tensors
-                and not _is_plain(node, tensors[node.inputs[index]])
-            ):
-                yield node, node.inputs[index], reader
+        if reader := READERS.get(node.kind):
+            read = [node.inputs[index] for index in reader.packed if index < len(node.inputs)]
+            yield from ((node, name, reader) for name in read if name in tensors and not _is_plain(node, tensors[name]))
 
 
 def _is_plain(node: Node, tensor: Initializer) -> bool:

@@ -8,17 +8,10 @@ from typing import Any
 
 from optkit.common.files import read_object, reading
 from optkit.model.config_file import check_values, read_config
-from optkit.model.onnx_file import MODEL, OnnxFile
+from optkit.model.onnx_file import MODEL, SAFETENSORS_NAMES, OnnxFile
 from optkit.model.shape import ModelShape, TensorInfo
 
 GENAI_CONFIG = "genai_config.json"
-SAFETENSORS_NAMES = {
-    "float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL", "complex64": "C64",
-    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "int4": "I4", "int2": "I2",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "uint4": "U4", "uint2": "U2",
-    "float8e4m3fn": "F8_E4M3", "float8e4m3fnuz": "F8_E4M3", "float8e5m2": "F8_E5M2", "float8e5m2fnuz": "F8_E5M2",
-    "float8e8m0": "F8_E8M0", "float4e2m1": "F4",
-}  # fmt: skip
 
 
 def onnx_shape(directory: Path) -> ModelShape:

@@ -30,11 +30,9 @@ class Opened(Protocol):
         """What is in force and what fell back so far, one sentence each.
         For example `int4: 210 of 210 layers use torch's CPU kernel`.
         """
-        ...
 
     def close(self) -> None:
         """Give the memory back; the session cannot be used afterwards."""
-        ...
 
 
 class Session(Opened, Protocol):
@@ -42,23 +40,18 @@ class Session(Opened, Protocol):
 
     def encode(self, text: str) -> Tensor:
         """Return a text's token ids, int64 [tokens], with the tokenizer's own special tokens."""
-        ...
 
     def logits(self, tokens: Tensor) -> Tensor:
         """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on its device."""
-        ...
 
     def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
         """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
-        ...
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
         """Yield `new_tokens` greedy tokens, int64 [batch], each when the device has finished it."""
-        ...
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """Return the fewest bytes of weights and KV cache that a decode step reads at this size."""
-        ...
 
 
 class EncoderSession(Opened, Protocol):
@@ -69,13 +62,11 @@ class EncoderSession(Opened, Protocol):
     @property
     def pooling(self) -> str:
         """How features become an embedding, e.g. `mean of the tokens, normalised`."""
-        ...
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return token ids and mask, int64 [texts, tokens of the longest].
         Each text is cut as the model's own tokenizer cuts it.
         """
-        ...
 
     def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """int64 [batch, sequence] twice -> float32 on the CPU.
@@ -83,11 +74,9 @@ class EncoderSession(Opened, Protocol):
         Features [batch, sequence, hidden], logits of labels [batch, labels], or of the labels of
         tokens [batch, sequence, labels].
         """
-        ...
 
     def embed(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """int64 [batch, sequence] twice -> pooled features, float32 [batch, hidden], on the CPU."""
-        ...
 
 
 @runtime_checkable
@@ -96,7 +85,6 @@ class AttendingSession(Protocol):
 
     def attention_kernels(self, tokens: Tensor) -> str:
         """Return what computes the attention of a prompt, int64 [batch, prompt], and of a step."""
-        ...
 
 
 @runtime_checkable
@@ -110,7 +98,6 @@ class ProposingSession(Protocol):
         """Return the fewest bytes that a new token of each sequence makes read.
         It is the average since `speculation` was reset.
         """
-        ...
 
 
 @runtime_checkable
@@ -138,7 +125,6 @@ class SteppingSession(Protocol):
         """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary].
         The tokens behind the prompt are fed one at a time.
         """
-        ...
 
 
 @runtime_checkable
@@ -151,4 +137,3 @@ class QueueingSession(Protocol):
         """Yield what `stream` yields, each when its work is queued on the current CUDA stream.
         It does not wait for the device.
         """
-        ...

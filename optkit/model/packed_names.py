@@ -17,3 +17,12 @@ BESIDE = frozenset({
 """What codes need: it costs bits and stands for no weight."""
 FOUR_BIT_STATE = "weight.quant_state."
 """How the name of bitsandbytes' JSON about 4-bit weights begins."""
+
+
+def split_tensor(name: str) -> tuple[str, str]:
+    """Return module and leaf: `x.weight.absmax` is the leaf `weight.absmax` of x."""
+    module, below, leaf = name.partition(".weight.")
+    if below:
+        return module, f"weight.{leaf}"
+    module, _, leaf = name.rpartition(".")
+    return module, leaf

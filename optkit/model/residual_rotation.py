@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,14 +80,9 @@ def find_heads(block: nn.Module, config: Any) -> Heads | str:
     missing = [leaf for leaf, modules in named.items() if len(modules) != 1 or not isinstance(modules[0], nn.Linear)]
     if missing:
         return f"no {' and no '.join(missing)}"
-    values, outputs = named["v_proj"][0], named["o_proj"][0]
+    values, outputs = (cast(nn.Linear, named[leaf][0]) for leaf in ("v_proj", "o_proj"))
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if (
-        not isinstance(values, nn.Linear)
-        or not isinstance(outputs, nn.Linear)
-        or values.out_features % size
-        or outputs.in_features % size
-    ):
+    if values.out_features % size or outputs.in_features % size:
         return f"v_proj and o_proj are not made of heads of {size}"
     return Heads(values, outputs, size)
 

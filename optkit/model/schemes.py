@@ -15,15 +15,17 @@ T = TypeVar("T")
 Scheme: TypeAlias = tuple[str, Layout, Mapping[str, Any]]
 """Name of the layout, the layout, and the words of config.json that it reads."""
 PLAIN: Scheme = ("plain", expected_tensors.plain, {})
+POWERS_OF_TWO = ("U8", "F8_E8M0")
+"""How the scales of 32 inputs are stored in the MX formats."""
 LAYOUTS: dict[str, Layout] = {
     "dense": expected_tensors.plain,
     "pack-quantized": expected_tensors.pack_quantized,
-    "int-quantized": expected_tensors.integer_quantized,
-    "float-quantized": expected_tensors.float_quantized,
+    "int-quantized": partial(expected_tensors.one_code_each, dtype="I8"),
+    "float-quantized": partial(expected_tensors.one_code_each, dtype="F8_E4M3"),
     "naive-quantized": expected_tensors.naive_quantized,
     "nvfp4-pack-quantized": expected_tensors.nvfp4,
-    "mxfp4-pack-quantized": expected_tensors.mxfp4,
-    "mxfp8-quantized": expected_tensors.mxfp8_quantized,
+    "mxfp4-pack-quantized": partial(expected_tensors.fp4, scale_dtypes=POWERS_OF_TWO),
+    "mxfp8-quantized": partial(expected_tensors.one_code_each, dtype="F8_E4M3", scale_dtypes=POWERS_OF_TWO),
 }
 """The formats of compressed-tensors."""
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from optkit.model.task import Task, positions_of, task_of
-from optkit.model.text_config import text_config
+from optkit.model.text_config import first_number, text_config
 
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
@@ -105,30 +105,28 @@ class ModelShape:
     @property
     def width(self) -> int | None:
         """How wide the hidden states are; None if config.json does not say."""
-        text = text_config(self.config)
-        return next((text[key] for key in WIDTHS if text.get(key)), None)
+        return first_number(self.config, WIDTHS) or None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of the largest decoder block."""
-        sizes: Counter[tuple[str, int]] = Counter()
-        for name, info in self.tensors.items():
-            if place := self.block(name):
-                sizes[place] += info.size_bytes
-        return max(sizes.values(), default=0)
+        return max((size for place, size in self._by_block("size_bytes").items() if place), default=0)
 
     @cached_property
     def block_elements(self) -> Counter[tuple[str, int] | None]:
         """How many numbers each decoder block has; under None, everything outside."""
-        elements: Counter[tuple[str, int] | None] = Counter()
-        for name, info in self.tensors.items():
-            elements[self.block(name)] += info.elements
-        return elements
+        return self._by_block("elements")
 
     @property
     def outside_bytes(self) -> int:
         """Bytes of everything outside the decoder blocks: embeddings, last norm, lm_head, vision."""
-        return sum(info.size_bytes for name, info in self.tensors.items() if self.block(name) is None)
+        return self._by_block("size_bytes")[None]
+
+    def _by_block(self, measure: str) -> Counter[tuple[str, int] | None]:
+        sums: Counter[tuple[str, int] | None] = Counter()
+        for name, info in self.tensors.items():
+            sums[self.block(name)] += getattr(info, measure)
+        return sums
 
 
 def place_in_list(name: str) -> tuple[str, int] | None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of config.json that is about the language model."""
     return config.get("text_config") or config
+
+
+def first_number(config: Mapping[str, Any], keys: Iterable[str]) -> int:
+    """Return the first of these numbers that the language model's part says; 0 if it says none."""
+    text = text_config(config)
+    return next((int(text[key]) for key in keys if text.get(key)), 0)
 
 
 def with_text_config(

@@ -10,22 +10,13 @@ from typing import Any
 
 from optkit.model.attention import HEADS
 from optkit.model.depth import hidden_size
-from optkit.model.text_config import text_config
+from optkit.model.text_config import first_number, text_config
 
 VLLM = "0.32"
-HEADS_FROM_WIDTH = frozenset(
-    {
-        "qwen2",
-        "qwen2_moe",
-        "qwen2_vl_text",
-        "qwen2_5_vl_text",
-        "granitemoe",
-        "granitemoeshared",
-        "mimo",
-        "minicpm",
-        "olmoe",
-    }
-)
+HEADS_FROM_WIDTH = frozenset({
+    "qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text", "granitemoe", "granitemoeshared", "mimo", "minicpm",
+    "olmoe",
+})  # fmt: skip
 """`model_type` of those whose class in vLLM divides the hidden size by the heads and reads no
 `head_dim`.
 """
@@ -38,7 +29,7 @@ def notes_on_heads(config: Mapping[str, Any]) -> tuple[str, ...]:
     """
     text = text_config(config)
     kind, size = str(text.get("model_type")), int(text.get("head_dim") or 0)
-    heads = next((int(text[key]) for key in HEADS if text.get(key)), 0)
+    heads = first_number(text, HEADS)
     if kind not in HEADS_FROM_WIDTH or not size or not heads or size * heads == hidden_size(config):
         return ()
     wrong = hidden_size(config) // heads

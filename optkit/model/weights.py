@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from optkit.errors import SourceError
-from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE
+from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE, split_tensor
 from optkit.model.routers import routers_of
 from optkit.model.schemes import PLAIN, Scheme, scheme_of_layers
 from optkit.model.shape import ModelShape, TensorInfo, place_in_list
@@ -57,7 +57,7 @@ def weights_of(shape: ModelShape) -> list[Weights]:
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in shape.tensors.items():
-        module, leaf = _split(name)
+        module, leaf = split_tensor(name)
         if _is_text(shape, name):
             modules.setdefault(module, {})[leaf] = info
     scheme_of, routers = _schemes(shape), routers_of(shape)
@@ -76,15 +76,6 @@ def expert_counts(config: Mapping[str, Any]) -> tuple[int, int]:
     )
     count, each = next(filter(None, counts), 0), next((each for each in chosen if isinstance(each, int) and each), 0)
     return (int(count), int(each)) if count and each else (0, 0)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Return module and leaf: `x.weight.absmax` is the leaf `weight.absmax` of x."""
-    module, below, leaf = name.partition(".weight.")
-    if below:
-        return module, f"weight.{leaf}"
-    module, _, leaf = name.rpartition(".")
-    return module, leaf
 
 
 def _is_text(shape: ModelShape, name: str) -> bool:

@@ -17,7 +17,7 @@ from optkit.errors import StageError
 from optkit.model.attention import HEADS, KEY_HEADS
 from optkit.model.depth import hidden_size
 from optkit.model.shape import WIDTHS, ModelShape, TensorInfo
-from optkit.model.text_config import text_config, with_text_config
+from optkit.model.text_config import first_number, text_config, with_text_config
 
 
 class Role(StrEnum):
@@ -81,12 +81,12 @@ def widths_of(shape: ModelShape) -> Widths:
     """Return how wide a model is, as its config says and its feed-forward tensors are."""
     text = text_config(shape.config)
     hidden = hidden_size(shape.config)
-    heads = next((int(text[key]) for key in HEADS if text.get(key)), 0)
+    heads = first_number(text, HEADS)
     return Widths(
         hidden=hidden,
         ffn=_ffn_size(shape),
         heads=heads,
-        key_heads=next((int(text[key]) for key in KEY_HEADS if text.get(key)), heads),
+        key_heads=first_number(text, KEY_HEADS) or heads,
         head_size=int(text.get("head_dim") or hidden // max(1, heads)),
     )
 

@@ -22,11 +22,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from optkit.model.blocks import Call
+from optkit.model.residual_stream import OFFSETS
 from optkit.model.skeleton import Skeleton
 from optkit.model.wiring_probe import Found, Scope, close, every_expert_called, probe, scopes
-
-OFFSETS = (0.0, 1.0)
-"""What a norm may add to its weight before it multiplies by it; 1 is Gemma's."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from optkit.common.atomic import write_text_atomically
 from optkit.common.out_of_resources import NO_ROOM, room_error
 from optkit.errors import ResourceError, StageError
 from optkit.model.attention_choice import attention_options
@@ -146,10 +147,7 @@ def copy_companions(source: Path, target: Path, trusted: bool = False) -> None:
     for name, path in find_companions(Path(source), trusted).kept.items():
         if name == "config.json":
             continue
-        copy = Path(target) / name
-        with disk_space_for(copy, path.stat().st_size):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+        link_or_copy(path, Path(target) / name, link=False)
 
 
 def link_or_copy(file: Path, copy: Path, *, link: bool) -> None:
@@ -158,6 +156,7 @@ def link_or_copy(file: Path, copy: Path, *, link: bool) -> None:
     Raises ResourceError when the disk is full.
     """
     with disk_space_for(copy, file.stat().st_size):
+        copy.parent.mkdir(parents=True, exist_ok=True)
         if link:
             with suppress(OSError):  # another disk, or one without links
                 copy.hardlink_to(file.resolve())
@@ -192,7 +191,5 @@ def disk_space_for(path: Path, size_bytes: int) -> Iterator[None]:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    draft = path.with_name(f".{path.name}.partial")
     with disk_space_for(path, len(text.encode())):
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        write_text_atomically(path, text)

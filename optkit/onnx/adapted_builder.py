@@ -28,19 +28,10 @@ from optkit.onnx.finishing import drop_idle_zero_points, embed_by_head
 from optkit.onnx.older_names import older_names_
 
 REPLACED = (
-    "has_lm_head",
-    "load_weights",
-    "make_attention",
-    "make_matmul_float",
-    "make_matmul_int4",
-    "make_matmul_op",
-    "make_packed_matmul",
-    "make_packed_matmul_float",
-    "make_packed_matmul_int4",
-    "make_rotary_embedding_caches_from_scratch",
-    "save_model",
-    "save_processing",
-)
+    "has_lm_head", "load_weights", "make_attention", "make_matmul_float", "make_matmul_int4", "make_matmul_op",
+    "make_packed_matmul", "make_packed_matmul_float", "make_packed_matmul_int4",
+    "make_rotary_embedding_caches_from_scratch", "save_model", "save_processing",
+)  # fmt: skip
 """Methods of its `Model` that are replaced, or that their replacements call."""
 SAME_AT_ANY_LENGTH = ("default", "linear", "llama3", "yarn")
 """Types of rotary embedding whose angles do not depend on how long the sequence is."""

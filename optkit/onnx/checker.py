@@ -58,16 +58,21 @@ def _take_weights_out(graph: GraphProto) -> None:
     graph.initializer.extend(kept)
 
 
-def _rename_own(model: ModelProto) -> None:
+def import_runtime_domain_(model: ModelProto) -> None:
+    """Let a graph have operators of ONNX Runtime's own."""
     from onnx import helper
 
+    if all(each.domain != RUNTIME_DOMAIN for each in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(RUNTIME_DOMAIN, 1))
+
+
+def _rename_own(model: ModelProto) -> None:
     opset = _opset(model)
     for graph in all_graphs(model.graph):
         for node in graph.node:
             if _is_own(node.op_type, node.domain, opset):
                 node.domain = RUNTIME_DOMAIN
-    if all(each.domain != RUNTIME_DOMAIN for each in model.opset_import):
-        model.opset_import.append(helper.make_opsetid(RUNTIME_DOMAIN, 1))
+    import_runtime_domain_(model)
 
 
 def _is_own(kind: str, domain: str, opset: int) -> bool:

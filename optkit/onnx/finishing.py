@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from optkit.onnx.checker import RUNTIME_DOMAIN
+
 EMBEDDING = "/model/embed_tokens/Gather"
 HEAD = "/lm_head/MatMulNBits"
 
@@ -41,7 +43,7 @@ def embed_by_head(model: ir.Model) -> None:
         "GatherBlockQuantized",
         [flat.outputs[0], tokens, *head.inputs[2:]],
         {"bits": bits, "block_size": head.attributes["block_size"].as_int(), "gather_axis": 0, "quantize_axis": 1},
-        domain="com.microsoft",
+        domain=RUNTIME_DOMAIN,
         name=f"{EMBEDDING}BlockQuantized",
     )
     for node in (shape, flat, gather):

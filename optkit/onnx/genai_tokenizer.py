@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from optkit.model.onnx_file import MODEL
+from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.processes.commands import python_command, python_environment, run
 
 TOKENIZER = "tokenizer.json"
-CONFIG = "genai_config.json"
 TIMEOUT_S = 120
 BYTE_LEVEL = "ByteLevel"
 REMEDY = "give it token ids that transformers' tokenizer made"
@@ -95,9 +95,9 @@ def _tokens(directory: Path, text: str) -> list[int]:
             [helper.make_node("Cast", ["input_ids"], ["logits"], to=TensorProto.FLOAT)], "none", [tokens], [logits]
         )
         onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), work / MODEL)
-        config = json.loads((work / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((work / GENAI_CONFIG).read_text(encoding="utf-8"))
         config["model"]["decoder"]["session_options"]["provider_options"] = []
-        (work / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        (work / GENAI_CONFIG).write_text(json.dumps(config), encoding="utf-8")
         tokenizer = og.Tokenizer(og.Model(str(work)))
         return [int(each) for each in tokenizer.encode(text)]
 

@@ -73,7 +73,7 @@ def states(directory: Path, tokens: Tensor, work: Path, device: str, width: int)
     for path in OnnxFile(directory / MODEL).data_files:
         (work / path.name).hardlink_to(path)
     session: Any = open_model(work / MODEL, device).session
-    with runtime_errors("on a few tokens", str(directory), device, "Use a machine with more memory"):
+    with runtime_errors("on a few tokens", str(directory), device):
         arrays = session.run(names, prompt_feeds(OnnxFile(work / MODEL).inputs, tokens.numpy()))
     found = {name: torch.from_numpy(array).float() for name, array in zip(names, arrays, strict=True)}
     fitting = [[name for name in parts if found[name].shape == (*tokens.shape, width)] for parts in candidates]

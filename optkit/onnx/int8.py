@@ -113,19 +113,11 @@ def quantize_dynamic(model: ModelFile, target: Path, form: Int8Form) -> None:
     """Leave the model in `target` with int8 weights and activations.
     Scales of activations are found at each call.
     """
-    with _tool_errors(model), quiet_tools():
-        from onnxruntime.quantization import QuantType, quantize_dynamic
+    with runtime_errors("while it was quantized", str(model.directory / MODEL)), quiet_tools():
+        from onnxruntime.quantization import quantize_dynamic
 
         quantize_dynamic(
-            str(model.directory / MODEL),
-            str(target / MODEL),
-            op_types_to_quantize=list(form.kinds),
-            per_channel=form.per_channel,
-            reduce_range=form.reduce_range,
-            weight_type=QuantType.QInt8,
-            nodes_to_quantize=sorted(form.nodes),
-            use_external_data_format=True,
-            extra_options=_options(),
+            str(model.directory / MODEL), str(target / MODEL), extra_options=_options(), **_arguments(form)
         )
 
 
@@ -152,28 +144,18 @@ def quantize_static(
             why="Calibration runs text",
             remedy="Take method: dynamic",
         )
-    with _tool_errors(model), quiet_tools():
+    with runtime_errors("while it was quantized", str(model.directory / MODEL)), quiet_tools():
         from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
 
-        methods = {
-            "min-max": CalibrationMethod.MinMax,
-            "entropy": CalibrationMethod.Entropy,
-            "percentile": CalibrationMethod.Percentile,
-        }
+        method = getattr(CalibrationMethod, ranges.title().replace("-", ""))
         percentiles = {"CalibPercentile": percentile} if ranges == "percentile" else {}
         quantize_static(
             str(model.directory / MODEL),
             str(target / MODEL),
             prompts,
             quant_format=QuantFormat.QDQ,
-            op_types_to_quantize=list(form.kinds),
-            per_channel=form.per_channel,
-            reduce_range=form.reduce_range,
             activation_type=QuantType.QUInt8,
-            weight_type=QuantType.QInt8,
-            nodes_to_quantize=sorted(form.nodes),
-            calibrate_method=methods[ranges],
-            use_external_data_format=True,
+            calibrate_method=method,
             extra_options=_options()
             | percentiles
             | {
@@ -181,19 +163,28 @@ def quantize_static(
                 "OpTypesToExcludeOutputQuantization": list(form.kinds),
                 "QDQKeepRemovableActivations": True,
             },
+            **_arguments(form),
         )
+
+
+def _arguments(form: Int8Form) -> dict[str, Any]:
+    """Return what both of the tool's functions are told alike."""
+    from onnxruntime.quantization import QuantType
+
+    return {
+        "op_types_to_quantize": list(form.kinds),
+        "per_channel": form.per_channel,
+        "reduce_range": form.reduce_range,
+        "weight_type": QuantType.QInt8,
+        "nodes_to_quantize": sorted(form.nodes),
+        "use_external_data_format": True,
+    }
 
 
 def _options() -> dict[str, Any]:
     from onnx import TensorProto
 
     return {"DefaultTensorType": TensorProto.FLOAT, "MatMulConstBOnly": True}
-
-
-def _tool_errors(model: ModelFile) -> Any:
-    return runtime_errors(
-        "while it was quantized", str(model.directory / MODEL), "cpu", "Use a machine with more memory"
-    )
 
 
 def _is_float_weight(model: ModelFile, name: str) -> bool:

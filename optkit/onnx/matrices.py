@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from optkit.errors import StageError
+from optkit.onnx.checker import RUNTIME_DOMAIN, import_runtime_domain_
 from optkit.onnx.model_file import ModelFile, ModelWriter
 from optkit.onnx.weight_only import BlockForm, quantize_matrix
 from optkit.progress import Task
 
-DOMAIN = "com.microsoft"
 FLOATS = (1, 10, 16)
 """FLOAT, FLOAT16 and BFLOAT16 in TensorProto."""
 PRODUCTS = ("MatMul", "Gemm")
@@ -82,10 +84,12 @@ def replace_matrices_(
         level = {"accuracy_level": form.accuracy_level} if form.accuracy_level else {}
         inputs = [node.input[0], *made[key]]
         node.CopyFrom(
-            helper.make_node("MatMulNBits", inputs, list(node.output), name=node.name, domain=DOMAIN, **fields, **level)
+            helper.make_node(
+                "MatMulNBits", inputs, list(node.output), name=node.name, domain=RUNTIME_DOMAIN, **fields, **level
+            )
         )
         task.advance(note=node.name)
-    _import_domain_(model)
+    import_runtime_domain_(model.proto)
 
 
 def share_codes_(model: ModelFile, head: Matrix, form: BlockForm) -> str:
@@ -110,14 +114,16 @@ def share_codes_(model: ModelFile, head: Matrix, form: BlockForm) -> str:
     gather = gathers[0]
     product = next(node for node in graph.node if node.name == head.node)
     rows, flat = head.shape[1], head.shape[0] * form.bits // 8
-    size = numpy_helper.from_array(_int64([rows, flat]), f"{gather.name}/size")
+    size = numpy_helper.from_array(np.array([rows, flat], dtype=np.int64), f"{gather.name}/size")
     graph.initializer.append(size)
     reshaped = f"{gather.name}/codes"
     index = next(index for index, node in enumerate(graph.node) if node.name == gather.name)
     fields = {"bits": form.bits, "block_size": form.block_size, "gather_axis": 0, "quantize_axis": 1}
     inputs = [reshaped, gather.input[1], *product.input[2:]]
     gather.CopyFrom(
-        helper.make_node("GatherBlockQuantized", inputs, list(gather.output), name=gather.name, domain=DOMAIN, **fields)
+        helper.make_node(
+            "GatherBlockQuantized", inputs, list(gather.output), name=gather.name, domain=RUNTIME_DOMAIN, **fields
+        )
     )
     graph.node.insert(
         index, helper.make_node("Reshape", [product.input[1], size.name], [reshaped], name=f"{gather.name}/Reshape")
@@ -194,16 +200,3 @@ def _head(model: ModelFile, makers: Mapping[str, Any], found: Mapping[str, Matri
         if node.op_type in TRANSPARENT:
             waiting += node.input
     return None
-
-
-def _import_domain_(model: ModelFile) -> None:
-    from onnx import helper
-
-    if all(entry.domain != DOMAIN for entry in model.proto.opset_import):
-        model.proto.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-
-
-def _int64(values: list[int]) -> Any:
-    import numpy as np
-
-    return np.array(values, dtype=np.int64)

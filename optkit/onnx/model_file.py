@@ -8,7 +8,6 @@ with several hard links, which a user's may have.
 from __future__ import annotations
 
 import math
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 
 from optkit.model.companions import require_inside
 from optkit.model.onnx_file import MODEL, OnnxFile, all_graphs, read_proto
-from optkit.model.writer import copy_companions, disk_space_for
+from optkit.model.writer import copy_companions, disk_space_for, link_or_copy
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -129,11 +128,8 @@ class ModelWriter:
         Raises ResourceError when the disk is full.
         """
         graph = self.model.proto.graph
-        kept = [tensor for tensor in graph.initializer if tensor.name not in self._new]
-        del graph.initializer[:]
-        graph.initializer.extend([*kept, *self._new.values()])
-        used = self.model.uses()
-        kept = [tensor for tensor in graph.initializer if tensor.name in used]
+        used, old = self.model.uses(), [tensor for tensor in graph.initializer if tensor.name not in self._new]
+        kept = [tensor for tensor in (*old, *self._new.values()) if tensor.name in used]
         del graph.initializer[:]
         graph.initializer.extend(kept)
         for tensor in all_tensors(graph):
@@ -170,8 +166,7 @@ def copy_files_beside(source: Path, target: Path, trusted: bool = False) -> None
     """
     copy_companions(source, target, trusted)
     if (source / CONFIG).is_file():
-        with disk_space_for(target / CONFIG, (source / CONFIG).stat().st_size):
-            shutil.copyfile(require_inside(source, CONFIG), target / CONFIG)
+        link_or_copy(require_inside(source, CONFIG), target / CONFIG, link=False)
 
 
 def all_tensors(graph: Any) -> Iterator[Any]:

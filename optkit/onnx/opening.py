@@ -16,15 +16,26 @@ from optkit.errors import MissingPackageError, OptkitError, ResourceError, Sourc
 SILENT = 4
 """ONNX Runtime's log level for fatal errors alone: every other error is raised, and told by us."""
 MEMORY_SIGNS = (*NO_MEMORY, "Failed to allocate memory", "bad allocation", "bad_alloc", "Available memory of")
-NEWER = ("Unsupported model IR version", "Current official support for domain", "is under development and support")
-
-UNKNOWN = (
-    r"Fatal error: (\S+?)\(-?\d+\) is not a registered function/op",
-    r"No Op registered for (\S+) with domain_version",
-    r"Unrecognized attribute: \S+ for operator (\S+)",
+REFUSALS = (
+    (
+        "Unsupported model IR version|Current official support for domain|is under development and support",
+        "the graph is newer than {ours}",
+        "Run: pip install -U onnxruntime; or export it again for an older opset",
+    ),
+    (
+        r"Fatal error: (\S+?)\(-?\d+\) is not a registered function/op|No Op registered for (\S+) with domain_version"
+        r"|Unrecognized attribute: \S+ for operator (\S+)",
+        "{ours} does not know {name} as the graph uses it",
+        "It was made for another version. Run: pip install -U onnxruntime; or export it again",
+    ),
+    (
+        r"Could not find an implementation for (\S+) node",
+        "ONNX Runtime has no kernel of {name} for the dtypes that it gets here on {device}",
+        "Export it in float32 or float16, or run it on another device",
+    ),
 )
-"""What ONNX Runtime says of an operator that this version does not have, or not with such an
-attribute.
+"""What ONNX Runtime says of a graph, with the operator that it is about; our words for it, and what
+to do.
 """
 
 HIDDEN_MEMORY = "ONNX Runtime allocates memory of the GPU itself, and torch does not see it"
@@ -123,7 +134,9 @@ def open_model(model: Path, device: str = "cpu", threads: int | None = None, pro
 
 
 @contextmanager
-def runtime_errors(what: str, where: str, device: str, remedy: str) -> Iterator[None]:
+def runtime_errors(
+    what: str, where: str, device: str = "cpu", remedy: str = "Use a machine with more memory"
+) -> Iterator[None]:
     """Turn the errors of ONNX Runtime into ours; `remedy` is what to do without memory."""
     try:
         yield
@@ -135,28 +148,12 @@ def runtime_errors(what: str, where: str, device: str, remedy: str) -> Iterator[
         reason = _reason(error)
         if any(sign in str(error) for sign in MEMORY_SIGNS):
             raise ResourceError(f"out of memory {what} on {device}", where=where, why=reason, remedy=remedy) from error
-        if any(sign in reason for sign in NEWER):
-            ours = f"onnxruntime {import_runtime(where).__version__}"
-            raise SourceError(
-                f"the graph is newer than {ours}",
-                where=where,
-                why=reason,
-                remedy="Run: pip install -U onnxruntime; or export it again for an older opset",
-            ) from error
-        if unknown := next((found[1] for sign in UNKNOWN if (found := re.search(sign, reason))), None):
-            raise SourceError(
-                f"onnxruntime {import_runtime(where).__version__} does not know {unknown} as the graph uses it",
-                where=where,
-                why=reason,
-                remedy="It was made for another version. Run: pip install -U onnxruntime; or export it again",
-            ) from error
-        if missing := re.search(r"Could not find an implementation for (\S+) node", reason):
-            raise SourceError(
-                f"ONNX Runtime has no kernel of {missing[1]} for the dtypes that it gets here on {device}",
-                where=where,
-                why=reason,
-                remedy="Export it in float32 or float16, or run it on another device",
-            ) from error
+        ours = f"onnxruntime {import_runtime(where).__version__}"
+        for pattern, said, otherwise in REFUSALS:
+            if found := re.search(pattern, reason):
+                name = next(filter(None, found.groups()), "")
+                told = said.format(ours=ours, name=name, device=device)
+                raise SourceError(told, where=where, why=reason, remedy=otherwise) from error
         raise SourceError(f"ONNX Runtime failed {what}", where=where, why=reason) from error
 
 

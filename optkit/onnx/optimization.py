@@ -11,15 +11,15 @@ import numpy as np
 
 from optkit.errors import StageError, first_line
 from optkit.model.onnx_file import MODEL
+from optkit.onnx.checker import RUNTIME_DOMAIN
 from optkit.onnx.model_file import DATA, INLINE_BYTES, ModelFile, all_tensors
 from optkit.onnx.opening import SILENT, import_runtime, runtime_errors
 from optkit.onnx.quiet import quiet_tools
 
 Level = Literal["none", "basic", "extended", "all"]
-FLOAT, FLOAT16 = 1, 10
+FLOAT = 1
 LARGEST = 65504.0
 """The largest number of float16."""
-RUNTIME_DOMAIN = "com.microsoft"
 
 
 def optimize_graph(model: Path, target: Path, level: Level) -> ModelFile:
@@ -31,12 +31,8 @@ def optimize_graph(model: Path, target: Path, level: Level) -> ModelFile:
     runtime = import_runtime(str(model))
     levels = runtime.GraphOptimizationLevel
     options = runtime.SessionOptions()
-    options.graph_optimization_level = {
-        "none": levels.ORT_DISABLE_ALL,
-        "basic": levels.ORT_ENABLE_BASIC,
-        "extended": levels.ORT_ENABLE_EXTENDED,
-        "all": levels.ORT_ENABLE_ALL,
-    }[level]
+    name = "ORT_DISABLE_ALL" if level == "none" else f"ORT_ENABLE_{level.upper()}"
+    options.graph_optimization_level = getattr(levels, name)
     options.log_severity_level = SILENT
     options.optimized_model_filepath = str(target / MODEL)
     for key, value in {
@@ -46,7 +42,7 @@ def optimize_graph(model: Path, target: Path, level: Level) -> ModelFile:
     }.items():
         options.add_session_config_entry(key, value)
     target.mkdir()
-    with runtime_errors("while it was optimized", str(model), "cpu", "Use a machine with more memory"):
+    with runtime_errors("while it was optimized", str(model)):
         runtime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
     return ModelFile(target)
 

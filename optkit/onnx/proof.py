@@ -32,7 +32,7 @@ def run_it(directory: Path, stage: str) -> NDArray[Any] | None:
     inputs = OnnxFile(path).inputs
     if TOKENS not in inputs:
         return None
-    with runtime_errors("on a few tokens", str(path), "cpu", "Use a machine with more memory"):
+    with runtime_errors("on a few tokens", str(path)):
         found = session.run(None, prompt_feeds(inputs, np.arange(2 * LENGTH, dtype=np.int64).reshape(2, LENGTH)))
     wrong = [
         port.name for port, array in zip(session.get_outputs(), found, strict=True) if not np.isfinite(array).all()

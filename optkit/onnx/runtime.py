@@ -23,16 +23,12 @@ from optkit.model.memory import return_freed_memory
 from optkit.onnx.directory import CacheLayer, OnnxDirectory, Port
 from optkit.onnx.opening import Opened, open_model, runtime_errors
 
-DTYPES = {
-    name: getattr(torch, name)
-    for name in ("float32", "float16", "float64", "bfloat16", "int64", "int32", "int8", "uint8")
-}
-"""Dtypes that inputs and outputs can have."""
 NUMBERS = {
     torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.int32: 6, torch.int64: 7, torch.float16: 10,
     torch.float64: 11, torch.bfloat16: 16,
 }  # fmt: skip
-"""What ONNX calls them (TensorProto.DataType)."""
+"""Dtypes that inputs and outputs can have, and what ONNX calls them (TensorProto.DataType)."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NUMBERS}
 SEEN_WHOLE = frozenset({"DynamicQuantizeLinear", "DynamicQuantizeMatMul"})
 """Operations whose result for a token depends on the tokens that it is computed with: one scale is
 chosen for all of them.

@@ -60,13 +60,9 @@ def trace(
             )
             assert program is not None
             program.save(str(target / MODEL), external_data=True)
-    except (OptkitError, MemoryError):
-        raise
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            raise
-        raise _untraceable(module, error) from error
     except Exception as error:
+        if isinstance(error, OptkitError | MemoryError) or getattr(error, "errno", None) in NO_ROOM:
+            raise
         raise _untraceable(module, error) from error
 
 

@@ -105,6 +105,7 @@ def _search(weight: NDArray[Any], form: BlockForm) -> BlockCodes:
     from optkit.algorithms.grid import Grid
     from optkit.algorithms.rounding import round_to_nearest
     from optkit.algorithms.scale_search import search_scales
+    from optkit.onnx.codes import in_bytes
 
     grid = Grid(
         form.bits, form.block_size, form.symmetric, torch.float16 if weight.dtype == np.float16 else torch.float32
@@ -112,14 +113,6 @@ def _search(weight: NDArray[Any], form: BlockForm) -> BlockCodes:
     rows = np.pad(weight.T.astype(np.float32), ((0, 0), (0, -weight.shape[0] % form.block_size)))
     padded = torch.from_numpy(rows)
     quantized = round_to_nearest(padded, *search_scales(padded, grid), grid)
-    codes = quantized.codes.numpy().reshape(len(rows), -1, form.block_size)
-    zeros = None if form.symmetric else _packed(quantized.zeros.numpy(), form.bits)
-    return BlockCodes(_packed(codes, form.bits), quantized.scales.numpy().astype(weight.dtype), zeros)
-
-
-def _packed(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Return codes [..., n] as bytes [..., ceil(n * bits / 8)]."""
-    if bits == 8:
-        return codes
-    even = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, codes.shape[-1] % 2)])
-    return np.asarray(even[..., 0::2] | even[..., 1::2] << 4)
+    codes = in_bytes(quantized.codes, form.bits).numpy().reshape(len(rows), -1, form.block_size * form.bits // 8)
+    zeros = None if form.symmetric else in_bytes(quantized.zeros, form.bits).numpy()
+    return BlockCodes(codes, quantized.scales.numpy().astype(weight.dtype), zeros)

@@ -8,7 +8,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -74,31 +74,27 @@ class CompileWatch:
         else:
             yield "compile: no graph breaks"
 
-    def errors(self) -> AbstractContextManager[None]:
+    @staticmethod
+    @contextmanager
+    def errors() -> Iterator[None]:
         """Turn the error of a graph break under `fullgraph` into a StageError with its place."""
-        return graph_break_errors()
+        try:
+            yield
+        except torch._dynamo.exc.Unsupported as error:
+            stack = getattr(error, "real_stack", None) or ()
+            place = f"{_short(stack[-1].filename)}:{stack[-1].lineno}" if stack else "a place that torch does not name"
+            raise StageError(
+                f"the decode step is not one graph: it breaks at {place}",
+                where="compile",
+                why=str(error).strip().splitlines()[0],
+                remedy="Set fullgraph: false",
+            ) from error
 
     def close(self) -> None:
         """Stop listening."""
         self._log.removeHandler(self._listener)
         level, self._log.propagate = self._before
         self._log.setLevel(level)
-
-
-@contextmanager
-def graph_break_errors() -> Iterator[None]:
-    """Turn the error of a graph break under `fullgraph` into a StageError with its place."""
-    try:
-        yield
-    except torch._dynamo.exc.Unsupported as error:
-        stack = getattr(error, "real_stack", None) or ()
-        place = f"{_short(stack[-1].filename)}:{stack[-1].lineno}" if stack else "a place that torch does not name"
-        raise StageError(
-            f"the decode step is not one graph: it breaks at {place}",
-            where="compile",
-            why=str(error).strip().splitlines()[0],
-            remedy="Set fullgraph: false",
-        ) from error
 
 
 def _state() -> tuple[float, float, float]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,10 @@ from torch import Tensor
 
 from optkit.errors import EvalError
 from optkit.model.pooling import Pooling, longest_text
-from optkit.source.calibration import load_tokenizer
-
-NO_POSITIONS = 1 << 31
+from optkit.session.generating import NO_POSITIONS, TextSession
 
 
-class Encoder(ABC):
+class Encoder(TextSession):
     """An opened encoder of text, without what runs it.
     It implements `optkit.measure.EncoderSession` with `outputs` and `close`.
     """
@@ -33,10 +29,9 @@ class Encoder(ABC):
         vocabulary: int,
     ) -> None:
         """`pooling` is None for an encoder with a head, which gives labels and no embeddings."""
-        self.directory, self.device = directory, device
+        super().__init__(directory, device, trust_remote_code)
         self.positions, self.vocabulary = positions or NO_POSITIONS, vocabulary
-        self.hidden_memory = ""
-        self._pooling, self._trust_remote_code = pooling, trust_remote_code
+        self._pooling = pooling
 
     @property
     def pooling(self) -> str:
@@ -44,11 +39,6 @@ class Encoder(ABC):
         It is empty if they do not.
         """
         return str(self._pooling) if self._pooling else ""
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the directory; raises SourceError if there is none."""
-        return load_tokenizer(self.directory, self._trust_remote_code)
 
     def tokenize(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return token ids and mask, int64 [texts, tokens of the longest].
@@ -66,20 +56,6 @@ class Encoder(ABC):
             mask[index, : len(row)] = 1
         return tokens, mask
 
-    @abstractmethod
-    def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """int64 [batch, sequence] twice -> float32 on the CPU.
-        They are features [batch, sequence, hidden], or logits.
-        """
-
-    @abstractmethod
-    def embed(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """int64 [batch, sequence] twice -> pooled features, float32 [batch, hidden], on the CPU."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give the memory back; the session cannot be used afterwards."""
-
     def _pool(self, features: Any, mask: Any) -> Any:
         if self._pooling is None:
             raise EvalError(
@@ -96,9 +72,4 @@ class Encoder(ABC):
         return [f"embeddings: {self._pooling} ({said})"]
 
     def _check(self, tokens: Tensor) -> None:
-        if tokens.shape[1] > self.positions:
-            raise EvalError(
-                f"{tokens.shape[1]:,} tokens are more than the model's {self.positions:,} positions",
-                where=str(self.directory),
-                remedy="Use shorter sequences",
-            )
+        self._check_count(tokens.shape[1], "Use shorter sequences")

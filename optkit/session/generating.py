@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from optkit.errors import EvalError
+from optkit.errors import EvalError, OptkitError
 from optkit.source.calibration import load_tokenizer
 
 NO_POSITIONS = 1 << 31
+Opened = TypeVar("Opened")
 
 
 class Steps(Protocol):
@@ -25,11 +26,9 @@ class Steps(Protocol):
 
     def prompt(self, tokens: Tensor) -> Tensor:
         """int64 [batch, prompt] -> the tokens behind it, int64 [batch]."""
-        ...
 
     def next(self) -> Tensor:
         """Return the tokens behind those returned last, int64 [batch]."""
-        ...
 
 
 class Decoder(Protocol):
@@ -38,15 +37,13 @@ class Decoder(Protocol):
     @property
     def notes(self) -> tuple[str, ...]:
         """What it left to the model so far."""
-        ...
 
     def steps(self, batch: int, length: int) -> AbstractContextManager[Steps]:
         """Lend what a request of `batch` sequences of `length` tokens, prompts included, needs."""
-        ...
 
 
-class GeneratingSession(ABC):
-    """An opened model that generates, without what runs it.
+class TextSession(ABC):
+    """An opened model of text, without what runs it.
     Who inherits it sets `vocabulary` and `positions`.
     """
 
@@ -62,6 +59,25 @@ class GeneratingSession(ABC):
     def tokenizer(self) -> Any:
         """The tokenizer of the directory; raises SourceError if there is none."""
         return load_tokenizer(self.directory, self._trust_remote_code)
+
+    def _in_use(self, opened: Opened | None) -> Opened:
+        """Return what `close` takes away; raises OptkitError if it did."""
+        if opened is None:
+            raise OptkitError("the session was closed", where=str(self.directory), remedy="Open it again")
+        return opened
+
+    def _check_count(self, tokens: int, remedy: str) -> None:
+        """Raise EvalError for more tokens than positions."""
+        if tokens > self.positions:
+            raise EvalError(
+                f"{tokens:,} tokens are more than the model's {self.positions:,} positions",
+                where=str(self.directory),
+                remedy=remedy,
+            )
+
+
+class GeneratingSession(TextSession):
+    """An opened model that generates, without what runs it."""
 
     def encode(self, text: str) -> Tensor:
         """Return a text's token ids, int64 [tokens], with the tokenizer's own special tokens."""
@@ -82,10 +98,4 @@ class GeneratingSession(ABC):
 
     def _check_length(self, tokens: Tensor, new_tokens: int) -> None:
         """Raise EvalError if a prompt, int64 [batch, prompt], and its answer exceed the positions."""
-        length = tokens.shape[1] + new_tokens
-        if length > self.positions:
-            raise EvalError(
-                f"{length:,} tokens are more than the model's {self.positions:,} positions",
-                where=str(self.directory),
-                remedy="Use a shorter window or prompt",
-            )
+        self._check_count(tokens.shape[1] + new_tokens, "Use a shorter window or prompt")

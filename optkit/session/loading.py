@@ -14,7 +14,7 @@ from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.names import is_ignorable
 from optkit.model.task import Task, loader_of, task_of
-from optkit.source.quiet import quiet_bitsandbytes
+from optkit.source.quiet import only_errors_of
 from optkit.stage import Loading, Opening
 
 PACKAGES = {
@@ -39,7 +39,7 @@ def load_by_transformers(
     where = str(checkpoint.directory)
     method = str(checkpoint.quantization.get("quant_method")) if checkpoint.quantization else None
     if method == "bitsandbytes":
-        quiet_bitsandbytes()
+        only_errors_of("bitsandbytes")
     options = attention_options(checkpoint.config, opening.load_kwargs)
     if spread:
         options = {**options, **spread.kwargs}
@@ -54,11 +54,9 @@ def load_by_transformers(
             ignore_mismatched_sizes=True,  # they are in the report
             **options,
         )
-    except ImportError as error:
-        if method in PACKAGES:
-            raise MissingPackageError(PACKAGES[method], where=f"{where} ({method})") from error
-        raise SourceError("transformers cannot open it", where=where, why=first_line(error)) from error
     except Exception as error:  # whatever transformers makes of numbers that it does not expect
+        if isinstance(error, ImportError) and method in PACKAGES:
+            raise MissingPackageError(PACKAGES[method], where=f"{where} ({method})") from error
         if is_out_of_memory(error) or isinstance(error, OptkitError):
             raise
         raise SourceError("transformers cannot open it", where=where, why=first_line(error)) from error

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optkit.errors import OptkitError, SourceError, StageError
+from optkit.errors import SourceError, StageError
 from optkit.model.memory import return_freed_memory
 from optkit.model.pooling import Pooling
 from optkit.onnx.directory import OnnxDirectory
@@ -86,8 +86,7 @@ class OnnxEncoder(Encoder):
 
     def _run(self, tokens: Tensor, mask: Tensor) -> NDArray[np.float32]:
         self._check(tokens)
-        if self._opened is None:
-            raise OptkitError("the session was closed", where=str(self.directory), remedy="Open it again")
+        session = self._in_use(self._opened).session
         batch, sequence = tokens.shape
         inputs = self.graph.graph.inputs
         feeds = prompt_feeds(inputs, tokens.numpy())
@@ -95,7 +94,7 @@ class OnnxEncoder(Encoder):
             feeds["attention_mask"] = mask.numpy().astype(inputs["attention_mask"].dtype)
         where, remedy = str(self.directory), "Lower the batch or the length"
         with runtime_errors(f"for {batch} x {sequence} tokens", where, self.device, remedy):
-            found: NDArray[Any] = self._opened.session.run([self.output], feeds)[0]
+            found: NDArray[Any] = session.run([self.output], feeds)[0]
         return found.astype(np.float32, copy=False)
 
     def _named(self, names: Sequence[str]) -> str:

@@ -58,15 +58,12 @@ class OnnxSession(GeneratingSession):
         self._model = OnnxDirectory(self.directory)
         self._open = partial(OnnxRunner, self._model, device, threads, providers)
         self._genai = GenaiModel(self._model, device, threads) if engine == "onnxruntime-genai" else None
+        self.generates_elsewhere = self._genai is not None
+        """Whether ONNX Runtime GenAI generates, and `runner` computes logits alone."""
         self.vocabulary = self._genai.vocabulary if self._genai else self.runner.vocabulary
         self.positions = self._model.positions or NO_POSITIONS
         self.notes: tuple[str, ...] = self._genai.notes if self._genai else tuple(self._notes())
         self.hidden_memory = "" if device == "cpu" else HIDDEN_MEMORY
-
-    @property
-    def generates_elsewhere(self) -> bool:
-        """Whether ONNX Runtime GenAI generates, and `runner` computes logits alone."""
-        return self._genai is not None
 
     @cached_property
     def runner(self) -> OnnxRunner:

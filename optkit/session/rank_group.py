@@ -106,7 +106,10 @@ class Ranks:
             raise _ours(errors[min(errors)])
         first = next(iter([*lost, *errors.values()]), None)
         silent = [index for index in range(len(self._children)) if index not in results]
-        raise self._fail(_ours(first) if first else self._silent(silent))
+        error = _ours(first) if first else self._silent(silent)
+        self._broken = error.what
+        self._end()  # the ranks that are left wait for one that does not come
+        raise error
 
     def _silent(self, indices: Sequence[int]) -> OptkitError:
         names = ", ".join(self._name(index) for index in indices)
@@ -115,12 +118,6 @@ class Ranks:
             where=WHERE,
             remedy="Run it again with NCCL_DEBUG=INFO, and `optkit doctor --links`, to see which link fails",
         )
-
-    def _fail(self, error: OptkitError) -> OptkitError:
-        """End all: the ranks that are left wait for one that does not come."""
-        self._broken = error.what
-        self._end()
-        return error
 
     def _name(self, index: int) -> str:
         return f"process {index + 1} of {len(self.devices)} ({self.devices[index]})"

@@ -47,15 +47,12 @@ class Proposer(Protocol):
 
     def start(self, state: CarriedState) -> None:
         """Forget the last text; `state` is what the model keeps of the next one."""
-        ...
 
     def propose(self, known: Tensor, count: int) -> Tensor:
         """int64 [batch, known] -> int64 [batch, at most count], what may follow."""
-        ...
 
     def read_bytes(self, batch: int, context: int) -> int:
         """Return the fewest bytes read to propose a token for `batch` rows of `context` tokens."""
-        ...
 
 
 class PromptLookup:

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from optkit.common.out_of_resources import memory_errors
-from optkit.errors import OptkitError
 from optkit.model.memory import return_freed_memory
 from optkit.model.pooling import Pooling
 from optkit.model.task import positions_of
@@ -36,9 +35,7 @@ class TorchEncoder(Encoder):
     @property
     def model(self) -> PreTrainedModel:
         """The torch model; raises OptkitError after `close`."""
-        if self._opened is None:
-            raise OptkitError("the session was closed", where=str(self.directory), remedy="Open it again")
-        return self._opened
+        return self._in_use(self._opened)
 
     @property
     def dtype(self) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from optkit.common.out_of_resources import memory_errors
-from optkit.errors import OptkitError
 from optkit.kernels.cpu.decoding import StepDecoder
 from optkit.model.carried_state import CACHES, KEYS_AND_VALUES, CarriedState, keeps_keys_and_values, state_name
 from optkit.model.compiling import RECOMPILE_LIMIT, times_given_up
@@ -54,11 +53,14 @@ class TorchSession(GeneratingSession):
         self.positions = int(getattr(config, "max_position_embeddings", None) or NO_POSITIONS)
         self._opened: PreTrainedModel | None = model
         self._new_cache, self._computing = new_cache, computing
-        self._compiled = getattr(model, "_compiled_call_impl", None) is not None
-        self._compiles = self._compiled or getattr(model.config, "_attn_implementation", "") == "flex_attention"
+        self.codes_cache = new_cache is not None
+        """Whether the KV cache holds codes instead of floats."""
+        self.compiled = getattr(model, "_compiled_call_impl", None) is not None
+        """Whether the decode step is compiled."""
+        self._compiles = self.compiled or getattr(model.config, "_attn_implementation", "") == "flex_attention"
         self._notes, self._given_up_before = notes, times_given_up()
         self._compiling: CompileWatch | None = None
-        if self._compiled:
+        if self.compiled:
             from optkit.session.compile_watch import CompileWatch
 
             self._compiling = CompileWatch()
@@ -81,24 +83,12 @@ class TorchSession(GeneratingSession):
     @property
     def model(self) -> PreTrainedModel:
         """The torch model; raises OptkitError after `close`."""
-        if self._opened is None:
-            raise OptkitError("the session was closed", where=str(self.directory), remedy="Open it again")
-        return self._opened
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the decode step is compiled."""
-        return self._compiled
+        return self._in_use(self._opened)
 
     @property
     def decodes_itself(self) -> bool:
         """Whether something else than the model computes the tokens behind a prompt."""
         return self._decoder is not None
-
-    @property
-    def codes_cache(self) -> bool:
-        """Whether the KV cache holds codes instead of floats."""
-        return self._new_cache is not None
 
     @property
     def dtype(self) -> str:
@@ -126,10 +116,7 @@ class TorchSession(GeneratingSession):
         self._check_length(tokens, 0)
         tokens = tokens.to(self.device)
         batch, sequence = tokens.shape
-        with (
-            self._memory(f"in the logits of {batch} x {sequence} tokens", "Lower the window or the batch"),
-            self._no_gradients(),
-        ):
+        with self._computes(f"in the logits of {batch} x {sequence} tokens", "Lower the window or the batch"):
             if self.model.dtype == torch.float32:
                 whole: Tensor = self.model.forward(input_ids=tokens, **self._attended()).logits
                 return whole.float()
@@ -152,7 +139,7 @@ class TorchSession(GeneratingSession):
     def step(self, tokens: Tensor, state: CarriedState, *, last: bool = False) -> Tensor:
         """Return the logits, [batch, new, vocabulary], of tokens behind a state; if `last`, of one."""
         batch, new = tokens.shape
-        with self._memory(f"at {batch} x {new} tokens", REMEDY), self._no_gradients():
+        with self._computes(f"at {batch} x {new} tokens"):
             return state.step(tokens, last=last)
 
     def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
@@ -193,7 +180,7 @@ class TorchSession(GeneratingSession):
 
         Raises StageError for a compiled model, or if tokens cannot be taken out of the cache again.
         """
-        check_speculates(self.new_state(), self._compiled)
+        check_speculates(self.new_state(), self.compiled)
         self._proposer, self.speculation = (proposer, tokens), Speculation()
 
     def decode_with(self, decoder: Decoder) -> None:
@@ -238,8 +225,7 @@ class TorchSession(GeneratingSession):
         found = []
         with (
             self._state(batch, prompt + 1) as state,
-            self._memory("in a prompt", "Lower the batch or the prompt"),
-            self._no_gradients(),
+            self._computes("in a prompt", "Lower the batch or the prompt"),
         ):
             for part in (tokens, tokens[:, :1]):
                 with watched_attention() as kernels:
@@ -275,13 +261,10 @@ class TorchSession(GeneratingSession):
         step = tokens
         with self._state(batch, prompt + new_tokens) as state:
             for count in range(new_tokens):
-                with (
-                    self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", REMEDY),
-                    self._no_gradients(),
-                ):
+                with self._computes(f"at new token {count + 1} of {batch} x {prompt} tokens"):
                     # The prompt is never compiled: its shape changes with every request.
                     call = self.model.forward if count == 0 else self.model
-                    if self._compiled:
+                    if self.compiled:
                         torch.compiler.cudagraph_mark_step_begin()
                     step = self.choose(state.step(step, call, last=True))
                     if waiting:
@@ -291,20 +274,17 @@ class TorchSession(GeneratingSession):
     def _decoded(self, decoder: Decoder, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
         batch, prompt = tokens.shape
         with ExitStack() as stack:
-            with self._memory(f"before {batch} x {prompt} tokens", REMEDY):
+            with self._memory(f"before {batch} x {prompt} tokens"):
                 steps = stack.enter_context(decoder.steps(batch, prompt + new_tokens))
             for count in range(new_tokens):
-                with (
-                    self._memory(f"at new token {count + 1} of {batch} x {prompt} tokens", REMEDY),
-                    self._no_gradients(),
-                ):
+                with self._computes(f"at new token {count + 1} of {batch} x {prompt} tokens"):
                     step = steps.next() if count else steps.prompt(tokens)
                 yield step
 
     @contextmanager
     def _state(self, batch: int, length: int) -> Iterator[CarriedState]:
         """Lend what the model keeps of `batch` sequences of `length` tokens, before any."""
-        if self._compiled and state_name(self.model) in CACHES:
+        if self.compiled and state_name(self.model) in CACHES:
             with self._static.lend(batch, length) as cache:
                 yield CarriedState(self.model, cache)
         else:
@@ -323,13 +303,18 @@ class TorchSession(GeneratingSession):
             state.step(torch.zeros(1, 1, dtype=torch.int64, device=self.device), last=True)
         return state
 
-    def _memory(self, what: str, remedy: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def _computes(self, what: str, remedy: str = REMEDY) -> Iterator[None]:
+        with self._memory(what, remedy), self._no_gradients():
+            yield
+
+    def _memory(self, what: str, remedy: str = REMEDY) -> AbstractContextManager[None]:
         return memory_errors(f"{what} on {self.device}", str(self.directory), remedy)
 
     @contextmanager
     def _no_gradients(self) -> Iterator[None]:
         with (
-            torch.no_grad() if self._compiled else torch.inference_mode(),
+            torch.no_grad() if self.compiled else torch.inference_mode(),
             self._computing(),
             self._compiling.errors() if self._compiling else nullcontext(),
         ):

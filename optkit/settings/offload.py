@@ -96,9 +96,9 @@ class Offload(Setting):
         if packed:
             raise _packed_weights_error()
         from optkit.session.offloading import Offloading
-        from optkit.source.quiet import quiet_accelerate
+        from optkit.source.quiet import only_errors_of
 
-        quiet_accelerate()
+        only_errors_of("accelerate.big_modeling")
         self.check_folder()
         offloading = Offloading(
             opening, checkpoint, lambda units, free: self.place(units, self.room(opening.device, free)), self.folder

@@ -4,12 +4,11 @@ So many gigabytes are read once and not at every run.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import secrets
 from pathlib import Path
 from typing import Any
 
+from optkit.common.atomic import remember
 from optkit.common.files import object_if_any, sha256_of
 
 REMEMBERED_BYTES = 1 << 20
@@ -43,13 +42,7 @@ class FileDigests:
         """Write what was learnt, beside what other runs wrote meanwhile."""
         if not self._changed:
             return
-        draft = self.file.with_name(f".{self.file.name}.{secrets.token_hex(4)}")
-        # If nothing can be written, the next run reads the files again; that is all that is
-        # lost.
-        with contextlib.suppress(OSError):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(_read(self.file) | self._known, indent=1), encoding="utf-8")
-            draft.replace(self.file)
+        remember(self.file, json.dumps(_read(self.file) | self._known, indent=1))
         self._changed = False
 
 

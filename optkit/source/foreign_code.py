@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.files import object_if_any
+from optkit.model.onnx_shape import GENAI_CONFIG
 
 CONFIGS = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 """The files in which transformers looks for `auto_map`, the classes that come with a model."""
-GENAI_CONFIG = "genai_config.json"
 LIBRARY = "custom_ops_library"
 """Key of genai_config.json by which ONNX Runtime GenAI loads a shared library."""
 ATTENTION = ("attn_implementation", "_attn_implementation")
@@ -51,15 +51,10 @@ def loaded_unasked(directory: Path) -> list[str]:
 
 def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield key and value of every mapping inside."""
-    for key, part in (
-        value.items()
-        if isinstance(value, dict)
-        else ((None, each) for each in value)
-        if isinstance(value, list)
-        else ()
-    ):
-        if key is not None:
-            yield key, part
+    for key, part in value.items() if isinstance(value, dict) else ():
+        yield key, part
+        yield from _pairs(part)
+    for part in value if isinstance(value, list) else ():
         yield from _pairs(part)
 
 

@@ -14,34 +14,17 @@ from typing import Any
 from optkit.errors import SourceError
 from optkit.source.gguf_header import Gguf
 
-CARRIED = frozenset(
-    {
-        "block_count",
-        "context_length",
-        "embedding_length",
-        "feed_forward_length",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.layer_norm_rms_epsilon",
-        "rope.freq_base",
-        "rope.scale_linear",
-        "rope.scaling.factor",
-    }
-)
+CARRIED = frozenset({
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon", "rope.freq_base",
+    "rope.scale_linear", "rope.scaling.factor",
+})  # fmt: skip
 """Keys that `gguf_llama.checkpoint_config` reads, whatever their value."""
-NEUTRAL = frozenset(
-    {
-        "vocab_size",
-        "tensor_data_layout",
-        "attention.layer_norm_epsilon",
-        "rope.scaling.finetuned",
-        "rope.scaling.original_context_length",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-        "rope.scaling.yarn_log_multiplier",
-    }
-)
+NEUTRAL = frozenset({
+    "vocab_size", "tensor_data_layout", "attention.layer_norm_epsilon", "rope.scaling.finetuned",
+    "rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_log_multiplier",
+})  # fmt: skip
 """Keys that nothing computes with: `vocab_size` is the embedding's, and the others are read of
 other families or with yarn alone.
 """

@@ -19,15 +19,9 @@ from optkit.source.gguf_header import Gguf
 from optkit.source.quiet import quiet_transformers
 
 LOADING_KEYS = (
-    "is_local",
-    "local_files_only",
-    "backend",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "unk_token_id",
+    "is_local", "local_files_only", "backend", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id",
     "model_type",
-)
+)  # fmt: skip
 """What transformers writes into tokenizer_config.json of how the tokenizer was loaded, and not of
 what it is.
 """

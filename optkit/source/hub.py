@@ -160,40 +160,34 @@ class HubRepo:
         Without a connection the block ends, with the reason in the list.
         """
         from httpx import HTTPError, TransportError
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HFValidationError,
-            OfflineModeIsEnabled,
-            RepositoryNotFoundError,
-        )
-        from huggingface_hub.errors import RevisionNotFoundError as NoRevision
+        from huggingface_hub import errors
 
         unreachable: list[Exception] = []
         page = f"{SITE}/{'' if self.kind == 'model' else f'{self.kind}s/'}{self.name}"
         try:
             yield unreachable
-        except (OfflineModeIsEnabled, TransportError) as error:
+        except (errors.OfflineModeIsEnabled, TransportError) as error:
             unreachable.append(error)
-        except GatedRepoError as error:
+        except errors.GatedRepoError as error:
             raise SourceError(
                 "the repository is gated",
                 where=self._where(revision),
                 why="Its authors ask you to accept a licence first",
                 remedy=f"Accept it at {page}, then run: hf auth login",
             ) from error
-        except RepositoryNotFoundError as error:
+        except errors.RepositoryNotFoundError as error:
             raise SourceError(
                 f"the hub has no such {self._word}, or it is private",
                 where=self.name,
                 remedy=f"Check the name at {page}; for a private one run: hf auth login",
             ) from error
-        except NoRevision as error:
+        except errors.RevisionNotFoundError as error:
             raise SourceError(
                 f"there is no revision '{revision}'",
                 where=self.name,
                 remedy=f"Branches, tags and commits are listed at {page}/tree/main",
             ) from error
-        except HFValidationError as error:
+        except errors.HFValidationError as error:
             raise SourceError("not a name that the hub could have", where=self.name, why=first_line(error)) from error
         except HTTPError as error:
             raise SourceError(

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from optkit.model.formats.base import Format
 from optkit.model.pooling import missing_modules
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task
-from optkit.model.writer import SHARD_BYTES
+from optkit.model.writer import SHARD_BYTES, link_or_copy
 from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.directory import TOKENIZERS, check_config, check_directory, directory_revision
@@ -202,7 +200,7 @@ def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[
             "the repository has no tokenizer", where=pinned.name, why=f"None of {', '.join(TOKENIZERS)} is in it"
         )
     for name in published_files(snapshot, pinned.trust_remote_code):
-        _link((snapshot / name).resolve(), target / name)
+        link_or_copy(snapshot / name, target / name, link=True)
     return {"format": "hub", "snapshot": str(snapshot)}
 
 
@@ -314,11 +312,3 @@ def _is_whole(snapshot: Path) -> bool:
     except SourceError:
         return False
     return not missing_modules(snapshot)
-
-
-def _link(source: Path, target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)

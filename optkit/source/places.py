@@ -8,7 +8,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from optkit.common.atomic import write_text_atomically
+from optkit.common.atomic import remember
 from optkit.common.cache import default_store
 from optkit.common.files import object_if_any
 from optkit.errors import SourceError
@@ -27,10 +27,7 @@ def pin_and_remember(source: ModelSource, cache: Path | None = None) -> ModelSou
     if is_place(pinned):
         known = _known(cache)
         if known.get(str(pinned.revision)) != pinned.name:
-            # Only a memory: if it cannot be written, the user is asked for the place.
-            with contextlib.suppress(OSError):
-                _file(cache).parent.mkdir(parents=True, exist_ok=True)
-                write_text_atomically(_file(cache), json.dumps({**known, str(pinned.revision): pinned.name}, indent=1))
+            remember(_file(cache), json.dumps({**known, str(pinned.revision): pinned.name}, indent=1))
     return pinned
 
 

@@ -22,17 +22,12 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def quiet_bitsandbytes() -> None:
-    """Show only the errors of bitsandbytes from now on.
-    It warns at each call of each int8 layer that inputs become float16.
+def only_errors_of(logger: str) -> None:
+    """Show only the errors of a library from now on.
+
+    `bitsandbytes` warns at each call of each int8 layer that inputs become float16, and
+    `accelerate.big_modeling` that weights are elsewhere, which is what it was asked for.
     """
     import logging
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-
-
-def quiet_accelerate() -> None:
-    """Keep accelerate from warning that weights are elsewhere, which is what it was asked for."""
-    import logging
-
-    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
+    logging.getLogger(logger).setLevel(logging.ERROR)

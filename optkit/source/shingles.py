@@ -41,11 +41,6 @@ class Common:
     of_text: float
     of_sketched: float
 
-    @property
-    def most(self) -> float:
-        """The larger share: a short text may lie in a long one, or the other way round."""
-        return max(self.of_text, self.of_sketched)
-
 
 def sketch(passages: Iterable[str]) -> str:
     """Return the least hashes of a text, in base64; of a text of fewer than 4,096 runs all of them."""

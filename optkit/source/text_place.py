@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from optkit.common.files import object_if_any
 from optkit.model.text_config import text_config
 
 
@@ -26,9 +26,5 @@ class TextPlace:
     @property
     def vocabulary(self) -> int | None:
         """How many tokens the model knows; None if its config.json does not say."""
-        try:
-            config = json.loads((self.tokenizer / "config.json").read_text(encoding="utf-8"))
-            found = text_config(config).get("vocab_size")
-        except (OSError, ValueError, AttributeError):
-            return None
+        found = text_config(object_if_any(self.tokenizer / "config.json")).get("vocab_size")
         return found if isinstance(found, int) else None

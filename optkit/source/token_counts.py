@@ -7,15 +7,14 @@ training will, which loads transformers.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from optkit.common.atomic import write_text_atomically
-from optkit.common.files import object_if_any, sha256_of
+from optkit.common.atomic import remember
+from optkit.common.files import object_if_any, reading, sha256_of
 from optkit.common.frozen import digest
 from optkit.errors import SourceError
 from optkit.source.calibration import load_tokenizer
@@ -135,15 +134,8 @@ class TokenCounts:
         from tokenizers import Tokenizer
 
         path = self.directory / TOKENIZER
-        try:
+        with reading(path, "the tokenizer cannot be read", "Copy the file from the model's source again"):
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library has no class of its own
-            raise SourceError(
-                "the tokenizer cannot be read",
-                where=str(path),
-                why=str(error),
-                remedy="Copy the file from the model's source again",
-            ) from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
@@ -167,8 +159,5 @@ class TokenCounts:
 
     def _keep(self, text: TrainingText, count: _Count) -> _Count:
         if text.revision:
-            # If nothing can be written, the next plan counts again; that is all that is lost.
-            with contextlib.suppress(OSError):
-                self.cache.mkdir(parents=True, exist_ok=True)
-                write_text_atomically(self._file(text), json.dumps(asdict(count)))
+            remember(self._file(text), json.dumps(asdict(count)))
         return count

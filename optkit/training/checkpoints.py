@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from optkit.common.files import object_if_any
 from optkit.common.out_of_resources import room_error
 from optkit.model.writer import disk_space_for
 
@@ -67,7 +68,7 @@ def save(place: Path, step: int, digest: str, saved: Saved) -> Path:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     found = _found(place)
-    ours = [path for path in found if _digest(path) == digest]
+    ours = [path for path in found if object_if_any(path / STATE).get("digest") == digest]
     for old in set(found) - set(ours[:KEPT]):
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -106,14 +107,6 @@ def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None
 
 def _found(place: Path) -> list[Path]:
     return sorted((path for path in place.glob("step-*") if (path / STATE).is_file()), reverse=True)
-
-
-def _digest(directory: Path) -> str | None:
-    """Return what decided a checkpoint; None if it cannot be read."""
-    try:
-        return str(json.loads((directory / STATE).read_text(encoding="utf-8"))["digest"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:

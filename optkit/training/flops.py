@@ -65,11 +65,6 @@ class StepFlops:
         """What is computed in fact: with what is computed again, and the teacher."""
         return self.model + self.recomputed + self.teacher
 
-    def __mul__(self, sequences: float) -> StepFlops:
-        return StepFlops(
-            self.forward * sequences, self.backward * sequences, self.recomputed * sequences, self.teacher * sequences
-        )
-
     @property
     def formula(self) -> str:
         """What was counted.

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,50 +28,27 @@ WINDOW = 10
 """Steps whose mean loss is compared with that of the first ones."""
 
 
-def train(
-    objective: Objective,
-    data: TrainingData,
-    teacher: Teacher | None,
-    options: TrainingOptions,
-    *,
-    where: str,
-    progress: Progress,
-    place: Path | None = None,
-    digest: str = "",
-    ranks: Ranks | None = None,
-) -> TrainingResult:
-    """Train until the steps or minutes are over or the held-out loss no longer falls.
-    The weights that were best are left there.
-
-    `place` is the directory of checkpoints, `digest` what decides the result: a checkpoint of
-    another digest is not taken. Of several `ranks` the first alone has the weights afterwards.
-    Raises StageError for a loss that is not finite, diverges or never falls, ResourceError without
-    memory or disk space.
-    """
-    return Loop(objective, data, teacher, options, where, place, digest, progress, ranks or Ranks()).run()
-
-
+@dataclass
 class Loop:
-    """One training under way."""
+    """A training: until the steps or minutes are over or the held-out loss no longer falls."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        data: TrainingData,
-        teacher: Teacher | None,
-        options: TrainingOptions,
-        where: str,
-        place: Path | None,
-        digest: str,
-        progress: Progress,
-        ranks: Ranks,
-    ) -> None:
-        self.objective, self.data, self.teacher, self.options = objective, data, teacher, options
-        self.where, self.place, self.digest, self.progress = where, place, digest, progress
-        self.ranks = ranks
-        self.device = next(objective.parameters()).device
-        self.module = ranks.prepare(objective)
-        self.optimizer = make_optimizer(objective, options.optimizer, options.weight_decay)
+    objective: Objective
+    data: TrainingData
+    teacher: Teacher | None
+    options: TrainingOptions
+    where: str
+    progress: Progress
+    place: Path | None = None
+    """Directory of checkpoints."""
+    digest: str = ""
+    """What decides the result: a checkpoint of another digest is not taken."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """Of several processes the first alone has the weights afterwards."""
+
+    def __post_init__(self) -> None:
+        self.device = next(self.objective.parameters()).device
+        self.module = self.ranks.prepare(self.objective)
+        self.optimizer = make_optimizer(self.objective, self.options.optimizer, self.options.weight_decay)
         self.course = Course()
         self.best: dict[str, Tensor] | None = None
         """The weights of `best_step` on the CPU of the first process; None while they are the
@@ -81,7 +58,11 @@ class Loop:
         self._before = 0.0
 
     def run(self) -> TrainingResult:
-        """See `train`."""
+        """Train, and leave the weights that were best.
+
+        Raises StageError for a loss that is not finite, diverges or never falls, ResourceError
+        without memory or disk space.
+        """
         self._resume()
         course, options = self.course, self.options
         with self._explaining_memory(), self.progress.task(self.where, options.steps, "steps") as task:

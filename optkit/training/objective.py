@@ -43,7 +43,6 @@ class Targets(Protocol):
         """Return the sum of T^2 KL(teacher || student) over positions.
         The student's logits are float [positions, v].
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from optkit.model.attention import HEADS, attention_of
 from optkit.model.attention_choice import attends_eagerly, caps_scores
-from optkit.model.shape import ModelShape
-from optkit.model.text_config import text_config
+from optkit.model.shape import WIDTHS, ModelShape
+from optkit.model.text_config import first_number, text_config
 from optkit.model.weights import TABLES, expert_counts
 from optkit.training.memory_kinds import MemoryKinds
 
@@ -150,7 +150,7 @@ def blocks_of(shape: ModelShape) -> Blocks:
     config = text_config(shape.config)
     places = {place for name in shape.tensors if (place := shape.block(name))}
     attention = attention_of(shape.config, len(places))[0]
-    width = _number(config, "hidden_size", "n_embd", "d_model")
+    width = first_number(config, WIDTHS)
     first = [(name, info) for name, info in shape.tensors.items() if shape.block(name) == min(places, default=None)]
     matrices = [
         name for name, info in first if len(info.shape) >= 2 and ".experts." not in name and name.endswith(MATRICES)
@@ -163,12 +163,12 @@ def blocks_of(shape: ModelShape) -> Blocks:
     return Blocks(
         count=len(places),
         width=width,
-        intermediate=(_number(config, "moe_intermediate_size") if experts else 0)
-        or _number(config, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+        intermediate=(first_number(config, ["moe_intermediate_size"]) if experts else 0)
+        or first_number(config, ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"))
         or 4 * width,
         query_width=attention[0].query_width if attention else width,
         key_width=attention[0].cache_width // 2 if attention else width,
-        heads=_number(config, *HEADS) or 1,
+        heads=first_number(config, HEADS) or 1,
         readers=max(1, len(matrices) - (1 if experts else 2)) + (2 * chosen if experts else 0),
         norms=len(norms),
         centred=any(name.removesuffix("weight") + "bias" in shape.tensors for name in norms),
@@ -320,7 +320,3 @@ def _vocabulary(shape: ModelShape) -> int:
     config = text_config(shape.config)
     tables = [info.shape[0] for name, info in shape.tensors.items() if any(word in name for word in TABLES)]
     return int(config.get("vocab_size") or max(tables, default=1))
-
-
-def _number(config: Mapping[str, Any], *names: str) -> int:
-    return next((int(config[name]) for name in names if config.get(name)), 0)

@@ -23,7 +23,6 @@ class Teacher(Protocol):
         """Return what it says about int64 [b, s] on the student's device.
         These are the given rows of the data.
         """
-        ...
 
 
 class LiveTargets:

@@ -112,7 +112,7 @@ class Training(Transform):
             student = open_student(source, context.device)
             objective = Objective(student.model, LossWeights(0.0, 1.0), None, torch.bfloat16)
             shape = student.checkpoint.shape
-            loop = Loop(objective, data, None, options, "fsdp", None, "", clock, ranks)
+            loop = Loop(objective, data, None, options, "fsdp", clock, ranks=ranks)
             try:
                 result = loop.run()
             except StageError as error:

@@ -12,7 +12,7 @@ import torch
 
 from optkit.errors import StageError
 from optkit.session import compile_watch
-from optkit.session.compile_watch import BREAKS, CompileWatch, graph_break_errors
+from optkit.session.compile_watch import BREAKS, CompileWatch
 
 
 def broken(values: torch.Tensor) -> torch.Tensor:
@@ -83,6 +83,6 @@ def test_a_break_where_none_is_allowed() -> None:
         rf"^compile: the decode step is not one graph: it breaks at test_compile_watch\.py:{line}\. "
         r"Call to .*Set fullgraph: false"
     )
-    with pytest.raises(StageError, match=message), graph_break_errors():
+    with pytest.raises(StageError, match=message), CompileWatch.errors():
         torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
     torch.compiler.reset()

@@ -57,7 +57,7 @@ class Trains(Transform):
         from safetensors.torch import save_file
 
         from optkit.progress import SilentProgress
-        from optkit.training.loop import train
+        from optkit.training.loop import Loop
         from optkit.training.objective import LossWeights, Objective
         from optkit.training.ranks import current
         from optkit.training.student import checkpoint_activations_, keep_zeros_, open_student
@@ -92,9 +92,9 @@ class Trains(Transform):
             options = replace(OPTIONS, steps=10)
             try:
                 progress = Stops() if "stopped" in name else SilentProgress()
-                result = train(
+                result = Loop(
                     objective, data, teacher, options, where="test", progress=progress, place=place, ranks=ranks
-                )
+                ).run()
             except KeyboardInterrupt:
                 return
             if ranks.first:

@@ -9,7 +9,7 @@ import torch
 
 from optkit.progress import SilentProgress
 from optkit.training.data import TrainingData, split
-from optkit.training.loop import train
+from optkit.training.loop import Loop
 from optkit.training.objective import LossWeights, Objective
 from optkit.training.student import open_student
 from optkit.training.training_options import TrainingOptions, TrainingResult
@@ -32,6 +32,6 @@ def run(
 ) -> tuple[Objective, TrainingResult]:
     """Train the model in `source` on `some_data`."""
     objective = Objective(open_student(source, "cpu").model, CROSS_ENTROPY)
-    return objective, train(
+    return objective, Loop(
         objective, some_data(), None, options, where="test", progress=SilentProgress(), place=place, **rest
-    )
+    ).run()

@@ -20,10 +20,9 @@ from safetensors import SafetensorError
 from optkit.errors import ResourceError, StageError
 from optkit.progress import SilentProgress
 from optkit.training import checkpoints
-from optkit.training.loop import Loop, train
+from optkit.training.loop import Loop
 from optkit.training.objective import Objective
 from optkit.training.optimizer import learning_rate
-from optkit.training.ranks import Ranks
 from optkit.training.student import open_student
 from tests.support.small_training import CROSS_ENTROPY, OPTIONS, run, some_data
 
@@ -55,7 +54,7 @@ class TestResume:
 
         objective = Objective(open_student(tiny_model("llama"), "cpu").model, CROSS_ENTROPY)
         with pytest.raises(KeyboardInterrupt):
-            train(objective, some_data(), None, options, where="test", progress=Stopped(), place=tmp_path)
+            Loop(objective, some_data(), None, options, "test", Stopped(), tmp_path).run()
         resumed, found = run(tiny_model("llama"), options, tmp_path)
         assert found.course.resumed == [6]
         assert found.course.curve == expected.course.curve
@@ -176,9 +175,7 @@ class TestStops:
 
     def test_a_few_texts_with_large_losses_are_no_divergence(self, tiny_model):
         objective = Objective(open_student(tiny_model("llama"), "cpu").model, CROSS_ENTROPY)
-        loop = Loop(
-            objective, some_data(), None, replace(OPTIONS, steps=20), "test", None, "", SilentProgress(), Ranks()
-        )
+        loop = Loop(objective, some_data(), None, replace(OPTIONS, steps=20), "test", SilentProgress())
         loop.course.step, loop.course.curve = 20, [1.0] * 16 + [50.0] * 4
         loop._check_divergence()
         loop.course.curve = [1.0] * 10 + [3.1] * 10
@@ -197,7 +194,7 @@ class TestStops:
             match=r"the loss is nan at step 2, on 1 of "
             rf"4 sequences \(text, row {poisoned}\)",
         ):
-            train(objective, data, None, OPTIONS, where="test", progress=SilentProgress())
+            Loop(objective, data, None, OPTIONS, "test", SilentProgress()).run()
 
     def test_patience(self, tiny_model):
         options = replace(OPTIONS, steps=60, learning_rate=0.3, warmup=0.0, evaluations=30, patience=2, diverged=1e9)

@@ -25,7 +25,7 @@ from optkit.recipe.recipe import load_recipe
 from optkit.stages.distill import Distill
 from optkit.store.store import Store
 from optkit.training.data import split
-from optkit.training.loop import train
+from optkit.training.loop import Loop
 from optkit.training.objective import LossWeights, Objective
 from optkit.training.predicted_memory import Setup, predicted_memory
 from optkit.training.student import checkpoint_activations_, open_student
@@ -87,7 +87,7 @@ def peak_and_setup(
             checkpoint_activations_(student.model)
         # a student that is the teacher has nothing to learn, which the loop says at its end
         with contextlib.suppress(StageError):
-            train(objective, data, teacher, options, where="test", progress=SilentProgress())
+            Loop(objective, data, teacher, options, "test", SilentProgress()).run()
     shape = Checkpoint(source).shape
     setup = Setup(
         BATCH * length, length, half, checkpointing, accumulation, divergence=taught, attention_loss=attention > 0

@@ -12,7 +12,7 @@ from optkit.common.out_of_resources import out_of_memory
 from optkit.model.linear_layers import Layer, Selection
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.packed_tensors.base import LayerFormat
-from optkit.source.quiet import quiet_bitsandbytes
+from optkit.source.quiet import only_errors_of
 from optkit.stages.quantizing.fitting import EXPERTS, refuse_layers
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
@@ -45,7 +45,7 @@ class BitsAndBytesQuantizer(LayerQuantizer):
         ]
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
-        quiet_bitsandbytes()
+        only_errors_of("bitsandbytes")
         for index in range(len(job.skeleton.blocks)):
             layers = {}
             for name in job.modules(index):

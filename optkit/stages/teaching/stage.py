@@ -187,7 +187,7 @@ class TrainingStage(StageWithTeacher):
         """Train as one of the processes; the first one writes what was learned."""
         import torch
 
-        from optkit.training.loop import train
+        from optkit.training.loop import Loop
         from optkit.training.training_report import account, spending
 
         torch.manual_seed(context.seed)
@@ -202,7 +202,7 @@ class TrainingStage(StageWithTeacher):
                 teacher = held.enter_context(self._teacher(source, context, data, rows, self.batch_size))
                 objective = self._objective(student, teacher)
                 trainee = self._trainee(student, source, context)
-            result = train(
+            loop = Loop(
                 objective,
                 data,
                 teacher,
@@ -213,6 +213,7 @@ class TrainingStage(StageWithTeacher):
                 digest=digest({"fields": self._deciding(), "data": data.digest(), "version": self.version}),
                 ranks=ranks,
             )
+            result = loop.run()
         predicted = None if student.checkpoint.quantization else self._expected(student, trainee, context.device)
         record = account(result, trainee, spent, ranks, self.parallel, predicted)
         if not ranks.first:
