@@ -16,7 +16,7 @@ from optkit.environment import unmet
 from optkit.onnx import builds
 from optkit.recipe import registry
 from optkit.reports.doctor import doctor
-from optkit.reports.doctor.doctor import ENGINES, Diagnosis, Part, cpu_features, diagnose, find_compiler
+from optkit.reports.doctor.doctor import OPTIONAL_LIBRARIES, Diagnosis, Part, cpu_features, diagnose, find_compiler
 from optkit.stage import Transform
 
 
@@ -44,7 +44,7 @@ def test_the_machine_is_described(here: Diagnosis) -> None:
 
 def test_every_stage_eval_and_engine_is_judged(here: Diagnosis) -> None:
     named = {role: [part.name for part in here.parts if part.role == role] for role in ("stage", "eval", "engine")}
-    assert named == {"stage": registry.stage_names(), "eval": registry.eval_names(), "engine": list(ENGINES)}
+    assert named == {"stage": registry.stage_names(), "eval": registry.eval_names(), "engine": list(OPTIONAL_LIBRARIES)}
     assert all(part.works or part.remedy.startswith("pip install ") for part in here.parts if part.role == "engine")
 
 

@@ -82,9 +82,8 @@ def test_kernels_that_are_missing_say_what_happens_without(monkeypatch: pytest.M
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     monkeypatch.setattr(torch.backends.quantized, "_get_supported_qengines", lambda: [], raising=False)
     parts = {part.name: part for part in kernel_parts(None)}
-    int4 = parts["int4 in bfloat16 on cpu (torch)"]
-    assert int4.why_not == "torch's kernel is a scalar loop at DEFAULT"
-    assert int4.without == "weights are dequantized at each call"
+    scalar = "torch's kernel is a scalar loop at DEFAULT; weights are dequantized at each call"
+    assert parts["int4 in bfloat16 on cpu (torch)"].note == scalar
     assert parts["compiled C++ on cpu"].remedy == "apt install g++"
 
 
@@ -96,11 +95,14 @@ def test_kernels_of_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(kernel_parts_module, "find_spec", lambda _: None)
     monkeypatch.setattr(torch.cuda, "_compile_kernel", None, raising=False)
     parts = {part.name: part for part in kernel_parts_module._of_gpu((7, 5))}
-    assert parts["int4 in bfloat16 on cuda (torch)"].why_not == "it needs compute capability 8.0, and this GPU has 7.5"
-    assert parts["fp8 products on cuda (torch._scaled_mm)"].why_not == "not before 8.9"
-    assert parts["int8 products on cuda (torch._int_mm)"].why_not is None
+    old = "it needs compute capability 8.0, and this GPU has 7.5; weights are dequantized at each call"
+    assert parts["int4 in bfloat16 on cuda (torch)"].note == old
+    fp8 = parts["fp8 products on cuda (torch._scaled_mm)"]
+    assert fp8.note == "not before 8.9; fp8 weights are widened at each call"
+    assert parts["int8 products on cuda (torch._int_mm)"].works
     assert parts["triton"].remedy == "pip install triton"
-    assert parts["CUDA C++ compiled here (NVRTC)"].why_not == "this torch has no torch.cuda._compile_kernel"
+    nvrtc = "this torch has no torch.cuda._compile_kernel; torch's own kernels"
+    assert parts["CUDA C++ compiled here (NVRTC)"].note == nvrtc
 
 
 def test_processes_sum_what_they_send_to_each_other() -> None:

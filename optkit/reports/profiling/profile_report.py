@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from optkit.common.frozen import Frozen
 
 Kind: TypeAlias = Literal["matmul", "attention", "norm", "elementwise", "copies", "compiled", "other"]
-KINDS: tuple[Kind, ...] = ("matmul", "attention", "norm", "elementwise", "copies", "compiled", "other")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 HIDDEN, FEWEST = 0.8, 20
 """Idle share from which on, and operations a step up to which, a phase is `hidden`."""
 SHOWN = 15

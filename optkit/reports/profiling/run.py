@@ -16,7 +16,7 @@ from optkit.pipeline import open_artifact, plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe.recipe import load_recipe
 from optkit.reports.profiling.advice import Circumstances, advise
-from optkit.reports.profiling.profile_report import KINDS, SHOWN, Line, Phase, ProfileReport
+from optkit.reports.profiling.profile_report import KINDS, SHOWN, Phase, ProfileReport
 from optkit.stage import Context, Setting
 from optkit.store.store import Store
 
@@ -75,45 +75,32 @@ def profile_model(
         session: Any = open_artifact(directory, device=device, trust_remote_code=trust_remote_code, progress=progress)
         with closing(session):
             _check(session, prompt, new_tokens, nvtx)
-            return _profile(
-                session, str(model), directory, out, _tokens(session, batch, prompt), new_tokens, nvtx, progress
-            )
+            settings = settings_of(read_artifact(directory)) if is_artifact(directory) else []
+            tokens = _tokens(session, batch, prompt)
+            return _profile(session, str(model), settings, out, tokens, new_tokens, nvtx, progress)
 
 
 def _check(session: Any, prompt: int, new_tokens: int, nvtx: bool) -> None:
+    where = str(session.directory)
     if not hasattr(session, "stream"):
-        raise EvalError(
-            "it generates no tokens",
-            where=str(session.directory),
-            why="What is traced is a prompt and the tokens after it",
-        )
+        why = "What is traced is a prompt and the tokens after it"
+        raise EvalError("it generates no tokens", where=where, why=why)
     if len(getattr(session, "devices", ())) > 1:
-        why = "torch.profiler sees this process alone, and the model runs in others"
-        raise EvalError(
-            "its model is split over several devices",
-            where=str(session.directory),
-            why=why,
-            remedy="Profile it without",
-        )
+        why, remedy = "torch.profiler sees this process alone, and the model runs in others", "Profile it without"
+        raise EvalError("its model is split over several devices", where=where, why=why, remedy=remedy)
     if nvtx and session.device == "cpu":
-        raise UsageError(
-            "NVTX ranges are marks on a GPU's timeline",
-            where="--nvtx",
-            remedy="Leave it out on a CPU, or use --device cuda",
-        )
+        remedy = "Leave it out on a CPU, or use --device cuda"
+        raise UsageError("NVTX ranges are marks on a GPU's timeline", where="--nvtx", remedy=remedy)
     if prompt + new_tokens > session.positions:
-        raise EvalError(
-            f"a prompt of {prompt:,} and {new_tokens:,} new tokens are more than the model's "
-            f"{session.positions:,} positions",
-            where="profile",
-            remedy="Lower --prompt or --new-tokens",
-        )
+        asked = f"a prompt of {prompt:,} and {new_tokens:,} new tokens"
+        what = f"{asked} are more than the model's {session.positions:,} positions"
+        raise EvalError(what, where="profile", remedy="Lower --prompt or --new-tokens")
 
 
 def _profile(
     session: TorchSession | OnnxSession,
     model: str,
-    directory: Path,
+    settings: Sequence[Setting],
     out: Path,
     tokens: Tensor,
     new_tokens: int,
@@ -122,7 +109,6 @@ def _profile(
 ) -> ProfileReport:
     from optkit.reports.profiling.torch_trace import mark_ranges, snapshot_memory, time_phases
 
-    settings = settings_of(read_artifact(directory)) if is_artifact(directory) else []
     known = circumstances(session, settings)
     files: list[str] = []
     phases: tuple[Phase, ...] = ()
@@ -176,13 +162,14 @@ def phase_of(
 ) -> Phase:
     """Return a phase with its advice; `seconds` is what it takes without a profiler."""
     idle_s = traced.traced_s - traced.busy_s if known.device == "cpu" else seconds - traced.busy_s
+    totals = {kind: sum(line.seconds for line in traced.lines if line.kind == kind) for kind in KINDS}
     phase = Phase(
         name=name,
         steps=steps,
         seconds=seconds,
         traced_s=traced.traced_s,
         idle_s=max(0.0, idle_s),
-        kinds={kind: total for kind in KINDS if (total := _sum(traced.lines, kind))},
+        kinds={kind: total for kind, total in totals.items() if total},
         calls=sum(line.calls for line in traced.lines),
         top=traced.lines[:SHOWN],
         advice="",
@@ -203,10 +190,6 @@ def circumstances(session: Any, settings: Sequence[Setting]) -> Circumstances:
         attention=str(getattr(config, "_attn_implementation", "")),
         engine="torch" if model is not None else "onnxruntime",
     )
-
-
-def _sum(lines: tuple[Line, ...], kind: str) -> float:
-    return sum(line.seconds for line in lines if line.kind == kind)
 
 
 def _tokens(session: TorchSession | OnnxSession, batch: int, prompt: int) -> Tensor:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,12 +94,17 @@ def _read(profiler: Any, traced_s: float, wanted: DeviceType) -> Traced:
     for event in events:
         own_us = event.self_cpu_time_total if wanted == DeviceType.CPU else event.time_range.elapsed_us()
         seconds.setdefault(event.name, []).append(own_us / 1e6)
-    lines = (Line(name=name, kind=kind_of(name), seconds=sum(each), calls=len(each)) for name, each in seconds.items())
-    ordered = tuple(sorted(lines, key=lambda line: -line.seconds))
+    ordered = longest_first(seconds)
     if wanted == DeviceType.CPU:
         return Traced(traced_s, min(traced_s, sum(line.seconds for line in ordered)), ordered)
     spans = ((event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events)
     return Traced(traced_s, covered(spans), ordered)
+
+
+def longest_first(seconds: Mapping[str, Sequence[float]]) -> tuple[Line, ...]:
+    """Return a line for each name with its times."""
+    lines = (Line(name=name, kind=kind_of(name), seconds=sum(each), calls=len(each)) for name, each in seconds.items())
+    return tuple(sorted(lines, key=lambda line: -line.seconds))
 
 
 def _is_annotation(event: Any) -> bool:
@@ -138,8 +143,7 @@ def mark_ranges(session: Session, tokens: Tensor, new_tokens: int) -> None:
     torch.cuda.profiler.start()
     with torch.autograd.profiler.emit_nvtx():
         for step in range(new_tokens):
-            name: Literal["prefill"] | str = "prefill" if step == 0 else f"decode {step}"
-            with torch.cuda.nvtx.range(name):
+            with torch.cuda.nvtx.range(f"decode {step}" if step else "prefill"):
                 next(stream)
         _finish(session)
     torch.cuda.profiler.stop()

@@ -24,6 +24,8 @@ MOST_SEQUENCES = 1 << 20
 class Limit:
     """What one phase needs on one device."""
 
+    batch: int
+    """Sequences at once."""
     tokens: int
     """That it computes: those of the prompts, or one for each sequence of the batch."""
     weight_bytes: float
@@ -53,29 +55,28 @@ class Limit:
 def decode_limit(work: Work, form: Form, device: Device, batch: int, context: int) -> Limit:
     """Return the limit of one step: a new token each for `batch` sequences of `context` tokens."""
     moved = work.weight_bytes(form, batch), float(work.cache_bytes(form, batch, context))
-    return phase_limit(work, form, device, batch, batch, moved, work.attention_flops(batch, 1, context))
+    return phase_limit(work, form, device, batch, moved, (1, context))
 
 
 def prefill_limit(work: Work, form: Form, device: Device, batch: int, prompt: int) -> Limit:
     """Return the limit of `batch` prompts of `prompt` tokens.
     Weights are read and the cache is written once; last tokens get logits.
     """
-    tokens = batch * prompt
-    moved = work.weight_bytes(form, tokens), float(work.cache_bytes(form, batch, prompt))
-    return phase_limit(work, form, device, tokens, batch, moved, work.attention_flops(batch, prompt, 0))
+    moved = work.weight_bytes(form, batch * prompt), float(work.cache_bytes(form, batch, prompt))
+    return phase_limit(work, form, device, batch, moved, (prompt, 0))
 
 
 def phase_limit(
-    work: Work, form: Form, device: Device, tokens: int, logits: int, moved: tuple[float, float], attention: int
+    work: Work, form: Form, device: Device, batch: int, moved: tuple[float, float], positions: tuple[int, int]
 ) -> Limit:
-    """Return the limit of `tokens` tokens, `logits` of which go through lm_head.
-    They move bytes of weights and of the KV cache.
+    """Return the limit of new tokens behind a context in each sequence: `positions` of both.
+    They move bytes of weights and of the KV cache; the last of each sequence goes through lm_head.
     """
-    flops = work.matrix_flops(form, tokens, logits)
-    compute = sum(count / device.rate(arithmetic) for arithmetic, count in flops.items()) + attention / device.rate(
-        form.wide
-    )
-    return Limit(tokens, *moved, sum(moved) / device.bandwidth, compute, sum(flops.values()), attention)
+    tokens, attention = batch * positions[0], work.attention_flops(batch, *positions)
+    flops = work.matrix_flops(form, tokens, batch)
+    products_s = sum(count / device.rate(arithmetic) for arithmetic, count in flops.items())
+    compute_s = products_s + attention / device.rate(form.wide)
+    return Limit(batch, tokens, *moved, sum(moved) / device.bandwidth, compute_s, sum(flops.values()), attention)
 
 
 def gain(work: Work, form: Form, over: Form, device: Device, batch: int, context: int) -> float:

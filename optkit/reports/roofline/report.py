@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pydantic import ConfigDict
+
 from optkit.common.frozen import Frozen
 from optkit.devices.datasheets import Device
 from optkit.reports.roofline.forms import DEFAULT_FORMS, STORED, Form, parse_form
 from optkit.reports.roofline.limits import (
-    Limit,
     Side,
     compute_binds_from,
     decode_limit,
@@ -22,7 +23,9 @@ DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Cell(Frozen):
-    """The limit of one batch."""
+    """What of a `Limit` is reported."""
+
+    model_config = ConfigDict(from_attributes=True)
 
     batch: int
     tokens_per_s: float
@@ -124,24 +127,12 @@ def _form(work: Work, form: Form, reference: Form, device: Device, batches: Sequ
         label=form.label,
         size_bytes=work.stored_bytes(form),
         arithmetic=form.arithmetic,
-        decode=tuple(_cell(batch, decode_limit(work, form, device, batch, prompt)) for batch in batches),
-        prefill=tuple(_cell(batch, prefill_limit(work, form, device, batch, prompt)) for batch in batches),
+        decode=tuple(Cell.model_validate(decode_limit(work, form, device, batch, prompt)) for batch in batches),
+        prefill=tuple(Cell.model_validate(prefill_limit(work, form, device, batch, prompt)) for batch in batches),
         compute_binds_from=compute_binds_from(work, form, device, prompt),
         compared=compared,
         pays_until=pays_until(work, form, reference, device, prompt) if compared else None,
         most_sequences=most_sequences(work, form, device, prompt),
-    )
-
-
-def _cell(batch: int, limit: Limit) -> Cell:
-    return Cell(
-        batch=batch,
-        tokens_per_s=limit.tokens_per_s,
-        bound_by=limit.bound_by,
-        weight_bytes=limit.weight_bytes,
-        cache_bytes=limit.cache_bytes,
-        matrix_flops=limit.matrix_flops,
-        attention_flops=limit.attention_flops,
     )
 
 

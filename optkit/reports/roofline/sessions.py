@@ -27,12 +27,8 @@ def session_limits(
         weights = session.decode_bytes(batch, 0)
         return float(weights), float(session.decode_bytes(batch, tokens) - weights)
 
-    prefill = phase_limit(
-        work, form, device, batch * prompt, batch, moved(prompt), work.attention_flops(batch, prompt, 0)
-    )
-    return prefill, phase_limit(
-        work, form, device, batch, batch, moved(context), work.attention_flops(batch, 1, context)
-    )
+    prefill = phase_limit(work, form, device, batch, moved(prompt), (prompt, 0))
+    return prefill, phase_limit(work, form, device, batch, moved(context), (1, context))
 
 
 def _together(device: Device, count: int) -> Device:

@@ -9,7 +9,6 @@ is left out makes the true time longer, so that what follows from these numbers 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from optkit.model.attention import AttentionLayer, attention_of
@@ -113,14 +112,12 @@ def _arithmetic(each: Weights, form: Form) -> str:
 
 
 def _dtype(shape: ModelShape) -> str:
-    names: Mapping[str, str] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-    text = text_config(shape.config)
-    told = str(
-        text.get("dtype") or text.get("torch_dtype") or shape.config.get("dtype") or shape.config.get("torch_dtype")
-    )
-    said = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(told)
+    """Return what config.json says, else the float of most bytes."""
+    said = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    names = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+    told = (config.get(key) for config in (text_config(shape.config), shape.config) for key in ("dtype", "torch_dtype"))
     sizes: Counter[str] = Counter()
     for info in shape.tensors.values():
-        if info.dtype in names:
-            sizes[names[info.dtype]] += info.size_bytes
-    return said or (sizes.most_common(1)[0][0] if sizes else "bf16")
+        sizes[names.get(info.dtype, "")] += info.size_bytes
+    del sizes[""]
+    return said.get(str(next(filter(None, told), None))) or max(sizes, key=sizes.__getitem__, default="bf16")
