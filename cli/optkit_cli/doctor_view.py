@@ -30,9 +30,8 @@ def _machine(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     lines = [("system", diagnosis.platform)]
     for device in diagnosis.devices:
         about = f"{device.name}, " + (f"{diagnosis.cpu_cores} cores, " if device.device == "cpu" else "")
-        lines.append(
-            (device.device, f"{about}{size_text(device.available_bytes)} of {size_text(device.total_bytes)} free")
-        )
+        free = f"{size_text(device.available_bytes)} of {size_text(device.total_bytes)} free"
+        lines.append((device.device, f"{about}{free}"))
     features = " ".join(diagnosis.cpu_features)
     return [
         *lines,
@@ -41,12 +40,7 @@ def _machine(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("c++ compiler", diagnosis.compiler or "none; `compile` needs one on a CPU: apt install g++"),
         ("store", f"{diagnosis.store}, {size_text(diagnosis.store_free_bytes)} free"),
         ("hub cache", f"{diagnosis.hub_cache}, {'offline (HF_HUB_OFFLINE)' if diagnosis.hub_offline else 'online'}"),
-        (
-            "data",
-            str(diagnosis.data)
-            if diagnosis.data
-            else "none; --data or $OPTKIT_DATA names a directory with local data sets",
-        ),
+        ("data", str(diagnosis.data or "none; --data or $OPTKIT_DATA names a directory with local data sets")),
     ]
 
 
@@ -60,13 +54,8 @@ def _shapes(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _links(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    return [
-        (
-            size_text(each.size_bytes),
-            f"{format_value(each.seconds, 's')}, {each.bus_bytes_per_s / 1e9:,.3g} GB/s on the bus",
-        )
-        for each in diagnosis.links
-    ]
+    rates = {each: f"{each.bus_bytes_per_s / 1e9:,.3g} GB/s on the bus" for each in diagnosis.links}
+    return [(size_text(each.size_bytes), f"{format_value(each.seconds, 's')}, {rate}") for each, rate in rates.items()]
 
 
 def _packages(diagnosis: Diagnosis) -> list[tuple[str, str]]:

@@ -40,9 +40,8 @@ def list_environments(as_json: bool) -> None:
     if as_json:
         print_json([each.model_dump(mode="json") for each in found])
         return
-    show(
-        _table(found, [library for name, library in LIBRARIES.items() if not any(each.name == name for each in found)])
-    )
+    names = {each.name for each in found}
+    show(_table(found, [library for library in LIBRARIES.values() if library.name not in names]))
 
 
 @command.command("build", cls=Command, short_help="Build the environment of a library now.")
@@ -81,13 +80,8 @@ def _table(found: list[Environment], missing: list[Any]) -> Any:
     lines: list[tuple[Text | str, Text | str]] = []
     for each in found:
         versions = ", ".join(f"{name} {version}" for name, version in each.told_versions.items() if name != "python")
-        outdated = (
-            ""
-            if each.state == "ready"
-            else " (for another Python, torch or set of requirements; `optkit env remove` deletes it)"
-        )
-        lines.append(
-            (each.name, f"{each.state}{outdated}: {versions}; {size_text(each.size_bytes)} in {each.directory}")
-        )
+        outdated = " (for another Python, torch or set of requirements; `optkit env remove` deletes it)"
+        state = "ready" if each.state == "ready" else each.state + outdated
+        lines.append((each.name, f"{state}: {versions}; {size_text(each.size_bytes)} in {each.directory}"))
     lines += [(library.name, f"not built: {library.summary}") for library in missing]
     return definition_list(lines)

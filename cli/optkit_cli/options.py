@@ -106,6 +106,14 @@ class Assignment(click.ParamType[str]):
         return value
 
 
+def number_option(flag: str, default: int, help: str, least: int = 1) -> Callable[[Function], Function]:
+    """Return an option that takes a whole number."""
+    return click.option(
+        flag, metavar="N", type=click.IntRange(min=least), default=default, show_default=True, help=help
+    )
+
+
+DIRECTORY = click.Path(path_type=Path, file_okay=False)
 recipe_argument = click.argument("recipe", metavar="RECIPE")
 model_option = click.option(
     "--model",
@@ -133,7 +141,7 @@ data_option = click.option(
 store_option = click.option(
     "--store",
     metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=DIRECTORY,
     envvar="OPTKIT_STORE",
     help="Directory of finished steps [$OPTKIT_STORE, ~/.cache/optkit].",
 )

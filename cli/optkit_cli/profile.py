@@ -7,7 +7,17 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, all_of, device_option, json_option, quiet_option, store_option, trust_option
+from optkit_cli.options import (
+    DIRECTORY,
+    Command,
+    all_of,
+    device_option,
+    json_option,
+    number_option,
+    quiet_option,
+    store_option,
+    trust_option,
+)
 
 QUIET_KINETO = "99"
 """Above all levels of the log of torch's profiler, which it writes for every trace."""
@@ -15,27 +25,11 @@ QUIET_KINETO = "99"
 
 @click.command(cls=Command, short_help="Say where the time of a model goes.")
 @click.argument("model", metavar="MODEL_OR_ARTIFACT")
+@number_option("--batch", 1, "Sequences at once.")
+@number_option("--prompt", 128, "Tokens of a prompt.")
+@number_option("--new-tokens", 16, "Tokens generated after it.", least=2)
 @click.option(
-    "--batch", metavar="N", type=click.IntRange(min=1), default=1, show_default=True, help="Sequences at once."
-)
-@click.option(
-    "--prompt", metavar="N", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a prompt."
-)
-@click.option(
-    "--new-tokens",
-    metavar="N",
-    type=click.IntRange(min=2),
-    default=16,
-    show_default=True,
-    help="Tokens generated after it.",
-)
-@click.option(
-    "--out",
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
-    default="profile",
-    show_default=True,
-    help="Directory for traces.",
+    "--out", metavar="DIR", type=DIRECTORY, default="profile", show_default=True, help="Directory for traces."
 )
 @click.option(
     "--nvtx",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from optkit_cli.options import Command, all_of, json_option, quiet_option
+from optkit_cli.options import Command, all_of, json_option, number_option, quiet_option
 
 if TYPE_CHECKING:
     from optkit.reports.roofline import Device
@@ -64,14 +65,7 @@ class Picture(click.Path):
     show_default=True,
     help="Sequences at once.",
 )
-@click.option(
-    "--prompt",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=512,
-    show_default=True,
-    help="Tokens of a prompt, and of the cache while decoding.",
-)
+@number_option("--prompt", 512, "Tokens of a prompt, and of the cache while decoding.")
 @click.option(
     "--forms",
     metavar="FORM,...",
@@ -105,8 +99,6 @@ def command(
     nothing else. Limits follow from memory bandwidth and matrix rates alone: docs/measuring.md has
     the formulas and the datasheets.
     """
-    from dataclasses import replace
-
     from optkit.environment import best_device
     from optkit.reports.roofline import build_report, datasheet, to_svg, work_of_model
     from optkit_cli.output import only_the_result_on_stdout, print_result
@@ -135,11 +127,8 @@ def _measured(device: str, again: bool, quiet: bool) -> tuple[Device, tuple[str,
     from optkit_cli.progress import open_progress
 
     found, roof = measured_device(device, progress=open_progress(quiet=quiet), again=again)
-    if not roof.unsteady:
-        return found, ()
-    return found, (
-        f"the device was not quiet while it was measured (repeats spread: {roof.unsteady}): use --remeasure",
-    )
+    note = f"the device was not quiet while it was measured (repeats spread: {roof.unsteady}): use --remeasure"
+    return found, (note,) if roof.unsteady else ()
 
 
 def _draw(svg: str, path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Unpack
 import click
 
 from optkit_cli.options import (
+    DIRECTORY,
     Command,
     Place,
     against_option,
@@ -29,12 +30,7 @@ from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 @click.command(cls=Command, short_help="Make an artifact, measure it, print its scorecard.")
 @recipe_argument
 @all_of(model_option, set_option)
-@click.option(
-    "--out",
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Directory of the artifact [artifacts/RECIPE].",
-)
+@click.option("--out", metavar="DIR", type=DIRECTORY, help="Directory of the artifact [artifacts/RECIPE].")
 @retime_option
 @against_option
 @click.option(

@@ -8,10 +8,12 @@ from typing import Unpack
 import click
 
 from optkit_cli.options import (
+    DIRECTORY,
     Command,
     Place,
     all_of,
     json_option,
+    number_option,
     place_options,
     quiet_option,
     trust_option,
@@ -23,10 +25,8 @@ from optkit_cli.options import (
 @click.option(
     "--calibration", metavar="TEXT", default="python-reference", show_default=True, help="The text to measure on."
 )
-@click.option("--samples", type=click.IntRange(min=1), default=16, show_default=True, help="Windows of the text.")
-@click.option(
-    "--sequence-length", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a window."
-)
+@number_option("--samples", 16, "Windows of the text.")
+@number_option("--sequence-length", 512, "Tokens of a window.", least=2)
 @click.option(
     "--choices",
     metavar="FORMS",
@@ -41,12 +41,7 @@ from optkit_cli.options import (
     show_default=True,
     help="How the weights would be rounded.",
 )
-@click.option(
-    "--out",
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Write sensitivity.json, .md and .svg there.",
-)
+@click.option("--out", metavar="DIR", type=DIRECTORY, help="Write sensitivity.json, .md and .svg there.")
 @all_of(place_options, json_option, quiet_option, trust_option)
 def command(
     model: str,
@@ -89,7 +84,7 @@ def command(
             **place,
         )
     if out is not None:
-        (out / "sensitivity.json").write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        (out / "sensitivity.md").write_text(to_markdown(report), encoding="utf-8")
-        (out / "sensitivity.svg").write_text(to_svg(report), encoding="utf-8")
+        texts = {"json": report.model_dump_json(indent=1) + "\n", "md": to_markdown(report), "svg": to_svg(report)}
+        for ending, written in texts.items():
+            (out / f"sensitivity.{ending}").write_text(written, encoding="utf-8")
     print_result(report, lambda: sensitivity_view(report, out), as_json=as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -10,33 +11,25 @@ import click
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, json_option, store_option
 
 SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+BYTES = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-class Age(click.ParamType[float]):
-    """`45m`, `12h`, `30d` or `2w`; in seconds."""
+class Amount(click.ParamType[int]):
+    """A number with its unit: `30d` in seconds, `20GB` in bytes."""
 
-    name = "age"
-
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds."""
-        found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]+)?)\s*([mhdw])", str(value).strip())
-        if not found:
-            self.fail(f"'{value}' is no age. Write 45m, 12h, 30d or 2w.", param, ctx)
-        return float(found[1]) * SECONDS[found[2]]
-
-
-class Size(click.ParamType[int]):
-    """`500MB` or `20GB`; in bytes."""
-
-    name = "size"
+    def __init__(self, name: str, units: Mapping[str, int], examples: str) -> None:
+        self.name, self._units, self._examples = name, units, examples
 
     def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes."""
-        found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]+)?)\s*([kKMGT]?B)", str(value).strip())
+        """Return the seconds or bytes."""
+        found = re.fullmatch(rf"([0-9]{{1,12}}(?:\.[0-9]+)?)\s*({'|'.join(self._units)})", str(value).strip())
         if not found:
-            self.fail(f"'{value}' is no size. Write 500MB, 20GB or 0B.", param, ctx)
-        return int(float(found[1]) * BYTES[found[2].upper()])
+            self.fail(f"'{value}' is no {self.name}. Write {self._examples}.", param, ctx)
+        return int(float(found[1]) * self._units[found[2]])
+
+
+AGE = Amount("age", SECONDS, "45m, 12h, 30d or 2w")
+SIZE = Amount("size", BYTES, "500MB, 20GB or 0B")
 
 
 @click.group(cls=Group, context_settings=CONTEXT_SETTINGS, short_help="See and prune what was finished before.")
@@ -67,13 +60,13 @@ def show_command(store: Path | None, as_json: bool) -> None:
 
 @command.command("prune", cls=Command, short_help="Delete old steps, or until the rest fits.")
 @click.option(
-    "--older-than", "older_than_s", metavar="AGE", type=Age(), help="Delete what was not used for so long, e.g. 30d."
+    "--older-than", "older_than_s", metavar="AGE", type=AGE, help="Delete what was not used for so long, e.g. 30d."
 )
 @click.option(
     "--max-size",
     "max_bytes",
     metavar="SIZE",
-    type=Size(),
+    type=SIZE,
     help="Delete steps, those used longest ago first, until the rest fits.",
 )
 @click.option("--all", "everything", is_flag=True, help="Delete all steps and numbers.")

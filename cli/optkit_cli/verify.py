@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from optkit.verification.registry import engine_names
-from optkit_cli.options import Command, all_of, device_option, json_option, quiet_option, trust_option
+from optkit_cli.options import Command, all_of, device_option, json_option, number_option, quiet_option, trust_option
 
 
 class EngineName(click.ParamType[str]):
@@ -55,13 +55,7 @@ class EnginePython(click.ParamType[tuple[str, str]]):
     multiple=True,
     help="Python that has the engine, if it is not ours [$OPTKIT_VLLM_PYTHON, $OPTKIT_ONNXRUNTIME_GENAI_PYTHON, ...].",
 )
-@click.option(
-    "--tokens",
-    metavar="N",
-    type=click.IntRange(min=2),
-    default=128,
-    help="Tokens after which logits are compared [128].",
-)
+@number_option("--tokens", 128, "Tokens after which logits are compared.", least=2)
 @click.option(
     "--timeout",
     "timeout_s",

@@ -10,6 +10,8 @@ from optkit.verification.verify import Verified
 from optkit_cli.loading_view import loading_view
 from optkit_cli.tables import indented
 
+FAIL = ("FAIL", "bold red")
+
 
 def verified_view(found: Verified) -> list[RenderableType]:
     """Return what to print, top to bottom."""
@@ -32,15 +34,8 @@ def refuse_unasked(found: Verified) -> None:
 def _closing(found: Verified) -> Text:
     asked = [each for each in found.loading if each.verdict != "skipped"]
     if not found.whole:
-        return Text.assemble(
-            ("FAIL", "bold red"), f"  the artifact is not sound; no engine was asked  {found.artifact}"
-        )
+        return Text.assemble(FAIL, f"  the artifact is not sound; no engine was asked  {found.artifact}")
     agreeing = sum(each.verdict == "agrees" for each in asked)
-    verdict = (
-        ("FAIL", "bold red")
-        if found.exit_status
-        else ("PASS", "green")
-        if asked
-        else ("no engine could be asked", "dim")
-    )
+    passed = ("PASS", "green") if asked else ("no engine could be asked", "dim")
+    verdict = FAIL if found.exit_status else passed
     return Text.assemble(verdict, f"  {agreeing} of {len(asked)} engines agree  {found.artifact}")

@@ -10,7 +10,7 @@ from optkit.common.statistics import mean, neighbours_estimate, quantile, share_
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Session
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
-from optkit_evals.windows import WindowedText, slices
+from optkit_evals.windows import WindowedText, other_tokens, require_baseline, slices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,11 +48,7 @@ class Divergence(WindowedText, Eval):
         Raises EvalError without a baseline, for other tokens or another vocabulary, for NaN logits;
         see `WindowedText.cut`.
         """
-        baseline = context.baseline
-        if baseline is None:
-            raise EvalError(
-                "there is no baseline", where="divergence", why="It measures how far a model moved from another one"
-            )
+        baseline: Session = require_baseline(context, "divergence")
         if session.vocabulary != baseline.vocabulary:
             raise EvalError(
                 f"the model has {session.vocabulary:,} logits and the baseline {baseline.vocabulary:,}",
@@ -62,12 +58,7 @@ class Divergence(WindowedText, Eval):
         windows = self.cut(session, context)
         theirs = self.cut(baseline, context)
         if not windows.tokens.equal(theirs.tokens):
-            raise EvalError(
-                "the model and the baseline read the text as different tokens",
-                where=self.where,
-                why="Their tokenizers differ",
-                remedy="Give both the same tokenizer files",
-            )
+            raise other_tokens(self.where)
         divergences: list[list[float]] = []
         agreements: list[float] = []
         with context.progress.task("divergence", len(windows.tokens), "windows") as task:
@@ -80,21 +71,21 @@ class Divergence(WindowedText, Eval):
         tails = [quantile(divergence, 0.99) for divergence in divergences]
         positions = [len(divergence) for divergence in divergences]
         measured = (
-            ("kl_divergence", neighbours_estimate(means, 0.0), "nats/token", means),
-            ("kl_divergence_p99", tail_estimate(divergences, 0.99), "nats/token", tails),
-            ("top1_agreement", share_estimate(agreements, positions, neighbours=True), "fraction", agreements),
+            ("kl_divergence", neighbours_estimate(means, 0.0), means),
+            ("kl_divergence_p99", tail_estimate(divergences, 0.99), tails),
+            ("top1_agreement", share_estimate(agreements, positions, neighbours=True), agreements),
         )
         return [
             Metric(
                 name=name,
                 value=estimate.value,
-                unit=unit,
+                unit=self.metrics[name],
                 higher_is_better=name == "top1_agreement",
                 interval=estimate.interval,
                 protocol=f"{windows.protocol}; KL(baseline || model) and most likely token",
                 samples=tuple(samples),
             )
-            for name, estimate, unit, samples in measured
+            for name, estimate, samples in measured
         ]
 
 

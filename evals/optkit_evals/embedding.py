@@ -20,6 +20,7 @@ from optkit.errors import EvalError
 from optkit.measure import EncoderSession, Eval, EvalContext, Metric
 from optkit.model.task import Task
 from optkit_evals.sentences import Sentences, SentenceText
+from optkit_evals.windows import other_tokens, require_baseline
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,19 +62,10 @@ class Embedding(SentenceText, Eval):
         Raises EvalError without a baseline, for other tokens or embeddings of another size, for
         NaN; see `SentenceText`.
         """
-        baseline: EncoderSession | None = context.baseline
-        if baseline is None:
-            raise EvalError(
-                "there is no baseline", where="embedding", why="It measures how far a model moved from another one"
-            )
+        baseline: EncoderSession = require_baseline(context, "embedding")
         sentences = self.batched(session, context)
         if self.batched(baseline, context).protocol != sentences.protocol:
-            raise EvalError(
-                "the model and the baseline read the text as different tokens",
-                where=self.where,
-                why="Their tokenizers differ",
-                remedy="Give both the same tokenizer files",
-            )
+            raise other_tokens(self.where)
         if session.pooling != baseline.pooling:
             raise EvalError(
                 f"the model's embeddings are the {session.pooling}, and the baseline's the {baseline.pooling}",

@@ -18,7 +18,7 @@ from optkit.measure import EncoderSession, EvalContext, Metric, TimedEval
 from optkit.model.session_memory import SessionMemory
 from optkit.model.task import ENCODING, Task
 from optkit_evals.configurations import measure_each
-from optkit_evals.timing import device_text
+from optkit_evals.timing import device_text, random_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,7 +110,7 @@ class Encoding(TimedEval):
         with context.progress.task(f"encoding{context.turn.label}", len(self.cells()) * repeats, "runs") as task:
 
             def measure(cell: Cell) -> list[Metric]:
-                encode = Timed(session, random_tokens(session, cell, context.seed))
+                encode = Timed(session, random_tokens(session, cell.batch, cell.length, context.seed).cpu())
                 if not encode.settles():
                     context.warn(
                         f"encoding, {cell}: after {GROUP * MOST_GROUPS} warm-up calls medians still differ "
@@ -186,37 +186,22 @@ class Timed:
         return median(self() for _ in range(GROUP))
 
 
-def random_tokens(session: EncoderSession, cell: Cell, seed: int) -> Tensor:
-    """Return seeded token ids of the session's vocabulary, int64 [batch, length]."""
-    import torch
-
-    return torch.randint(session.vocabulary, (cell.batch, cell.length), generator=torch.Generator().manual_seed(seed))
-
-
 def _metrics(cell: Cell, times: Sequence[Sequence[float]], peak: Peak, protocol: str) -> Iterator[Metric]:
-    measured = (
-        ("latency_p50_s", "s", [quantile(each, 0.50) for each in times]),
-        ("latency_p95_s", "s", [quantile(each, 0.95) for each in times]),
-        ("sequences_per_s", "sequences/s", [cell.batch * len(each) / sum(each) for each in times]),
-    )
-    for name, unit, samples in measured:
-        yield Metric(
-            name=name,
-            labels=cell.labels,
-            value=mean(samples),
-            unit=unit,
-            higher_is_better=name == "sequences_per_s",
-            protocol=protocol,
-            samples=tuple(samples),
-            pairing="paired_turns",
-        )
-    if peak.size_bytes is not None:
-        yield Metric(
-            name="peak_memory_bytes",
-            labels=cell.labels,
-            value=peak.size_bytes,
-            unit="bytes",
-            higher_is_better=False,
-            protocol=protocol,
-            pairing="paired_turns",
-        )
+    samples = {
+        "latency_p50_s": [quantile(each, 0.50) for each in times],
+        "latency_p95_s": [quantile(each, 0.95) for each in times],
+        "sequences_per_s": [cell.batch * len(each) / sum(each) for each in times],
+    }
+    values: dict[str, float | None] = {name: mean(each) for name, each in samples.items()}
+    for name, value in {**values, "peak_memory_bytes": peak.size_bytes}.items():
+        if value is not None:
+            yield Metric(
+                name=name,
+                labels=cell.labels,
+                value=value,
+                unit=Encoding.metrics[name],
+                higher_is_better=name == "sequences_per_s",
+                protocol=protocol,
+                samples=tuple(samples.get(name, ())),
+                pairing="paired_turns",
+            )

@@ -51,35 +51,27 @@ class Footprint(Eval):
         format = Format.of(directory)
         files, layers = set(format.check(directory)), format.layer_sizes(directory)
         quantized = [layer for layer in layers if layer.quantized]
+        deployed = {*files_beside(directory).values(), *files}
+        all_tensors = "all tensors (scales, zero points, embeddings), per weight"
         found = [
-            _metric(
-                "size_bytes",
-                _deployed_bytes(directory, files),
-                "bytes",
-                "weights and every file beside them that deploys",
-            ),
-            _metric("weights_bytes", sum(path.stat().st_size for path in files), "bytes", "files that hold weights"),
-            _metric(
-                "bits_per_weight",
-                bits_per_weight(layers),
-                "bits",
-                "all tensors (scales, zero points, embeddings), per weight",
-            ),
+            _metric("size_bytes", _size(deployed), "weights and every file beside them that deploys"),
+            _metric("weights_bytes", _size(files), "files that hold weights"),
+            _metric("bits_per_weight", bits_per_weight(layers), all_tensors),
         ]
         if quantized:
             protocol = "tensors of the quantized layers (scales, zero points), per weight of theirs"
-            found.append(_metric("bits_per_quantized_weight", bits_per_weight(quantized), "bits", protocol))
+            found.append(_metric("bits_per_quantized_weight", bits_per_weight(quantized), protocol))
         zeros = share_of_zeros(Checkpoint(directory)) if format.is_checkpoint and not quantized else None
         if zeros is not None and zeros >= PRUNED:
             protocol = f"weights of the blocks' linear layers that are 0, in {ROWS} rows of each, {PLACES} runs"
-            found.append(Metric(name="zeros", value=zeros, unit="fraction", higher_is_better=True, protocol=protocol))
+            found.append(_metric("zeros", zeros, protocol))
         return found
 
 
-def _deployed_bytes(directory: Path, weights: Iterable[Path]) -> int:
-    """Return the bytes of the weights and of the files beside them, without optkit's own."""
-    return sum(path.stat().st_size for path in {*files_beside(directory).values(), *weights})
+def _size(files: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
 
 
-def _metric(name: str, value: float, unit: str, protocol: str) -> Metric:
-    return Metric(name=name, value=value, unit=unit, higher_is_better=False, protocol=protocol)
+def _metric(name: str, value: float, protocol: str) -> Metric:
+    unit = Footprint.metrics[name]
+    return Metric(name=name, value=value, unit=unit, higher_is_better=name == "zeros", protocol=protocol)

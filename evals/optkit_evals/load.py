@@ -7,25 +7,21 @@ from typing import ClassVar, Literal
 
 from optkit.common.field_types import AtLeastOne, BatchSize, Duration, Length, Rate, SequenceLength, Several
 from optkit.common.statistics import mean, quantile, quantile_interval
-from optkit.errors import EvalError
 from optkit.measure import EvalContext, Metric, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
 from optkit.progress import Task
 from optkit_evals.serving import Served, poisson_requests, serve_continuously, serve_static
-from optkit_evals.timing import device_text, uninterrupted
+from optkit_evals.timing import check_room, device_text, uninterrupted
 
+FIRST_TOKEN = {f"load_first_token_p{percent}_s": percent / 100 for percent in (50, 95, 99)}
+INTER_TOKEN = {f"load_inter_token_p{percent}_s": percent / 100 for percent in (50, 95, 99)}
 UNITS = {
-    "load_first_token_p50_s": "s",
-    "load_first_token_p95_s": "s",
-    "load_first_token_p99_s": "s",
-    "load_inter_token_p50_s": "s",
-    "load_inter_token_p95_s": "s",
-    "load_inter_token_p99_s": "s",
+    **dict.fromkeys((*FIRST_TOKEN, *INTER_TOKEN), "s"),
     "load_tokens_per_s": "tokens/s",
     "goodput_requests_per_s": "requests/s",
     "goodput_fraction": "fraction",
 }
-FIRST_TOKEN = {f"load_first_token_p{percent}_s": percent / 100 for percent in (50, 95, 99)}
+"""Metric -> unit."""
 MEDIAN = "load_first_token_p50_s"
 BEHIND = 1.25
 """Time that all requests took over the time in which they arrived, from which on the model does not
@@ -95,13 +91,7 @@ class Load(TimedEval):
         Raises EvalError if the model has too few positions, or transformers' engine does not take
         it.
         """
-        if self.longest_sequence() > session.positions:
-            raise EvalError(
-                f"a prompt of {self.prompt} and {self.new_tokens} new tokens are more than the model's "
-                f"{session.positions} positions",
-                where="load",
-                remedy="Shorten prompt or new_tokens",
-            )
+        check_room(session, self.prompt, self.new_tokens, "load", "Shorten prompt or new_tokens")
         seeds = range(self.repeats)[context.turn.index :: context.turn.count]
         protocol = self._protocol(session, context.seed)
         found = []
@@ -181,7 +171,7 @@ class Load(TimedEval):
         good = sum(self._is_good(each) for each in served)
         return {
             **{name: quantile(first, fraction) for name, fraction in FIRST_TOKEN.items()},
-            **{f"load_inter_token_p{percent}_s": quantile(between, percent / 100) for percent in (50, 95, 99)},
+            **{name: quantile(between, fraction) for name, fraction in INTER_TOKEN.items()},
             "load_tokens_per_s": len(served) * self.new_tokens / took,
             "goodput_requests_per_s": good / took,
             "goodput_fraction": good / len(served),

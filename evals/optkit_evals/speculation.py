@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.common.field_types import SequenceLength, Several
 from optkit.common.statistics import mean
-from optkit.errors import EvalError
 from optkit.measure import EvalContext, Metric, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
-from optkit_evals.timing import answer, device_text, uninterrupted
+from optkit_evals.timing import answer, check_room, device_text, uninterrupted
 from optkit_evals.windows import WindowedText
 
 if TYPE_CHECKING:
@@ -65,13 +64,7 @@ class Speculation(WindowedText, TimedEval):
         """Measure; a model that decodes token by token has no acceptance. Raises EvalError as
         `WindowedText.cut` does.
         """
-        if self.longest_sequence() > session.positions:
-            raise EvalError(
-                f"a prompt of {self.window} and {self.new_tokens} new tokens are more than the model's "
-                f"{session.positions} positions",
-                where=self.where,
-                remedy="Lower window or new_tokens",
-            )
+        check_room(session, self.window, self.new_tokens, self.where, "Lower window or new_tokens")
         windows = self.cut(session, context)
         counts = getattr(session, "speculation", None)
         found: dict[str, list[float]] = {name: [] for name in UNITS}

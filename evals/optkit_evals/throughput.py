@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 from optkit.common.field_types import AtLeastOne, BatchSize, Count, Duration, Length, SequenceLength, Several, Share
 from optkit.common.statistics import mean, standard_error
 from optkit.devices.gpu_watch import GpuWatch, devices_of
-from optkit.devices.peak_memory import Peak
 from optkit.environment import device_name
 from optkit.errors import EvalError
 from optkit.measure import EvalContext, Metric, ProposingSession, Session, TimedEval
@@ -170,10 +169,8 @@ class Throughput(TimedEval):
             seed=context.seed,
         )
         with context.progress.task("throughput under vLLM", 1, "runs") as task:
-            answers = time_vllm(session, asked, context)
+            measured = time_vllm(session, asked, context)
             task.advance()
-        unknown = Peak(unknown="vLLM takes a share of the memory that is fixed beforehand")
-        measured = [Repeats(each.timings, unknown, each.warm_up, None) for each in answers]
         return [
             row
             for cell, repeats in zip(cells, measured, strict=True)
@@ -203,9 +200,10 @@ class Throughput(TimedEval):
             "prefill_tokens_per_s": [batch * cell.prompt / each.first_token_s for each in timings],
             "decode_tokens_per_s": [batch * decoded / each.decode_s for each in timings],
             "time_to_first_token_s": [each.first_token_s for each in timings],
-            "inter_token_p50_s": [each.between_quantile_s(0.50) for each in timings],
-            "inter_token_p95_s": [each.between_quantile_s(0.95) for each in timings],
-            "inter_token_p99_s": [each.between_quantile_s(0.99) for each in timings],
+            **{
+                f"inter_token_p{percent}_s": [each.between_quantile_s(percent / 100) for each in timings]
+                for percent in (50, 95, 99)
+            },
             "decode_bytes_per_s": [step_bytes * decoded / each.decode_s for each in timings],
         }
         peak, tokens = measured.peak, batch * cell.new_tokens * len(timings)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from optkit.common.garbage import uncollected
 from optkit.common.statistics import mean, quantile, standard_error
 from optkit.environment import describe_environment
-from optkit.measure import QueueingSession, Session
+from optkit.errors import EvalError
+from optkit.measure import Opened, QueueingSession, Session
 from optkit.progress import Task
 
 if TYPE_CHECKING:
@@ -144,7 +145,15 @@ def uninterrupted() -> Iterator[None]:
         yield
 
 
-def random_tokens(session: Session, batch: int, prompt: int, seed: int) -> Tensor:
+def check_room(session: Session, prompt: int, new_tokens: int, where: str, remedy: str) -> None:
+    """Raise EvalError if the model has too few positions for a prompt with its answer."""
+    if prompt + new_tokens > session.positions:
+        asked = f"a prompt of {prompt} and {new_tokens} new tokens"
+        what = f"{asked} are more than the model's {session.positions} positions"
+        raise EvalError(what, where=where, remedy=remedy)
+
+
+def random_tokens(session: Opened, batch: int, prompt: int, seed: int) -> Tensor:
     """Return seeded token ids of the session's vocabulary, int64 [batch, prompt], on its device."""
     import torch
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from optkit.devices.peak_memory import Peak
 from optkit.errors import EvalError, MissingPackageError
 from optkit.measure import EvalContext, Session
 from optkit.model.adapter import read_adapter
 from optkit.verification.engines import VLLM, ask, install_command, interpreter, versions_in
+from optkit_evals.repeats import Repeats
 from optkit_evals.timing import SETTLED, Timing, WarmUp
 
 ENGINE = replace(VLLM, worker="time_in_vllm.py")
@@ -27,23 +29,16 @@ ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What vLLM made of one configuration."""
-
-    warm_up: WarmUp
-    timings: tuple[Timing, ...]
-
-
-@dataclass(frozen=True)
 class Asked:
     """What is measured."""
 
-    cells: Sequence[tuple[int, int, int]]
+    cells: list[tuple[int, int, int]]
     """Batch, prompt, new tokens."""
     warmup: int
     repeats: int
     limit_s: float
     seed: int
+    settled: float = SETTLED
 
 
 def check_vllm(device: str) -> None:
@@ -66,7 +61,7 @@ def vllm_versions() -> tuple[str, dict[str, str]]:
     return python, versions_in(python, (*BUILDS, "torch", "transformers"))
 
 
-def time_vllm(session: Session, asked: Asked, context: EvalContext) -> list[Answers]:
+def time_vllm(session: Session, asked: Asked, context: EvalContext) -> list[Repeats]:
     """Return what vLLM made of each configuration of the model that a session has open.
     Its version, dtype and kernels are noted.
 
@@ -81,12 +76,7 @@ def time_vllm(session: Session, asked: Asked, context: EvalContext) -> list[Answ
         "adapter_rank": adapter.ranks[-1] if adapter else 0,
         "device": session.device,
         "trust_remote_code": False,
-        "cells": [list(cell) for cell in asked.cells],
-        "warmup": asked.warmup,
-        "repeats": asked.repeats,
-        "limit_s": asked.limit_s,
-        "settled": SETTLED,
-        "seed": asked.seed,
+        **asdict(asked),
         "vocabulary": session.vocabulary,
         "memory_fraction": _memory_fraction(session.device),
     }
@@ -107,12 +97,13 @@ def time_vllm(session: Session, asked: Asked, context: EvalContext) -> list[Answ
         context.warn(
             "throughput: the weights are packed, and vLLM has not one linear layer with a kernel for packed weights"
         )
-    return [_answers(cell) for cell in answer.said["cells"]]
+    return [_repeats(cell) for cell in answer.said["cells"]]
 
 
-def _answers(cell: Mapping[str, Any]) -> Answers:
+def _repeats(cell: Mapping[str, Any]) -> Repeats:
     timings = tuple(Timing(first, tuple(between)) for first, *between in cell["repeats"])
-    return Answers(WarmUp(cell["warmup"], cell["settled"]), timings)
+    unknown = Peak(unknown="vLLM takes a share of the memory that is fixed beforehand")
+    return Repeats(timings, unknown, WarmUp(cell["warmup"], cell["settled"]), None)
 
 
 def _note(said: Mapping[str, Any]) -> str:

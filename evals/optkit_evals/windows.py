@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.common.field_types import SequenceLength, Several
 from optkit.errors import EvalError
@@ -163,6 +163,20 @@ def refuse_calibrated(
             why="A number measured on the same text would flatter it",
             remedy="Measure on another split or data set",
         )
+
+
+def require_baseline(context: EvalContext, where: str) -> Any:
+    """Return the unmodified model; raises EvalError if there is none."""
+    if context.baseline is None:
+        why = "It measures how far a model moved from another one"
+        raise EvalError("there is no baseline", where=where, why=why)
+    return context.baseline
+
+
+def other_tokens(where: str) -> EvalError:
+    """Return the error of a model that reads the text as other tokens than the baseline."""
+    what, why = "the model and the baseline read the text as different tokens", "Their tokenizers differ"
+    return EvalError(what, where=where, why=why, remedy="Give both the same tokenizer files")
 
 
 def short_revision(revision: str) -> str:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,11 +90,8 @@ def measure_reference(session: Session, dtype: str, tokens: int, new_tokens: int
         ids = session.encode(TEXT * math.ceil(room / len(ids) + 1))
     ids = ids[: max(room, 0)]
     if len(ids) < 2:
-        raise OptkitError(
-            f"{len(ids)} tokens are too few to compare",
-            where=str(session.directory),
-            remedy="Ask for more with --tokens",
-        )
+        remedy = "Ask for more with --tokens"
+        raise OptkitError(f"{len(ids)} tokens are too few to compare", where=str(session.directory), remedy=remedy)
     logits = session.logits(ids[None])[0].cpu()
     generated = session.generate(ids[None], new_tokens)[0, len(ids) :].tolist()
     found = Reference(tuple(ids.tolist()), logits, tuple(generated), dtype, session.device, None)
@@ -159,27 +157,14 @@ def verdict_of(near: Agreement, limit: float, stepped: Agreement | None = None) 
     seen = [each for each in (near, stepped) if each]
     if not all(math.isfinite(each.mean_kl) and math.isfinite(each.max_logit_difference) for each in seen):
         return {"verdict": "disagrees", "reason": "its logits are not all finite numbers"}
-    fields: dict[str, Any] = {
-        "max_logit_difference": near.max_logit_difference,
-        "mean_kl": near.mean_kl,
-        "top1_agreement": near.top1_agreement,
-        "stepped_kl": stepped.mean_kl if stepped else None,
-    }
-    if near.mean_kl >= limit:
-        return {
-            **fields,
-            "verdict": "disagrees",
-            "reason": f"the mean KL is {near.mean_kl:.2g}, and rounding explains {limit:g}",
-        }
-    if stepped and stepped.mean_kl >= limit:
-        reason = f"the mean KL of its decode steps is {stepped.mean_kl:.2g}, and rounding explains {limit:g}"
-        return {**fields, "verdict": "disagrees", "reason": reason}
+    fields: dict[str, Any] = {**asdict(near), "stepped_kl": stepped.mean_kl if stepped else None}
+    for what, each in (("mean KL", near), ("mean KL of its decode steps", stepped)):
+        if each and each.mean_kl >= limit:
+            reason = f"the {what} is {each.mean_kl:.2g}, and rounding explains {limit:g}"
+            return {**fields, "verdict": "disagrees", "reason": reason}
     return {**fields, "verdict": "agrees"}
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Return how many elements are the same from the first on."""
-    return next(
-        (index for index, (one, other) in enumerate(zip(left, right, strict=False)) if one != other),
-        min(len(left), len(right)),
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

@@ -65,10 +65,8 @@ def asked_of(reference: EncoderReference, config: Mapping[str, Any]) -> dict[str
 def compare_encoded(reference: EncoderReference, said: Mapping[str, Any], place: Path, rounded: bool) -> dict[str, Any]:
     """Return the fields of a loading line: verdict, numbers and what was compared."""
     if list(said["logits_shape"]) != list(reference.outputs.shape):
-        return {
-            "verdict": "disagrees",
-            "reason": f"it gives {said['logits_shape']}, and optkit {list(reference.outputs.shape)}",
-        }
+        reason = f"it gives {said['logits_shape']}, and optkit {list(reference.outputs.shape)}"
+        return {"verdict": "disagrees", "reason": reason}
     found = agreement.read_logits(place, said["logits_shape"])
     dtypes = (reference.dtype, str(said["dtype"]))
     compare = _compare_embeddings if reference.pooling else _compare_labels
@@ -84,21 +82,16 @@ def _compare_embeddings(
     ours, theirs = (pool(features, reference.mask.float()) for features in (reference.outputs, found))
     cosine = float(torch.cosine_similarity(ours.double(), theirs.double(), dim=-1).min())
     limit = ROUNDED_ACTIVATIONS if rounded else max(TOLERANCES.get(each, TOLERANCES["bfloat16"]) for each in dtypes)
-    fields: dict[str, Any] = {
-        "compared": f"embeddings ({pool}) of {len(found)} padded texts of up to {found.shape[1]} tokens; agrees "
-        "if each cosine is within"
-        f" {limit:g} of 1 ({because(dtypes, rounded)})"
-    }
+    what = f"embeddings ({pool}) of {len(found)} padded texts of up to {found.shape[1]} tokens"
+    when = f"agrees if each cosine is within {limit:g} of 1 ({because(dtypes, rounded)})"
+    fields: dict[str, Any] = {"compared": f"{what}; {when}"}
     if not found.isfinite().all():
         return {**fields, "verdict": "disagrees", "reason": "its features are not all finite numbers"}
     fields |= {"min_cosine": min(cosine, 1.0), "max_difference": float((ours - theirs).abs().max())}
     if cosine >= 1 - limit:
         return {**fields, "verdict": "agrees"}
-    return {
-        **fields,
-        "verdict": "disagrees",
-        "reason": f"the least cosine is {cosine:.6f}, and rounding explains {1 - limit:g}",
-    }
+    reason = f"the least cosine is {cosine:.6f}, and rounding explains {1 - limit:g}"
+    return {**fields, "verdict": "disagrees", "reason": reason}
 
 
 def _compare_labels(
@@ -109,10 +102,8 @@ def _compare_labels(
         seen = reference.mask.bool()
         ours, found = ours[seen], found[seen]
     limit = agreement.tolerance(*dtypes, rounded_activations=rounded)
-    what = (
-        f"logits of {found.shape[1]:,} labels for {len(found)} "
-        f"{'tokens' if reference.outputs.dim() == 3 else 'padded texts'}"
-    )
+    items = "tokens" if reference.outputs.dim() == 3 else "padded texts"
+    what = f"logits of {found.shape[1]:,} labels for {len(found)} {items}"
     fields = {"compared": f"{what}; agrees below a mean KL of {limit:g} ({because(dtypes, rounded)})"}
     return {**fields, **agreement.verdict_of(agreement.compare_logits(ours, found), limit)}
 

@@ -85,21 +85,26 @@ def judged(
     version = next((packages[name] for name in engine.distributions if name in packages), "")
     facts = {"engine": engine.name, "version": version, "packages": packages, "seconds": round(answer.seconds, 2)}
     if answer.not_applicable:
-        return Loading.model_validate(
-            {**facts, "verdict": "skipped", "reason": f"not applicable: {answer.not_applicable}"}
-        )
-    if answer.missing:
-        return Loading.model_validate({**facts, "verdict": "skipped", "reason": answer.problem})
-    if answer.problem:
-        return Loading.model_validate({**facts, "verdict": "refused", "reason": answer.problem})
-    said, count, rounded = answer.said, len(reference.tokens), weights.rounds_activations
-    facts |= {"device": said["device"], "dtype": said["dtype"]}
-    if isinstance(reference, EncoderReference):
-        return Loading.model_validate({**facts, **compare_encoded(reference, said, logits, rounded)})
-    facts |= {
-        "same_tokens": agreement.common_prefix(reference.generated, said["generated"]),
-        "text": tokenizer.decode(said["generated"]),
-    }
+        found: dict[str, Any] = {"verdict": "skipped", "reason": f"not applicable: {answer.not_applicable}"}
+    elif answer.problem:
+        found = {"verdict": "skipped" if answer.missing else "refused", "reason": answer.problem}
+    else:
+        facts |= {"device": answer.said["device"], "dtype": answer.said["dtype"]}
+        if isinstance(reference, EncoderReference):
+            found = compare_encoded(reference, answer.said, logits, weights.rounds_activations)
+        else:
+            generated = answer.said["generated"]
+            same = agreement.common_prefix(reference.generated, generated)
+            facts |= {"same_tokens": same, "text": tokenizer.decode(generated)}
+            found = _compared(engine, weights, answer.said, reference, logits)
+    return Loading.model_validate({**facts, **found})
+
+
+def _compared(
+    engine: Engine, weights: Weights, said: Mapping[str, Any], reference: Reference, logits: Path
+) -> dict[str, Any]:
+    """Return the fields of a loading line: what was compared, the numbers and the verdict."""
+    count, rounded = len(reference.tokens), weights.rounds_activations
     limit = agreement.tolerance(reference.dtype, said["dtype"], rounded_activations=rounded)
     if "likeliest" in said:
         what = f"log-probabilities of the {LIKELIEST} likeliest tokens"
@@ -109,18 +114,16 @@ def judged(
         near = agreement.compare_logits(reference.logits, agreement.read_logits(logits, said["logits_shape"]))
     else:
         reason = f"its logits are {said['logits_shape']}, and optkit's are {list(reference.logits.shape)}"
-        return Loading.model_validate({**facts, "verdict": "disagrees", "reason": reason})
-    stepped = None
+        return {"verdict": "disagrees", "reason": reason}
+    stepped, what = None, f"{what} after each of {count} tokens"
     if "stepped_shape" in said:
-        what = f"{what} after each of {count} tokens, and of the last {count - reference.prompt} fed one at a time"
+        what += f", and of the last {count - reference.prompt} fed one at a time"
         steps = agreement.read_logits(Path(f"{logits}{STEPS}"), said["stepped_shape"])
         stepped = agreement.compare_logits(reference.logits[reference.prompt :], steps)
-    else:
-        what = f"{what} after each of {count} tokens"
     why = because((reference.dtype, said["dtype"]), rounded)
     opened = f"; {OPENED_EAGER}" if _options(engine, weights.config) else ""
-    facts["compared"] = f"{what}; agrees below a mean KL of {limit:g} ({why}){opened}"
-    return Loading.model_validate({**facts, **verdict_of(near, limit, stepped)})
+    compared = f"{what}; agrees below a mean KL of {limit:g} ({why}){opened}"
+    return {"compared": compared, **verdict_of(near, limit, stepped)}
 
 
 def _options(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,11 +34,8 @@ def linear_layers(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
         if match := PACKED_LEAF.fullmatch(name):
             found.setdefault(match["layer"], {})[match["leaf"]] = info
     for name, leaves in found.items():
-        leaves |= {
-            leaf: checkpoint.tensors[f"{name}.{leaf}"]
-            for leaf in ("weight", "bias")
-            if f"{name}.{leaf}" in checkpoint.tensors
-        }
+        plain = {leaf: checkpoint.tensors.get(f"{name}.{leaf}") for leaf in ("weight", "bias")}
+        leaves |= {leaf: info for leaf, info in plain.items() if info}
     return found
 
 
@@ -74,15 +71,13 @@ def _problems_of_cache(checkpoint: Checkpoint, scheme: Mapping[str, Any] | None)
     wanted = [f"{attention}.{leaf}" for attention in attention_layers(checkpoint.tensors) for leaf in (KEYS, VALUES)]
     if not found and scheme.get("dynamic"):
         return []
-    missing = [
-        f"config.json has a kv_cache_scheme, and there is no {name}"
-        for name in wanted
-        if name not in checkpoint.tensors
+    absent = [name for name in wanted if name not in checkpoint.tensors]
+    seen = {name: checkpoint.tensors[name] for name in found}
+    wrong = [name for name, info in seen.items() if info.elements != 1 or info.dtype not in FLOATS]
+    return [
+        *(f"config.json has a kv_cache_scheme, and there is no {name}" for name in absent),
+        *(f"{name} is no single number" for name in wrong),
     ]
-    wrong = [
-        name for name in found if checkpoint.tensors[name].elements != 1 or checkpoint.tensors[name].dtype not in FLOATS
-    ]
-    return missing + [f"{name} is no single number" for name in wrong]
 
 
 def _read_leaf(stored: TensorBytes, layer: str, leaf: str) -> bytes:

@@ -65,10 +65,9 @@ def check_onnx(directory: Path) -> tuple[Check, ...]:
         return (Check(name="weights", ok=False, detail=str(error)),)
     files = " and ".join(path.name for path in found.graph.files)
     count, floats, broken = problems_of_numbers(model, directory)
+    whole = f"{len(found.graph.initializers):,} tensors, whole, in {files}"
     return (
-        check_of(
-            "weights", list(_left_over(found, model)), f"{len(found.graph.initializers):,} tensors, whole, in {files}"
-        ),
+        check_of("weights", list(_left_over(found, model)), whole),
         check_of("numbers", broken, f"{floats:,} float numbers in {count:,} tensors, all finite"),
         _check_graph(model, layers),
         _check_versions(found),
@@ -104,11 +103,8 @@ def _check_graph(model: ModelProto, layers: int) -> Check:
     own = own_nodes(model)
     cache = f", the KV cache of {layers} layers" if layers else ""
     beside = f", but for {own} of ONNX Runtime's own in ONNX's domain" if own else ""
-    return Check(
-        name="graph",
-        ok=True,
-        detail=f"{len(model.graph.node):,} nodes{cache}; onnx.checker finds nothing wrong{beside}",
-    )
+    detail = f"{len(model.graph.node):,} nodes{cache}; onnx.checker finds nothing wrong{beside}"
+    return check_of("graph", [], detail)
 
 
 def _check_versions(found: OnnxDirectory) -> Check:
@@ -117,17 +113,11 @@ def _check_versions(found: OnnxDirectory) -> Check:
     try:
         refusal = _refusal(found.graph.ir_version, found.graph.opsets.get("ai.onnx", 1))
     except ImportError:
-        return Check(
-            name="versions", ok=True, detail=f"{said}; no onnxruntime is installed here to say whether it reads them"
-        )
+        return check_of("versions", [], f"{said}; no onnxruntime is installed here to say whether it reads them")
     version = package_version("onnxruntime") or package_version("onnxruntime-gpu") or ""
     runtime = f"onnxruntime {version}".strip()
-    problems = (
-        [f"{said}: {runtime} does not read that. {refusal}. Upgrade it, or export with an older opset"]
-        if refusal
-        else []
-    )
-    return check_of("versions", problems, f"{said}, which {runtime} reads")
+    problem = f"{said}: {runtime} does not read that. {refusal}. Upgrade it, or export with an older opset"
+    return check_of("versions", [problem] if refusal else [], f"{said}, which {runtime} reads")
 
 
 def _refusal(ir_version: int, opset: int) -> str:

@@ -4,7 +4,6 @@ It is kept beside the artifact and valid for its key and its files alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Literal
 
@@ -45,9 +44,8 @@ def read_loading(artifact: Artifact) -> tuple[Loading, ...]:
     remedy = "Delete it and run `optkit verify` again"
     with reading(path, "cannot be read", remedy, ArtifactError):
         found = Verification.model_validate(read_object(path, ArtifactError, remedy))
-    return (
-        found.loading if (found.artifact_key, found.files) == (artifact.record.key, _digest_of_files(artifact)) else ()
-    )
+    is_of_it = (found.artifact_key, found.files) == (artifact.record.key, _digest_of_files(artifact))
+    return found.loading if is_of_it else ()
 
 
 def keep_loading(artifact: Artifact, loading: Sequence[Loading]) -> tuple[Loading, ...]:
@@ -62,10 +60,7 @@ def keep_loading(artifact: Artifact, loading: Sequence[Loading]) -> tuple[Loadin
     ordered = sorted(found, key=lambda key: (order.get(found[key].engine, len(order)), key))
     kept = [found[key] for key in ordered if found[key].verdict != "skipped" or found[key].engine not in known]
     record = Verification(artifact_key=artifact.record.key, files=_digest_of_files(artifact), loading=tuple(kept))
-    artifact.attach(
-        VERIFICATION_JSON,
-        json.dumps(record.model_dump(mode="json", by_alias=True), indent=1, ensure_ascii=False) + "\n",
-    )
+    artifact.attach(VERIFICATION_JSON, record.model_dump_json(indent=1, by_alias=True) + "\n")
     return record.loading
 
 

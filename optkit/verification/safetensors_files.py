@@ -10,8 +10,9 @@ from pathlib import Path
 from optkit.errors import OptkitError
 from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import INDEX, Checkpoint
+from optkit.model.expected_tensors import FLOATS
 from optkit.model.schemes import rounds_activations
-from optkit.model.shape import BLOCK_COUNTS, place_in_list
+from optkit.model.shape import BLOCK_COUNTS, TensorInfo, place_in_list
 from optkit.model.task import Task, task_of
 from optkit.verification.check_result import Check, check_of, some
 from optkit.verification.layers import linear_layers, problems_of_layers
@@ -36,14 +37,9 @@ class SafetensorsFiles(ModelFiles):
         config = Checkpoint(self.directory).config
         quantization = config.get("quantization_config") or {}
         method = str(quantization.get("quant_method", ""))
-        return Weights(
-            self.format,
-            config,
-            task_of(config) or Task.GENERATION,
-            method,
-            rounds_activations(quantization),
-            read_adapter(self.directory) if method else None,
-        )
+        adapter = read_adapter(self.directory) if method else None
+        task = task_of(config) or Task.GENERATION
+        return Weights(self.format, config, task, method, rounds_activations(quantization), adapter)
 
 
 def _check(directory: Path) -> tuple[Check, ...]:
@@ -52,16 +48,14 @@ def _check(directory: Path) -> tuple[Check, ...]:
         unlisted = _problems_of_index(checkpoint)
         config = checkpoint.config
     except OptkitError as error:
-        return (Check(name="weights", ok=False, detail=str(error)),)
+        return (check_of("weights", [str(error)], ""),)
     files = len(set(checkpoint.files.values()))
     weights = check_of("weights", unlisted, f"{len(checkpoint.tensors):,} tensors in {files} whole safetensors files")
     try:
         found = problems_of_layers(checkpoint)
         layers = check_of("layers", found, _describe(checkpoint))
     except ValueError as error:
-        layers = Check(
-            name="layers", ok=True, detail=f"not checked: optkit does not know how the layers of {error} lie on disk"
-        )
+        layers = check_of("layers", [], f"not checked: optkit does not know how the layers of {error} lie on disk")
     count = next((config[key] for key in BLOCK_COUNTS if isinstance(config.get(key), int)), None)
     return (
         weights,
@@ -77,18 +71,13 @@ def _adapter(checkpoint: Checkpoint) -> tuple[Check, ...]:
     try:
         adapter = read_adapter(checkpoint.directory) if checkpoint.quantization else None
     except OptkitError as error:
-        return (Check(name="adapter", ok=False, detail=str(error)),)
+        return (check_of("adapter", [str(error)], ""),)
     if adapter is None:
         return ()
-    known = [f".{name}" for name in linear_layers(checkpoint)]
-    strange = [
-        f"{name} is no layer of the checkpoint"
-        for name in adapter.layers
-        if not any(f".{name}".endswith(each) for each in known)
-    ]
-    return (
-        check_of("adapter", strange, f"LoRA of rank {adapter.ranks[-1]} at most beside {len(adapter.layers):,} layers"),
-    )
+    known = tuple(f".{name}" for name in linear_layers(checkpoint))
+    strange = [name for name in adapter.layers if not f".{name}".endswith(known)]
+    detail = f"LoRA of rank {adapter.ranks[-1]} at most beside {len(adapter.layers):,} layers"
+    return (check_of("adapter", [f"{name} is no layer of the checkpoint" for name in strange], detail),)
 
 
 def _problems_of_index(checkpoint: Checkpoint) -> list[str]:
@@ -144,24 +133,18 @@ def _problems_of_ties(checkpoint: Checkpoint) -> list[str]:
         return [f"tie_word_embeddings is false, and there is no {HEADS[0]}"]
     if tied and head and checkpoint.tensors[head] == checkpoint.tensors[embedding]:
         stored = TensorBytes(checkpoint)
-        return (
-            []
-            if stored.read(head) == stored.read(embedding)
-            else [f"tie_word_embeddings is true, and {head} differs from {embedding}"]
-        )
+        same = stored.read(head) == stored.read(embedding)
+        return [] if same else [f"tie_word_embeddings is true, and {head} differs from {embedding}"]
     if tied and head:
         return [f"tie_word_embeddings is true, and {head} has another shape or dtype than {embedding}"]
     return []
 
 
 def _describe(checkpoint: Checkpoint) -> str:
-    layers = linear_layers(checkpoint)
-    packed = [
-        layer for layer, stored in layers.items() if set(stored) - {"weight", "bias"} or _is_code(checkpoint, layer)
-    ]
-    return f"{len(packed)} packed layers and {len(layers) - len(packed)} plain ones, as config.json says"
+    layers = linear_layers(checkpoint).values()
+    packed = sum(bool(stored.keys() - {"weight", "bias"}) or _is_code(stored.get("weight")) for stored in layers)
+    return f"{packed} packed layers and {len(layers) - packed} plain ones, as config.json says"
 
 
-def _is_code(checkpoint: Checkpoint, layer: str) -> bool:
-    info = checkpoint.tensors.get(f"{layer}.weight")
-    return info is not None and info.dtype not in ("F32", "F16", "BF16")
+def _is_code(weight: TensorInfo | None) -> bool:
+    return weight is not None and weight.dtype not in FLOATS

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from optkit_evals.embedding import Embedding, neighbour_recall, pairwise, spearman
-from optkit_evals.encoding import Cell, Encoding, Timed, random_tokens
+from optkit_evals.encoding import Encoding, Timed
 from optkit_evals.sentences import split_sentences
+from optkit_evals.timing import random_tokens
 from torch import Tensor
 
 from optkit.errors import EvalError, ResourceError
@@ -237,9 +238,9 @@ def test_a_configuration_that_does_not_fit_fails_in_every_row_and_the_next_is_me
 def test_what_is_timed_is_what_the_model_is_for() -> None:
     session = MadeUp(pooling="")
     session.embed = None  # type: ignore[method-assign, assignment]
-    tokens = random_tokens(session, Cell(2, 8), 0)
+    tokens = random_tokens(session, 2, 8, 0)
     assert tokens.shape == (2, 8)
-    assert tokens.equal(random_tokens(session, Cell(2, 8), 0))
+    assert tokens.equal(random_tokens(session, 2, 8, 0))
     Timed(session, tokens)()
     assert session.calls == 1
     assert "to logits in main memory" in Encoding()._protocol(session, 0)

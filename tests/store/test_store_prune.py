@@ -259,16 +259,16 @@ def test_what_cannot_be_followed(
 
 @pytest.mark.parametrize(("age", "seconds"), [("90m", 5400), ("1.5h", 5400), ("2 d", 2 * DAY_S), ("1w", 7 * DAY_S)])
 def test_ages(age: str, seconds: float) -> None:
-    from optkit_cli.store import Age
+    from optkit_cli.store import AGE
 
-    assert Age().convert(age, None, None) == seconds
+    assert AGE.convert(age, None, None) == seconds
 
 
 @pytest.mark.parametrize(("size", "size_bytes"), [("0B", 0), ("1.5kB", 1500), ("20 GB", 20 * 10**9)])
 def test_sizes(size: str, size_bytes: int) -> None:
-    from optkit_cli.store import Size
+    from optkit_cli.store import SIZE
 
-    assert Size().convert(size, None, None) == size_bytes
+    assert SIZE.convert(size, None, None) == size_bytes
 
 
 def test_words_below_store(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def _feeds(desk: Desk, seed: Path) -> Iterator[tuple[str, Feed]]:
 def _of_words(desk: Desk) -> Iterator[tuple[str, Feed]]:
     """Yield the readers of what users write by hand."""
     from optkit_cli.options import Assignment, Device
-    from optkit_cli.store import Age, Size
+    from optkit_cli.store import AGE, SIZE
 
     from optkit.common.byte_sizes import size_bytes
     from optkit.recipe.gates import parse_gate
@@ -94,7 +94,7 @@ def _of_words(desk: Desk) -> Iterator[tuple[str, Feed]]:
         ),
     )
     yield "sizes", lambda: _or_value_error(size_bytes, damaged_text("20 GB", draw))
-    for kind, text in ((Age(), "30d"), (Size(), "20 GB"), (Device(), "cuda:0"), (Assignment(), "a.b=c")):
+    for kind, text in ((AGE, "30d"), (SIZE, "20 GB"), (Device(), "cuda:0"), (Assignment(), "a.b=c")):
         yield kind.name, lambda kind=kind, text=text: _ignore(kind.convert, damaged_text(text, draw), None, None)  # type: ignore[misc]
 
 

@@ -15,7 +15,7 @@ from random import Random
 
 import click
 import pytest
-from optkit_cli.store import Age, Size
+from optkit_cli.store import AGE, SIZE
 
 from optkit.common.byte_sizes import size_bytes
 from optkit.errors import OptkitError
@@ -351,7 +351,7 @@ def test_gates_and_sizes(draw: Random) -> None:
             parse(mutations.damaged_text(valid, draw))
         except ValueError:
             continue
-    for kind, valid in ((Age(), "30d"), (Size(), "20GB")):
+    for kind, valid in ((AGE, "30d"), (SIZE, "20GB")):
         try:
             kind.convert(mutations.damaged_text(valid, draw), None, None)
         except click.UsageError:
