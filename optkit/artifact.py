@@ -92,23 +92,17 @@ class Artifact(Frozen):
         """Raise ArtifactError if a file of the model was lost or changed since it was published."""
         changed = [name for name, known in self.record.files.items() if not is_unchanged(self.directory / name, known)]
         if changed:
-            raise ArtifactError(
-                f"{len(changed)} of {len(self.record.files)} files are missing or were changed: "
-                f"{', '.join(changed[:3])}",
-                where=str(self.directory),
-                remedy="Run its recipe again",
-            )
+            what = f"{len(changed)} of {len(self.record.files)} files are missing or were changed"
+            some = ", ".join(changed[:3])
+            raise ArtifactError(f"{what}: {some}", where=str(self.directory), remedy="Run its recipe again")
 
     def require_finished(self) -> None:
         """Raise ArtifactError if the run that published it ended before its scorecard was there."""
         finished = self.record.finished
         if not ((self.directory / SCORECARD_JSON).is_file() if finished is None else finished):
-            raise ArtifactError(
-                "its run did not finish",
-                where=str(self.directory),
-                why="The weights are there, and what was to be measured of them is not",
-                remedy="Run its recipe again: it goes on from what is finished",
-            )
+            why = "The weights are there, and what was to be measured of them is not"
+            remedy = "Run its recipe again: it goes on from what is finished"
+            raise ArtifactError("its run did not finish", where=str(self.directory), why=why, remedy=remedy)
 
     def finish(self) -> None:
         """Say in its record that the scorecard is there."""
@@ -153,12 +147,11 @@ class Artifact(Frozen):
     def _place(self, name: str) -> Path:
         path = self.directory / name
         if not path.parent.resolve().is_relative_to(self.directory.resolve()):
-            raise ArtifactError(
+            what, why = (
                 f"{Path(name).parent} leads out of the directory",
-                where=str(self.directory),
-                why="optkit writes beside the weights and nowhere else",
-                remedy="Delete that link",
+                "optkit writes beside the weights and nowhere else",
             )
+            raise ArtifactError(what, where=str(self.directory), why=why, remedy="Delete that link")
         return path
 
 
@@ -245,17 +238,13 @@ def standing(out: Path, key: str) -> Artifact | None:
             found.check()
             return found
     ours = {*OWN_FILES, *found.record.files, *found.record.attachments}
-    drafts = tuple(
-        Path(name).with_name(f".{Path(name).name}.").as_posix() for name in (*OWN_FILES, *found.record.attachments)
-    )
+    own = map(Path, (*OWN_FILES, *found.record.attachments))
+    drafts = tuple(path.with_name(f".{path.name}.").as_posix() for path in own)
     foreign = [name for name in list_files(out) if name not in ours and not name.startswith(drafts)]
     if foreign:
-        raise StoreError(
-            "the artifact there would be replaced, and with it files that optkit did not write: "
-            f"{', '.join(foreign[:3])}",
-            where=str(out),
-            remedy="Move them away, or name another directory with --out",
-        )
+        what = "the artifact there would be replaced, and with it files that optkit did not write"
+        remedy = "Move them away, or name another directory with --out"
+        raise StoreError(f"{what}: {', '.join(foreign[:3])}", where=str(out), remedy=remedy)
     return None
 
 

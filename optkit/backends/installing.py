@@ -54,12 +54,9 @@ def install(library: Library, directory: Path, torch: SharedTorch, progress: Pro
     _run([*create, str(directory)], where, "the virtual environment cannot be made")
     python = python_of(directory)
     if not torch.link_into(site_packages_of(directory)):
-        raise OptkitError(
-            f"the installed torch {torch.version} does not say which files it has, and cannot be shared",
-            where=where,
-            why="Another copy of it would be installed unchecked: it is in no lock",
-            remedy="Install torch from a wheel, e.g. with pip",
-        )
+        what = f"the installed torch {torch.version} does not say which files it has, and cannot be shared"
+        why = "Another copy of it would be installed unchecked: it is in no lock"
+        raise OptkitError(what, where=where, why=why, remedy="Install torch from a wheel, e.g. with pip")
     pip = [uv, "pip"] if uv else python_command("-m", "pip", python=python)
     pip += ["install", *(["--python", str(python)] if uv else []), "--quiet", "--no-deps", "--require-hashes"]
     sources = [each for each in locked if each.name in library.sources]
@@ -87,17 +84,15 @@ def _check_requirements(directory: Path, library: Library, torch: SharedTorch, w
         for each in metadata.distributions(path=[str(site_packages_of(directory))])
     }
     ignored = {*torch.shared, *(canonicalize_name(Requirement(each).name) for each in library.bare)}
+    lock = f"python -m optkit.backends.lock {library.name}"
     for name, distribution in found.items():
         for need in requirements_of(distribution) if name not in ignored else ():
             has = found.get(canonicalize_name(need.name))
             if has is None or not need.specifier.contains(has.version, prereleases=True):
-                raise OptkitError(
-                    f"{name} {distribution.version} asks for {need.name}{need.specifier}, and there is "
-                    f"{has.version if has else 'none'}",
-                    where=where,
-                    remedy=f"Install another {need.name}, or make another lock: python -m optkit.backends.lock "
-                    f"{library.name}",
-                )
+                asks = f"{name} {distribution.version} asks for {need.name}{need.specifier}"
+                remedy = f"Install another {need.name}, or make another lock: {lock}"
+                there = has.version if has else "none"
+                raise OptkitError(f"{asks}, and there is {there}", where=where, remedy=remedy)
 
 
 def python_of(directory: Path) -> Path:

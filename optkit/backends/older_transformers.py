@@ -76,10 +76,8 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
         if "rope_theta" in local:
             old["rope_local_base_freq"] = local["rope_theta"]
         rope = rope.get("full_attention") or next(iter(rope.values()))
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in rope:
-            old[name] = rope[name]
-    scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    scaling = dict(rope)
+    old |= {name: scaling.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     old["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
     return old
 
@@ -107,20 +105,14 @@ def check_same_model(
     are two models.
     """
     where, ours = f"backend {name}", package_version("transformers")
+    why = "They read the checkpoint as two models"
     if here.shape != there.shape:
-        raise StageError(
-            f"transformers {transformers} gives logits {list(there.shape)} and {ours} gives {list(here.shape)}",
-            where=where,
-            why="They read the checkpoint as two models",
-            remedy=instead,
-        )
+        what = f"transformers {transformers} gives logits {list(there.shape)} and {ours} gives {list(here.shape)}"
+        raise StageError(what, where=where, why=why, remedy=instead)
     apart = float((here - there).norm() / here.norm())
     limit = TOLERANCES.get(dtype, TOLERANCES["bfloat16"])
     if not apart <= limit:
-        raise StageError(
-            f"the logits of transformers {transformers} and {ours} are {apart:.3g} apart, {limit:g} is the limit",
-            where=where,
-            why="They read the checkpoint as two models, so another one than yours would be quantized",
-            remedy=instead,
-        )
+        what = f"the logits of transformers {transformers} and {ours} are {apart:.3g} apart, {limit:g} is the limit"
+        why += ", so another one than yours would be quantized"
+        raise StageError(what, where=where, why=why, remedy=instead)
     return apart

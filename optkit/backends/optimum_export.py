@@ -31,12 +31,8 @@ def export_with_optimum(order: Order, progress: Progress) -> dict[str, Any]:
     """
     environments = Environments()
     if environments.find(LIBRARY) is None:
-        raise StageError(
-            "the environment of optimum is not built",
-            where=WHERE,
-            why="optimum-onnx needs a transformers older than 4.58",
-            remedy=f"Run: optkit env build {LIBRARY}",
-        )
+        why, remedy = "optimum-onnx needs a transformers older than 4.58", f"Run: optkit env build {LIBRARY}"
+        raise StageError("the environment of optimum is not built", where=WHERE, why=why, remedy=remedy)
     apart: list[float] = []
     with environments.using(LIBRARY, progress) as environment, work_directory(order.target) as work:
         request = _request(order, environment, work)
@@ -45,17 +41,9 @@ def export_with_optimum(order: Order, progress: Progress) -> dict[str, Any]:
         def check(file: Path) -> None:
             from safetensors.torch import load_file
 
-            version = environment.told_versions["transformers"]
-            apart.append(
-                check_same_model(
-                    here,
-                    load_file(file)["logits"],
-                    order.dtype,
-                    LIBRARY,
-                    version,
-                    "Take exporter: torch for this model",
-                )
-            )
+            version, there = environment.told_versions["transformers"], load_file(file)["logits"]
+            instead = "Take exporter: torch for this model"
+            apart.append(check_same_model(here, there, order.dtype, LIBRARY, version, instead))
 
         run_worker(environment, request, progress, environments.log(LIBRARY), check)
         ModelWriter(ModelFile(Path(request["target"])), order.target).finish()

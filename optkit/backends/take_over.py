@@ -55,11 +55,8 @@ def check_layers(source: Checkpoint, left: Checkpoint, chosen: Collection[str], 
     tied = bool(source.config.get("tie_word_embeddings"))
     there = {*left.tensors, *(f"{layer}.weight" for layer in changed), *(("lm_head.weight",) if tied else ())}
     if lost := sorted(set(source.tensors) - there):
-        raise StageError(
-            f"{len(lost):,} tensors of the model are lost ({lost[0]})",
-            where=where,
-            why="It would open with random numbers",
-        )
+        what, why = f"{len(lost):,} tensors of the model are lost ({lost[0]})", "It would open with random numbers"
+        raise StageError(what, where=where, why=why)
 
 
 def _layers(checkpoint: Checkpoint) -> list[str]:
@@ -72,10 +69,7 @@ def _has_leaves(checkpoint: Checkpoint, layer: str) -> bool:
 
 def _dtype(left: Checkpoint, chosen: Collection[str]) -> Mapping[str, Any]:
     """Return the dtype that the library left the other weights in, as config.json says it."""
-    kept = {
-        name: info
-        for name, info in left.tensors.items()
-        if name.rpartition(".")[0] not in chosen and info.dtype in DTYPE_NAMES
-    }
-    largest = max(kept.values(), key=lambda info: info.elements, default=None)
+    others = (info for name, info in left.tensors.items() if name.rpartition(".")[0] not in chosen)
+    floats = (info for info in others if info.dtype in DTYPE_NAMES)
+    largest = max(floats, key=lambda info: info.elements, default=None)
     return {} if largest is None else {"dtype": DTYPE_NAMES[largest.dtype]}

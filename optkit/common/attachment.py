@@ -30,25 +30,21 @@ class Attachment:
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise EvalError(
-                f"{self.name!r} is no name for a file beside a scorecard",
-                where="attachment",
-                why="It would lie elsewhere, or nowhere on some systems",
-                remedy="Use letters, digits, dot, dash and underscore, 100 of them at most",
-            )
+            what, why = f"{self.name!r} is no name for a file", "It would lie elsewhere, or nowhere on some systems"
+            remedy = "Use letters, digits, dot, dash and underscore, 100 of them at most"
+            raise EvalError(f"{what} beside a scorecard", where="attachment", why=why, remedy=remedy)
+        what = ""
         if not MEDIA_TYPE.fullmatch(self.media_type):
-            raise EvalError(
-                f"{self.media_type!r} is no media type", where=self.name, remedy="Name one such as image/svg+xml"
+            what, remedy = f"{self.media_type!r} is no media type", "Name one such as image/svg+xml"
+        elif not isinstance(self.content, bytes):
+            what, remedy = f"its content is {type(self.content).__name__} and not bytes", "Encode it as UTF-8"
+        elif (size := len(self.content)) > MOST_BYTES:
+            what, remedy = (
+                f"it has {size_text(size)}, and at most {size_text(MOST_BYTES)} are kept",
+                "Leave a smaller file",
             )
-        if not isinstance(self.content, bytes):
-            kind = type(self.content).__name__
-            raise EvalError(f"its content is {kind} and not bytes", where=self.name, remedy="Encode it as UTF-8")
-        if len(self.content) > MOST_BYTES:
-            raise EvalError(
-                f"it has {size_text(len(self.content))}, and at most {size_text(MOST_BYTES)} are kept",
-                where=self.name,
-                remedy="Leave a smaller file",
-            )
+        if what:
+            raise EvalError(what, where=self.name, remedy=remedy)
 
     @property
     def is_text(self) -> bool:

@@ -71,9 +71,8 @@ def open_file(path: Path, error: type[OptkitError] = SourceError) -> Iterator[IO
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as cause:
-        raise error(
-            "cannot be read", where=_printable(path), why=getattr(cause, "strerror", None) or str(cause)
-        ) from cause
+        why = getattr(cause, "strerror", None) or str(cause)
+        raise error("cannot be read", where=_printable(path), why=why) from cause
     with open(descriptor, "rb") as file:  # noqa: PTH123
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise error(
@@ -87,18 +86,10 @@ def check_kinds(directory: Path) -> None:
     Whoever reads a file of that name would wait for ever.
     """
     with os.scandir(directory) as entries:
-        odd = [
-            entry.name
-            for entry in entries
-            if stat.S_IFMT(mode_of(Path(entry.path))) not in (0, stat.S_IFREG, stat.S_IFDIR)
-        ]
-    if odd:
-        raise SourceError(
-            f"{odd[0]} is no regular file",
-            where=str(directory),
-            why="A pipe or a device is not read",
-            remedy="Remove it",
-        )
+        kinds = {entry.name: stat.S_IFMT(mode_of(Path(entry.path))) for entry in entries}
+    if odd := [name for name, kind in kinds.items() if kind not in (0, stat.S_IFREG, stat.S_IFDIR)]:
+        what, why = f"{odd[0]} is no regular file", "A pipe or a device is not read"
+        raise SourceError(what, where=str(directory), why=why, remedy="Remove it")
 
 
 def _printable(path: Path | str) -> str:
@@ -117,12 +108,8 @@ def read_text(path: Path, error: type[OptkitError] = SourceError, most_bytes: in
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as cause:
-        raise error(
-            f"byte {cause.start:,} is not UTF-8",
-            where=str(path),
-            why=cause.reason,
-            remedy="Convert it: iconv -f latin1 -t utf-8 OLD > NEW",
-        ) from cause
+        what, remedy = f"byte {cause.start:,} is not UTF-8", "Convert it: iconv -f latin1 -t utf-8 OLD > NEW"
+        raise error(what, where=str(path), why=cause.reason, remedy=remedy) from cause
 
 
 def read_json(path: Path, error: type[OptkitError] = SourceError, remedy: str = "") -> Any:

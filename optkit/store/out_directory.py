@@ -52,33 +52,17 @@ def _check_place(out: Path, store: Path) -> None:
         raise StoreError("is a file", where=str(out), remedy="Name a directory with --out")
     place, shelf = out.resolve(), store.resolve()
     if place.is_relative_to(shelf) or shelf.is_relative_to(place):
-        how = (
-            "is the store itself"
-            if place == shelf
-            else "lies in the store"
-            if place.is_relative_to(shelf)
-            else "holds the store"
-        )
-        raise StoreError(
-            f"{how} ({shelf})",
-            where=str(out),
-            why="An artifact is replaced as a whole, and finished steps would go with it",
-            remedy="Name another directory with --out, or another store with --store",
-        )
+        inside = "is the store itself" if place == shelf else "lies in the store"
+        how = inside if place.is_relative_to(shelf) else "holds the store"
+        why = "An artifact is replaced as a whole, and finished steps would go with it"
+        remedy = "Name another directory with --out, or another store with --store"
+        raise StoreError(f"{how} ({shelf})", where=str(out), why=why, remedy=remedy)
     if out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file():
-        raise StoreError(
-            "the directory holds files that optkit did not write",
-            where=str(out),
-            why="They would be replaced",
-            remedy="Empty it, or name another directory with --out",
-        )
+        what, why = "the directory holds files that optkit did not write", "They would be replaced"
+        raise StoreError(what, where=str(out), why=why, remedy="Empty it, or name another directory with --out")
     if Path.cwd().is_relative_to(place):
-        raise StoreError(
-            "is the directory that you are in",
-            where=str(out),
-            why="It would be replaced",
-            remedy="Name another with --out",
-        )
+        what, why = "is the directory that you are in", "It would be replaced"
+        raise StoreError(what, where=str(out), why=why, remedy="Name another with --out")
 
 
 def settle_beside(out: Path) -> None:

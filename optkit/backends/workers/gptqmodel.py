@@ -19,20 +19,9 @@ def quantize(job: Job) -> dict[str, Any]:
     usual = Counter(tuple(sorted(scheme.items())) for scheme in job.layers.values()).most_common(1)[0][0]
     scheme = dict(usual)
     dynamic: dict[str, dict[str, Any]] = {f"-:^{re.escape(name)}$": {} for name in job.kept if name != "lm_head"}
-    for name, its in job.layers.items():
-        if its != scheme:
-            dynamic[f"+:^{re.escape(name)}$"] = {
-                "bits": its["bits"],
-                "group_size": its["group_size"],
-                "sym": its["symmetric"],
-            }
-    shared = {
-        "bits": scheme["bits"],
-        "group_size": scheme["group_size"],
-        "sym": scheme["symmetric"],
-        "dynamic": dynamic or None,
-    }
-    shared |= {"offload_to_disk": False, "device": job.device}
+    dynamic |= {f"+:^{re.escape(name)}$": _grid(its) for name, its in job.layers.items() if its != scheme}
+    backend = BACKEND.AWQ_TORCH if job.device == "cpu" else BACKEND.AUTO
+    shared = {**_grid(scheme), "dynamic": dynamic or None, "offload_to_disk": False, "device": job.device}
     if job.method == "gptq":
         config: Any = GPTQConfig(
             **shared,
@@ -44,9 +33,7 @@ def quantize(job: Job) -> dict[str, Any]:
         model = GPTQModel.load(str(job.source), config, dtype=job.torch_dtype())
     else:
         # Its AWQ has no kernel for the CPU but the torch one, which computes in bfloat16.
-        on_cpu = job.device == "cpu"
-        backend = BACKEND.AWQ_TORCH if on_cpu else BACKEND.AUTO
-        dtype = torch.bfloat16 if on_cpu else job.torch_dtype()
+        dtype = torch.bfloat16 if job.device == "cpu" else job.torch_dtype()
         model = GPTQModel.load(str(job.source), AWQConfig(**shared), dtype=dtype, backend=backend)
     done: set[int] = set()
 
@@ -58,7 +45,11 @@ def quantize(job: Job) -> dict[str, Any]:
     model.layer_callback = block_done
     windows = [{"input_ids": window, "attention_mask": [1] * len(window)} for window in job.windows]
     job.start(f"gptqmodel {job.method}", job.blocks, "blocks")
-    backend = {} if job.method == "gptq" else {"backend": BACKEND.AWQ_TORCH if job.device == "cpu" else BACKEND.AUTO}
-    model.quantize(windows, batch_size=job.fields["batch_size"], **backend)
+    options = {} if job.method == "gptq" else {"backend": backend}
+    model.quantize(windows, batch_size=job.fields["batch_size"], **options)
     model.save(str(job.target))
     return {}
+
+
+def _grid(scheme: dict[str, Any]) -> dict[str, Any]:
+    return {"bits": scheme["bits"], "group_size": scheme["group_size"], "sym": scheme["symmetric"]}

@@ -65,12 +65,10 @@ def _measure(
     context: Context,
 ) -> SensitivityReport:
     if checkpoint.shape.task in ENCODING:
-        raise SourceError(
-            "the sensitivity of layers is measured on what a causal language model predicts",
-            where=model,
-            why=f"It is {phrase_of(ENCODING)} ({', '.join(checkpoint.config['architectures'])})",
-            remedy="Leave out layers of onnx_quantize by `exclude`, and compare what the eval embedding says",
-        )
+        what = "the sensitivity of layers is measured on what a causal language model predicts"
+        why = f"It is {phrase_of(ENCODING)} ({', '.join(checkpoint.config['architectures'])})"
+        remedy = "Leave out layers of onnx_quantize by `exclude`, and compare what the eval embedding says"
+        raise SourceError(what, where=model, why=why, remedy=remedy)
     import torch
 
     from optkit.model.skeleton import Skeleton
@@ -87,11 +85,8 @@ def _measure(
             layers[name] = layer
     if not layers:
         name, reason = next((name, reason) for name, reason in skipped.items() if name in selection.layers)
-        raise UsageError(
-            f"no layer can have all of the choices ({name}: {reason})",
-            where="--choices",
-            remedy="Take other group sizes",
-        )
+        what = f"no layer can have all of the choices ({name}: {reason})"
+        raise UsageError(what, where="--choices", remedy="Take other group sizes")
     text = calibration.pinned(context.data)
     tokens = calibration.tokens(checkpoint.directory, context.data, context.trust_remote_code)
     skeleton = Skeleton(checkpoint, dtype=torch.float32, trust_remote_code=context.trust_remote_code)

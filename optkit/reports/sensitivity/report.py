@@ -70,13 +70,11 @@ def parse_choices(text: str) -> tuple[Choice, ...]:
         match = FORM.fullmatch(word)
         group_size = int(match[2] or USUAL_GROUP) if match else 0
         if not match or group_size < 8:
-            raise UsageError(
-                f"'{word}' is no form of a layer",
-                where="--choices",
-                why="A form is 2, 3, 4 or 8 bits, g and a group size of at least 8 (64 if left "
-                "out), and a for zero points",
-                remedy="Write it as 4g64,3g32a,8",
+            form = (
+                "A form is 2, 3, 4 or 8 bits, g and a group size of at least 8 (64 if left out), and a for zero points"
             )
+            what, remedy = f"'{word}' is no form of a layer", "Write it as 4g64,3g32a,8"
+            raise UsageError(what, where="--choices", why=form, remedy=remedy)
         choice = Choice.model_validate({"bits": int(match[1]), "group_size": group_size, "symmetric": not match[3]})
         if choice in found:
             raise UsageError(f"'{word}' is there twice", where="--choices", remedy="Take one out")
