@@ -50,11 +50,9 @@ class Divergence(WindowedText, Eval):
         """
         baseline: Session = require_baseline(context, "divergence")
         if session.vocabulary != baseline.vocabulary:
-            raise EvalError(
-                f"the model has {session.vocabulary:,} logits and the baseline {baseline.vocabulary:,}",
-                where="divergence",
-                why="Distributions over different vocabularies cannot be compared",
-            )
+            what = f"the model has {session.vocabulary:,} logits and the baseline {baseline.vocabulary:,}"
+            why = "Distributions over different vocabularies cannot be compared"
+            raise EvalError(what, where="divergence", why=why)
         windows = self.cut(session, context)
         theirs = self.cut(baseline, context)
         if not windows.tokens.equal(theirs.tokens):
@@ -110,10 +108,7 @@ def compare_window(session: Session, baseline: Session, window: Tensor) -> tuple
             torch.nn.functional.kl_div(log_found, log_expected, log_target=True, reduction="none").sum(-1).tolist()
         )
     if not all(map(math.isfinite, divergence)):
-        raise EvalError(
-            "the divergence at a token is NaN or Inf",
-            where=str(session.directory),
-            why="The logits of the model or of the baseline are: the weights are damaged, or the dtype overflows",
-            remedy="Open both in float32 or bfloat16",
-        )
+        why = "The logits of the model or of the baseline are: the weights are damaged, or the dtype overflows"
+        what, remedy = "the divergence at a token is NaN or Inf", "Open both in float32 or bfloat16"
+        raise EvalError(what, where=str(session.directory), why=why, remedy=remedy)
     return divergence, agreed / positions

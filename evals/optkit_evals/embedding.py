@@ -67,11 +67,8 @@ class Embedding(SentenceText, Eval):
         if self.batched(baseline, context).protocol != sentences.protocol:
             raise other_tokens(self.where)
         if session.pooling != baseline.pooling:
-            raise EvalError(
-                f"the model's embeddings are the {session.pooling}, and the baseline's the {baseline.pooling}",
-                where="embedding",
-                remedy="Give both the same modules.json",
-            )
+            what = f"the model's embeddings are the {session.pooling}, and the baseline's the {baseline.pooling}"
+            raise EvalError(what, where="embedding", remedy="Give both the same modules.json")
         ours, theirs = self._embed(sentences, session, baseline, context)
         protocol = (
             f"{sentences.protocol}; embeddings: {session.pooling}; cosine similarity to the baseline's; the least one"
@@ -94,10 +91,8 @@ class Embedding(SentenceText, Eval):
                 task.advance()
         ours, theirs = (torch.nn.functional.normalize(torch.cat(each).double(), dim=-1) for each in found)
         if ours.shape != theirs.shape:
-            raise EvalError(
-                f"the model's embeddings have {ours.shape[1]:,} numbers and the baseline's {theirs.shape[1]:,}",
-                where="embedding",
-            )
+            what = f"the model's embeddings have {ours.shape[1]:,} numbers and the baseline's {theirs.shape[1]:,}"
+            raise EvalError(what, where="embedding")
         for opened, embeddings in ((session, ours), (baseline, theirs)):
             if not embeddings.isfinite().all():
                 why, remedy = "The weights are damaged, or the dtype overflows", "Open it in float32 or bfloat16"

@@ -100,11 +100,8 @@ class Encoding(TimedEval):
         in every configuration.
         """
         if self.longest_sequence() > session.positions:
-            raise EvalError(
-                f"sequences of {self.longest_sequence():,} tokens, and the model has {session.positions:,} positions",
-                where="encoding",
-                remedy=f"Set lengths to at most {session.positions}",
-            )
+            what = f"sequences of {self.longest_sequence():,} tokens, and the model has {session.positions:,} positions"
+            raise EvalError(what, where="encoding", remedy=f"Set lengths to at most {session.positions}")
         protocol = self._protocol(session, context.seed)
         repeats = context.turn.share(self.repeats)
         with context.progress.task(f"encoding{context.turn.label}", len(self.cells()) * repeats, "runs") as task:

@@ -68,19 +68,16 @@ class Roofline(Throughput):
         found = super().run(session, context)
         for cell in self.cells():
             rows = {metric.name: metric for metric in found if metric.labels == cell.labels}
-            prefill, decode = session_limits(
-                session, work, device, cell.batch, cell.prompt, cell.prompt + cell.new_tokens // 2
-            )
+            middle = cell.prompt + cell.new_tokens // 2
+            prefill, decode = session_limits(session, work, device, cell.batch, cell.prompt, middle)
             context.notes.append(_side_note(cell, prefill, decode))
-            limits = f"{FORMULAS}: {_roof_text(device)}"
-            found += [
-                row.model_copy(update={"protocol": f"{limits}; {row.protocol}"})
-                for row in _rows(cell, rows, prefill, decode)
-            ]
+            for row in _rows(rows, prefill, decode):
+                protocol = f"{FORMULAS}: {_roof_text(device)}; {row.protocol}"
+                found.append(row.model_copy(update={"protocol": protocol}))
         return found
 
 
-def _rows(cell: Cell, rows: dict[str, Metric], prefill: Limit, decode: Limit) -> Iterator[Metric]:
+def _rows(rows: dict[str, Metric], prefill: Limit, decode: Limit) -> Iterator[Metric]:
     """Yield what stands beside the numbers of one configuration."""
     prompts, steps = rows["prefill_tokens_per_s"], rows["decode_tokens_per_s"]
     matrix_s = prefill.compute_s * prefill.matrix_flops / (prefill.matrix_flops + prefill.attention_flops)
@@ -103,12 +100,8 @@ def _limit(name: str, measured: Metric, limit: Limit) -> Metric:
 
 def _share(name: str, measured: Metric, limit: Limit, least_s: float) -> Metric:
     """Return the share of a measured time that was needed at least, with its samples."""
-    return _row(
-        name,
-        measured,
-        measured.value * least_s / limit.tokens,
-        [rate * least_s / limit.tokens for rate in measured.samples],
-    )
+    value, *samples = (rate * least_s / limit.tokens for rate in (measured.value, *measured.samples))
+    return _row(name, measured, value, samples)
 
 
 def _row(name: str, measured: Metric, value: float, samples: Sequence[float]) -> Metric:

@@ -76,9 +76,8 @@ class Sensitivity(WindowedText, Eval):
             change = stored_weight(layers[name], device) - weight
             found[name] = float(divergences(seen, [change])[0]) / windows.tokens.numel()
         if missing := layers.keys() - found.keys():
-            context.warn(
-                f"sensitivity: {len(missing)} layers outside the decoder blocks are not counted ({min(missing)})"
-            )
+            outside = f"{len(missing)} layers outside the decoder blocks"
+            context.warn(f"sensitivity: {outside} are not counted ({min(missing)})")
         protocol = f"{windows.protocol}; second order in the errors of the weights, each layer alone"
         total = _metric(
             "predicted_kl_divergence", {}, sum(found.values()), f"{protocol}, summed over {len(found)} layers"
@@ -94,30 +93,20 @@ def quantized_alone(before: Checkpoint, after: Checkpoint) -> dict[str, Quantize
     from optkit.kernels.quant_methods import quantized_layers
 
     layers = quantized_layers(after)
+    where, remedy = str(after.directory), "Take this eval out"
     if not layers:
-        raise EvalError(
-            "no layer is quantized in a form that optkit reads",
-            where=str(after.directory),
-            why="The errors are those of quantized weights",
-            remedy="Take this eval out",
-        )
+        what, why = "no layer is quantized in a form that optkit reads", "The errors are those of quantized weights"
+        raise EvalError(what, where=where, why=why, remedy=remedy)
     if has_adapter(after.directory):
-        raise EvalError(
-            "an adapter lies beside its packed weights",
-            where=str(after.directory),
-            why="It makes up for the errors of all layers together, and this eval predicts what those of each do alone",
-            remedy="Take this eval out, or put it in a recipe that ends before the adapter is trained",
-        )
+        why = "It makes up for the errors of all layers together, and this eval predicts what those of each do alone"
+        remedy += ", or put it in a recipe that ends before the adapter is trained"
+        raise EvalError("an adapter lies beside its packed weights", where=where, why=why, remedy=remedy)
     replaced = {f"{name}.weight" for name in layers}
     for name in before.tensors:
         if name not in replaced and (name not in after.tensors or not _alike(before.read(name), after.read(name))):
-            raise EvalError(
-                f"{name} differs from the unmodified model's",
-                where=str(after.directory),
-                why="A stage changed more than the layers that are quantized (folded scales, a rotation), "
-                "so their errors are not known",
-                remedy="Take this eval out",
-            )
+            more = "A stage changed more than the layers that are quantized (folded scales, a rotation)"
+            what, why = f"{name} differs from the unmodified model's", f"{more}, so their errors are not known"
+            raise EvalError(what, where=where, why=why, remedy=remedy)
     return layers
 
 

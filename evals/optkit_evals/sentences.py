@@ -57,16 +57,11 @@ class SentenceText(TextSource):
     def _taken(self, found: list[str]) -> list[str]:
         """Return the sentences measured on, short ones first; raises EvalError for too few."""
         if len(found) < self.sentences:
-            raise EvalError(
-                f"the text has {len(found):,} different sentences and {self.sentences:,} are asked for",
-                where=self.where,
-                why=f"Counted are those of {FEWEST_WORDS} to {MOST_WORDS} words that end in a full stop, ! or ?",
-                remedy="Lower sentences, or take a longer text",
-            )
-        return sorted(
-            (found[index * len(found) // self.sentences] for index in range(self.sentences)),
-            key=lambda each: (len(each), each),
-        )
+            what = f"the text has {len(found):,} different sentences and {self.sentences:,} are asked for"
+            why = f"Counted are those of {FEWEST_WORDS} to {MOST_WORDS} words that end in a full stop, ! or ?"
+            raise EvalError(what, where=self.where, why=why, remedy="Lower sentences, or take a longer text")
+        taken = (found[index * len(found) // self.sentences] for index in range(self.sentences))
+        return sorted(taken, key=lambda each: (len(each), each))
 
     def batched(self, session: EncoderSession, context: EvalContext) -> Sentences:
         """Return the sentences as tokens.

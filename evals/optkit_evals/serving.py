@@ -110,13 +110,8 @@ def serve_continuously(
         start = time.perf_counter()
         for index, request in enumerate(requests):
             _sleep_until(start + request.arrival_s)
-            manager.add_request(
-                request.tokens[0].tolist(),
-                str(index),
-                max_new_tokens=new_tokens,
-                record_timestamps=True,
-                eos_token_id=-1,
-            )
+            options = {"max_new_tokens": new_tokens, "record_timestamps": True, "eos_token_id": -1}
+            manager.add_request(request.tokens[0].tolist(), str(index), **options)
         outputs: dict[int, Any] = {}
         while len(outputs) < len(requests):
             output = manager.get_result(timeout=WAIT_S)
@@ -127,14 +122,11 @@ def serve_continuously(
             elif output.is_finished():
                 outputs[int(output.request_id)] = output
                 task.advance()
-    return [
-        Served(
-            request.arrival_s,
-            tuple(moment - start for moment in outputs[index].timestamps),
-            tuple(outputs[index].generated_tokens),
-        )
-        for index, request in enumerate(requests)
-    ]
+    served = []
+    for index, request in enumerate(requests):
+        moments = tuple(moment - start for moment in outputs[index].timestamps)
+        served.append(Served(request.arrival_s, moments, tuple(outputs[index].generated_tokens)))
+    return served
 
 
 @contextmanager
@@ -191,20 +183,16 @@ def refuse_other_engines(session: Any) -> None:
     elif (asked := asked_of_attention(session.model.config.to_dict())) and asked not in PAGED:
         why = f"The paged attention of transformers leaves out {PHRASES[asked]}"
     if why:
-        raise EvalError(
-            "continuous batching does not apply to this session", where="load", why=why, remedy="Set batching: static"
-        )
+        what, remedy = "continuous batching does not apply to this session", "Set batching: static"
+        raise EvalError(what, where="load", why=why, remedy=remedy)
 
 
 def _check_running(manager: Any) -> None:
     error = manager.background_thread_status.fatal_error
     if error is not None or not manager.is_running():
-        raise EvalError(
-            "transformers' continuous batching has stopped",
-            where="load",
-            why=f"{type(error).__name__}: {error}" if error else "Its thread has ended",
-            remedy="Set batching: static, or lower prompt and new_tokens",
-        )
+        what, remedy = "continuous batching has stopped", "Set batching: static, or lower prompt and new_tokens"
+        why = f"{type(error).__name__}: {error}" if error else "Its thread has ended"
+        raise EvalError(f"transformers' {what}", where="load", why=why, remedy=remedy)
 
 
 def _sleep_until(moment: float) -> None:

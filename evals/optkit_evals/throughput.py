@@ -129,13 +129,9 @@ class Throughput(TimedEval):
         """
         if self.longest_sequence() > session.positions:
             longest = max(self.cells(), key=lambda cell: cell.prompt + cell.new_tokens)
-            raise EvalError(
-                f"a prompt of {longest.prompt} and {longest.new_tokens} new tokens are {self.longest_sequence()}, "
-                "and the model has"
-                f" {session.positions} positions",
-                where="throughput",
-                remedy="Shorten prompts or new_tokens",
-            )
+            asked = f"a prompt of {longest.prompt} and {longest.new_tokens} new tokens are {self.longest_sequence()}"
+            what, remedy = f"{asked}, and the model has {session.positions} positions", "Shorten prompts or new_tokens"
+            raise EvalError(what, where="throughput", remedy=remedy)
         watch = GpuWatch.of_all(devices_of(session))
         if others := watch.others():
             context.warn(f"throughput: {others}, and the numbers are shared with it")

@@ -84,12 +84,10 @@ def time_vllm(session: Session, asked: Asked, context: EvalContext) -> list[Repe
         answer = ask(ENGINE, python, request, Path(folder), TIMEOUT_S)
         if answer.problem:
             last = _causes(Path(folder) / "vllm.log") if "EngineDeadError" in answer.problem else ""
+            where, why = f"throughput with vllm ({python})", f"{answer.problem}{last}"
+            see = "Open it with `optkit verify` to see whether vLLM takes this artifact"
             raise EvalError(
-                "vLLM did not measure it",
-                where=f"throughput with vllm ({python})",
-                why=f"{answer.problem}{last}",
-                remedy="Open it with `optkit verify` to see whether vLLM "
-                "takes this artifact, or take `engine: vllm` out",
+                "vLLM did not measure it", where=where, why=why, remedy=f"{see}, or take `engine: vllm` out"
             )
     context.notes.append(_note(answer.said))
     kernels = answer.said.get("kernels")

@@ -88,9 +88,8 @@ class WindowedText(CutText):
         counts.check_ids(text, self.windows * self.window if self.windows else MOST_CHECKED, place.vocabulary)
 
     def _too_short(self, told: str) -> EvalError:
-        return EvalError(
-            f"the text has {told}", where=self.where, remedy="Lower windows or window, or take a longer text"
-        )
+        remedy = "Lower windows or window, or take a longer text"
+        return EvalError(f"the text has {told}", where=self.where, remedy=remedy)
 
     def cut(self, session: Session, context: EvalContext) -> Windows:
         """Return the windows.
@@ -99,22 +98,18 @@ class WindowedText(CutText):
         """
         text = self if self.revision else self.pinned(context.data)
         if self.window > session.positions:
-            raise EvalError(
-                f"a window of {self.window} tokens is longer than the model's {session.positions} positions",
-                where=self.where,
-                why="The model was not built for it, so the number would mean nothing",
-                remedy=f"Set window to {session.positions} or less",
-            )
+            what = f"a window of {self.window} tokens is longer than the model's {session.positions} positions"
+            why = "The model was not built for it, so the number would mean nothing"
+            remedy = f"Set window to {session.positions} or less"
+            raise EvalError(what, where=self.where, why=why, remedy=remedy)
         joined = text.joined(context.data)
         tokenizer = getattr(session, "tokenizer", None)
-        stream = self.stream(
-            lambda part: session.encode(part).tolist(), joined, getattr(tokenizer, "bos_token_id", None)
-        )
+        bos_id = getattr(tokenizer, "bos_token_id", None)
+        stream = self.stream(lambda part: session.encode(part).tolist(), joined, bos_id)
         room, least = stream.room(self.window), self.windows or FEWEST
         if len(stream.body) < least * room:
-            raise self._too_short(
-                f"{len(stream.body):,} tokens and {least} windows of {self.window} need {least * room:,}"
-            )
+            needed = f"{least} windows of {self.window} need {least * room:,}"
+            raise self._too_short(f"{len(stream.body):,} tokens and {needed}")
         count = self.windows or stream.count(self.window)
         measured = joined[: math.ceil(len(joined) * count * room / len(stream.body))]
         refuse_calibrated(text, [measured], context, self.asks_draft)
@@ -157,12 +152,8 @@ def refuse_calibrated(
     """
     lineage = [each for each in context.calibrated_on if asks_draft or DRAFT not in each]
     if found := shared_with(text, passages, lineage):
-        raise EvalError(
-            found,
-            where=text.where,
-            why="A number measured on the same text would flatter it",
-            remedy="Measure on another split or data set",
-        )
+        why, remedy = "A number measured on the same text would flatter it", "Measure on another split or data set"
+        raise EvalError(found, where=text.where, why=why, remedy=remedy)
 
 
 def require_baseline(context: EvalContext, where: str) -> Any:

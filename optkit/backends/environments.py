@@ -70,11 +70,8 @@ class Environment(Frozen):
         """The versions that a record of work done here holds."""
         named = (LIBRARIES[self.name].distribution if self.name in LIBRARIES else self.name, *NOTEWORTHY)
         lowered = {name.lower().replace("_", "-"): version for name, version in self.versions.items()}
-        return {
-            "python": self.python,
-            "torch": self.torch,
-            **{name: lowered[name] for name in named if name in lowered},
-        }
+        others = {name: lowered[name] for name in named if name in lowered}
+        return {"python": self.python, "torch": self.torch, **others}
 
 
 class Environments:
@@ -160,12 +157,12 @@ class Environments:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise OptkitError(
+                what, why = (
                     f"a run is at work in the environment of '{name}'",
-                    where=str(self.root),
-                    why="Its library would be gone from under it",
-                    remedy="Remove it when the run has ended",
-                ) from error
+                    "Its library would be gone from under it",
+                )
+                remedy = "Remove it when the run has ended"
+                raise OptkitError(what, where=str(self.root), why=why, remedy=remedy) from error
             found = tuple(each for each in self.list() if each.name == name)
             for each in found:
                 each.directory.rename(self._draft(name))
@@ -211,12 +208,8 @@ class Environments:
             self.root.mkdir(parents=True, exist_ok=True)
             return (self.root / name).open("a")
         except OSError as error:
-            raise OptkitError(
-                "environments cannot be kept here",
-                where=str(self.root),
-                why=f"{error.strerror}",
-                remedy="Name another place with $OPTKIT_ENVS",
-            ) from error
+            what, remedy = "environments cannot be kept here", "Name another place with $OPTKIT_ENVS"
+            raise OptkitError(what, where=str(self.root), why=f"{error.strerror}", remedy=remedy) from error
 
 
 def _torch_is_there() -> bool:

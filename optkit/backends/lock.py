@@ -92,12 +92,9 @@ def locked_for(library: Library, torch: SharedTorch) -> tuple[Locked, ...]:
             found = here.get(canonicalize_name(need.name))
             if found is None or not need.specifier.contains(found.version, prereleases=True):
                 has = found.line.partition(" ")[0] if found else "nothing for it"
-                raise OptkitError(
-                    f"{asking} asks for {need.name}{need.specifier}, and the lock has {has} on {this_place()}",
-                    where=f"optkit env build {library.name}",
-                    why="What no hash is known of is not installed",
-                    remedy=other_ways(library.name),
-                )
+                what = f"{asking} asks for {need.name}{need.specifier}, and the lock has {has} on {this_place()}"
+                where, why = f"optkit env build {library.name}", "What no hash is known of is not installed"
+                raise OptkitError(what, where=where, why=why, remedy=other_ways(library.name))
     return tuple(here.values())
 
 

@@ -93,13 +93,9 @@ def datasheet(name: str) -> Device:
     key = name.lower().replace("_", "-")
     found = DEVICES.get(ALIASES.get(key, key))
     if found is None:
-        hint = did_you_mean(key, [*DEVICES, *ALIASES])
-        raise UsageError(
-            f"'{name}' is no device here and none of the table",
-            where="--device",
-            why="cpu, cuda and cuda:N are measured",
-            remedy=hint.strip(),
-        )
+        what, why = f"'{name}' is no device here and none of the table", "cpu, cuda and cuda:N are measured"
+        hint = did_you_mean(key, [*DEVICES, *ALIASES]).strip()
+        raise UsageError(what, where="--device", why=why, remedy=hint)
     return found
 
 

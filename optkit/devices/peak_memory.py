@@ -36,11 +36,9 @@ class PeakSession(Protocol):
 
 def peak_of(session: Any) -> AbstractContextManager[Peak]:
     """Watch the peak of an opened model (`optkit.measure.Opened`), whatever processes it runs in."""
-    return (
-        session.watched_peak()
-        if isinstance(session, PeakSession)
-        else watched_peak(session.device, session.hidden_memory)
-    )
+    if isinstance(session, PeakSession):
+        return session.watched_peak()
+    return watched_peak(session.device, session.hidden_memory)
 
 
 @contextmanager

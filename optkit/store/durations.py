@@ -43,12 +43,8 @@ class Durations:
         """Remember how long a kind of work with these fields took on a model of so many bytes.
         A full store forgets it.
         """
-        told = {
-            "what": what,
-            "fields": value.model_dump(mode="json"),
-            "machine": self._machine,
-            "size_bytes": size_bytes,
-        }
+        fields = value.model_dump(mode="json")
+        told = {"what": what, "fields": fields, "machine": self._machine, "size_bytes": size_bytes}
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as file:
@@ -64,11 +60,8 @@ class Durations:
         alike = [line for line in alike if (_amount(line["fields"]) is None) == (amount is None)]
         same = [line for line in alike if _others(line["fields"]) == _others(fields)]
         near = same or (alike if amount is not None else [])
-        rates = [
-            line["seconds"] / (line["size_bytes"] * (_amount(line["fields"]) or 1))
-            for line in near[-LAST:]
-            if line["size_bytes"]
-        ]
+        weighed = [line for line in near[-LAST:] if line["size_bytes"]]
+        rates = [line["seconds"] / (line["size_bytes"] * (_amount(line["fields"]) or 1)) for line in weighed]
         return median(rates) * size_bytes * (amount or 1) if rates else None
 
     def _lines(self) -> Iterator[dict[str, Any]]:

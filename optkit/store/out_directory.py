@@ -33,11 +33,8 @@ def reserve(out: Path, store: Path) -> Iterator[None]:
         out.parent.mkdir(parents=True, exist_ok=True)
         held = hold(lock)
     except BlockingIOError as error:
-        raise StoreError(
-            "another optkit run is writing there",
-            where=str(out),
-            remedy="Wait for it, or name another directory with --out",
-        ) from error
+        remedy = "Wait for it, or name another directory with --out"
+        raise StoreError("another optkit run is writing there", where=str(out), remedy=remedy) from error
     except OSError as error:
         raise explain_os_error(error, "the artifact", out.parent) from error
     try:

@@ -86,21 +86,10 @@ VLLM = Engine(
     ", in an environment of its own (it pins torch), and name its Python: --engine-python "
     "vllm=PYTHON or $OPTKIT_VLLM_PYTHON",
 )
-ONNXRUNTIME = Engine(
-    "onnxruntime",
-    "open_in_onnxruntime.py",
-    RUNTIME_BUILDS,
-    {},
-    "; its builds overwrite each other's files, so keep one of them",
-    opens=Format.ONNX,
-)
+ONE_BUILD = "; its builds overwrite each other's files, so keep one of them"
+ONNXRUNTIME = Engine("onnxruntime", "open_in_onnxruntime.py", RUNTIME_BUILDS, {}, ONE_BUILD, opens=Format.ONNX)
 ONNXRUNTIME_GENAI = Engine(
-    "onnxruntime-genai",
-    "open_in_onnxruntime_genai.py",
-    GENAI_BUILDS,
-    {},
-    "; its builds overwrite each other's files, so keep one of them",
-    opens=Format.ONNX,
+    "onnxruntime-genai", "open_in_onnxruntime_genai.py", GENAI_BUILDS, {}, ONE_BUILD, opens=Format.ONNX
 )
 OPTIMUM = Engine("optimum", "open_in_optimum.py", ("optimum-onnx",), {}, opens=Format.ONNX, library="optimum")
 

@@ -32,12 +32,11 @@ def problems_of_config(found: OnnxDirectory) -> list[str]:
         "num_key_value_heads": _size(cache, 1),
         "vocab_size": None if labels else _logits_width(found),
     }
-    wrong = {
-        name: size
+    problems = [
+        f"{CONFIG} says {name} {config[name]}, and the graph has {size}"
         for name, size in stated.items()
         if size and isinstance(config.get(name), int) and config[name] != size
-    }
-    problems = [f"{CONFIG} says {name} {config[name]}, and the graph has {size}" for name, size in wrong.items()]
+    ]
     if labels and (named := len(config.get("id2label") or ())) and named != _logits_width(found):
         problems.append(f"{CONFIG} names {named} labels, and the graph gives {_logits_width(found)}")
     if "quantization_config" in found.config:

@@ -18,7 +18,7 @@ from optkit.scorecard import Loading
 from optkit.verification import agreement
 from optkit.verification.agreement import Agreement, Reference
 from optkit.verification.artifact_checks import check_artifact, format_of
-from optkit.verification.check_result import Check
+from optkit.verification.check_result import Check, check_of
 from optkit.verification.encoders import EncoderReference, measure_encoder
 from optkit.verification.engine_comparison import NEW_TOKENS, judged, request_to, why_not_asked
 from optkit.verification.engines import ask, interpreter
@@ -101,17 +101,10 @@ def verify_artifact(
 def _check_steps(reference: Reference, stepped: Agreement, rounded: bool) -> Check:
     """Return whether decode steps, each with the state before it, compute what the whole text does."""
     limit = agreement.tolerance(reference.dtype, rounded_activations=rounded)
-    said = (
-        f"the last {len(reference.tokens) - reference.prompt} of {len(reference.tokens)} tokens, fed "
-        "one at a time, are at a mean KL of"
-    )
-    near = f"{said} {max(stepped.mean_kl, 0):.2g} from the same tokens at once"
-    ok = stepped.mean_kl < limit
-    return Check(
-        name="decodes",
-        ok=ok,
-        detail=near if ok else f"{near}, and rounding explains {limit:g}: generation forgets what it read",
-    )
+    fed = f"the last {len(reference.tokens) - reference.prompt} of {len(reference.tokens)} tokens, fed one at a time"
+    near = f"{fed}, are at a mean KL of {max(stepped.mean_kl, 0):.2g} from the same tokens at once"
+    far = f"{near}, and rounding explains {limit:g}: generation forgets what it read"
+    return check_of("decodes", [] if stepped.mean_kl < limit else [far], near)
 
 
 def _reference(
@@ -122,11 +115,9 @@ def _reference(
     session: Any = open_session(artifact.directory, device=device, trust_remote_code=trusted)
     try:
         if weights.task is Task.GENERATION:
-            return (
-                agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS),
-                session.tokenizer,
-                session.notes,
-            )
-        return measure_encoder(session, session.dtype, weights.task), session.tokenizer, session.notes
+            found: Any = agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS)
+        else:
+            found = measure_encoder(session, session.dtype, weights.task)
+        return found, session.tokenizer, session.notes
     finally:
         session.close()

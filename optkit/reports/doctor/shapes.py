@@ -49,21 +49,16 @@ def _problems(name: str, outputs: int, inputs: int) -> Iterator[str]:
     is_head = name.rpartition(".")[2] in HEADS
     odd = [size for size in (outputs, inputs) if size % FLOATS]
     if odd:
-        cure = (
-            f"pad the vocabulary to {_padded(outputs)} (resize_token_embeddings(pad_to_multiple_of={TILE}))"
-            if is_head
-            else "none"
-        )
+        pad = f"pad the vocabulary to {_padded(outputs)} (resize_token_embeddings(pad_to_multiple_of={TILE}))"
+        cure = pad if is_head else "none"
         yield f"{_sizes(odd)} no multiple of {FLOATS}: 16-bit products use slower kernels. Cure: {cure}"
     elif bad := [size for size in (outputs, inputs) if size % BYTES]:
         yield f"{_sizes(bad)} no multiple of {BYTES}: products in fp8 and int8 widen the weights at each call instead"
     elif slow := [size for size in (outputs, inputs) if size % TILE]:
         yield f"{_sizes(slow)} no multiple of {TILE}: the last tile of a product is computed in vain"
     if inputs % GROUP and not is_head:
-        fitting = next((size for size in (64, 32) if inputs % size == 0), None)
-        yield f"groups of {GROUP} do not fit {inputs:,} inputs: " + (
-            f"quantize with group_size: {fitting}" if fitting else "quantize with group_size: -1"
-        )
+        fitting = next((size for size in (64, 32) if inputs % size == 0), -1)
+        yield f"groups of {GROUP} do not fit {inputs:,} inputs: quantize with group_size: {fitting}"
 
 
 def _heads(shape: ModelShape) -> Iterator[Layer]:

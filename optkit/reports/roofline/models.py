@@ -20,11 +20,8 @@ def work_of_model(name: str) -> Work:
     """
     shape = shape_of_model(name)
     if task_of(shape.config) in ENCODING:
-        raise SourceError(
-            "an encoder decodes nothing, and its limits are not counted",
-            where=name,
-            remedy="Name a causal language model",
-        )
+        what = "an encoder decodes nothing, and its limits are not counted"
+        raise SourceError(what, where=name, remedy="Name a causal language model")
     return work_of(shape)
 
 
@@ -35,10 +32,7 @@ def shape_of_model(name: str) -> ModelShape:
     if isinstance(place, HubRepo):
         return model_shape(source.model_copy(update={"revision": place.commit()}), None)
     if place.is_dir() and not (found := Format.of(place)).is_checkpoint:
-        raise SourceError(
-            f"the weights are in {found.label}, whose work is not counted",
-            where=name,
-            why="A graph does not say which of its products a prompt needs for its last token alone",
-            remedy=f"Name {found.origin}",
-        )
+        what = f"the weights are in {found.label}, whose work is not counted"
+        why = "A graph does not say which of its products a prompt needs for its last token alone"
+        raise SourceError(what, where=name, why=why, remedy=f"Name {found.origin}")
     return model_shape(source, None)
