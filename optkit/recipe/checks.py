@@ -35,25 +35,16 @@ class Item:
 
 def check_root(recipe: PlacedData, known: Iterable[str]) -> list[Problem]:
     """Return what is wrong with the recipe as a whole: no mapping, or keys that no recipe has."""
-    if recipe.data is None:
-        return [
-            recipe.value_place(()).problem(
-                "the recipe is empty. Begin with `model: smollm2-135m` and a list of `stages:`."
-            )
-        ]
     if not isinstance(recipe.data, dict):
-        return [
-            recipe.value_place(()).problem(f"a recipe is a mapping of {', '.join(known)}, not {shown(recipe.data)}.")
-        ]
+        empty = "the recipe is empty. Begin with `model: smollm2-135m` and a list of `stages:`."
+        other = f"a recipe is a mapping of {', '.join(known)}, not {shown(recipe.data)}."
+        return [recipe.value_place(()).problem(empty if recipe.data is None else other)]
     problems = []
     for key in recipe.data:
         if key not in known:
             role = next((role for role in ("stage", "eval") if key in names_of(role)), None)
-            hint = (
-                f" '{key}' is one of the {role}s: write it below `{role}s:`, as `- {key}`."
-                if role
-                else did_you_mean(key, known)
-            )
+            moved = f" '{key}' is one of the {role}s: write it below `{role}s:`, as `- {key}`."
+            hint = moved if role else did_you_mean(key, known)
             problems.append(recipe.key_place((key,)).problem(f"unknown key '{key}'.{hint}"))
     return problems
 
@@ -90,20 +81,13 @@ def _read_item(recipe: PlacedData, role: str, steps: Steps, written: Any) -> tup
     try:
         spelled = spell_out(role, written)
         if not isinstance(spelled, dict):
-            return None, [
-                place.problem(f"this is {shown(written)}. Write the name of a {role}, or `name: {{field: value}}`.")
-            ]
+            message = f"this is {shown(written)}. Write the name of a {role}, or `name: {{field: value}}`."
+            return None, [place.problem(message)]
         if len(spelled) != 1:
-            message = (
-                f"{len(spelled)} keys stand side by side: {', '.join(spelled)}."
-                if spelled
-                else "this mapping is empty."
-            )
-            remedy = (
-                f"Write `- name: {{field: value}}`, with the fields indented below the name and each "
-                f"{role} after its own `- `."
-            )
-            return None, [place.problem(f"{message} {remedy}")]
+            several = f"{len(spelled)} keys stand side by side: {', '.join(spelled)}."
+            message = several if spelled else "this mapping is empty."
+            written_so = "Write `- name: {field: value}`, with the fields indented below the name"
+            return None, [place.problem(f"{message} {written_so} and each {role} after its own `- `.")]
         ((kind, fields),) = spelled.items()
         if kind not in names_of(role):
             return None, [recipe.key_place((*steps, kind)).problem(_unknown(role, kind))]
@@ -164,10 +148,8 @@ def check_files(recipe: PlacedData, items: Iterable[Item]) -> Iterator[Problem]:
         for way, (dataset, _) in texts_in(item.value):
             path = Path(dataset).expanduser()
             if is_file_name(dataset) and not path.is_file():
-                message = (
-                    f"there is no file {path}. A path counts from the directory in which optkit runs, {Path.cwd()}."
-                )
-                yield recipe.value_place((*item.steps, *way, "dataset")).problem(message)
+                message = f"there is no file {path}. A path counts from the directory in which optkit runs"
+                yield recipe.value_place((*item.steps, *way, "dataset")).problem(f"{message}, {Path.cwd()}.")
 
 
 def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], list[Problem]]:

@@ -57,13 +57,7 @@ def _named(fault: Fault, data: Any) -> tuple[str, ...]:
     Its name or else its value is what is written.
     """
     for step in fault.steps:
-        data = (
-            data[step]
-            if isinstance(data, list) and isinstance(step, int)
-            else data.get(step)
-            if isinstance(data, Mapping)
-            else None
-        )
+        data = data[step] if _has(data, step) else None
     if fault.of_key or not isinstance(data, Mapping):
         return ()
     names = {name: rf"\b{re.escape(name)}\b" for name in data}
@@ -75,6 +69,13 @@ def _named(fault: Fault, data: Any) -> tuple[str, ...]:
         if found:
             return (min(found, key=found.__getitem__),)
     return ()
+
+
+def _has(data: Any, step: str | int) -> bool:
+    """Say whether a step leads into plain data."""
+    if isinstance(data, Mapping):
+        return step in data
+    return isinstance(data, list) and isinstance(step, int) and step < len(data)
 
 
 def shown(value: Any) -> str:
@@ -127,12 +128,7 @@ def _steps(detail: ErrorDetails, root: Any) -> tuple[str | int, ...]:
     steps: list[str | int] = []
     data = root
     for part in detail["loc"]:
-        within = (
-            part in data
-            if isinstance(data, Mapping)
-            else isinstance(data, list) and isinstance(part, int) and part < len(data)
-        )
-        if within:
+        if _has(data, part):
             steps.append(part)
             data = data[part]
         elif detail["type"] == "missing" and part == detail["loc"][-1]:
@@ -146,11 +142,8 @@ def _sentence(model: type[BaseModel], steps: tuple[str | int, ...], details: lis
     if first["type"] == "extra_forbidden":
         owner = fields_model(model, steps[:-1])
         known = list(owner.model_fields) if owner else []
-        hint = (
-            did_you_mean(str(steps[-1]), known)
-            if known
-            else f" {owner.__name__.lower() if owner else 'It'} has no fields."
-        )
+        none = f" {owner.__name__.lower() if owner else 'It'} has no fields."
+        hint = did_you_mean(str(steps[-1]), known) if known else none
         return f"unknown field '{name}'.{hint}"
     if first["type"] == "missing":
         owner = fields_model(model, steps[:-1])

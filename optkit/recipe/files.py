@@ -31,18 +31,13 @@ def find_recipe(source: Path | str) -> Path:
         return path
     if is_directory(path):
         inside = ", ".join(file.name for file in sorted(path.iterdir()) if file.suffix in SUFFIXES)
-        raise _refused(
-            path, f"this is a directory, not a recipe. Name a file in it: {inside or 'it holds no .yaml file'}."
-        )
+        named = inside or "it holds no .yaml file"
+        raise _refused(path, f"this is a directory, not a recipe. Name a file in it: {named}.")
     shipped = shipped_recipes()
     if path.parent == Path() and path.name.removesuffix(".yaml") in shipped:
         return shipped[path.name.removesuffix(".yaml")]
-    nearby = (
-        {file.stem: str(file) for file in path.parent.glob("*") if file.suffix in SUFFIXES}
-        if is_directory(path.parent)
-        else {}
-    )
-    known = {**{name: name for name in shipped}, **nearby}
+    files = path.parent.glob("*") if is_directory(path.parent) else ()
+    known = {name: name for name in shipped} | {file.stem: str(file) for file in files if file.suffix in SUFFIXES}
     near = difflib.get_close_matches(path.name.removesuffix(path.suffix if path.suffix in SUFFIXES else ""), known, n=1)
     hint = f"Did you mean '{known[near[0]]}'?" if near else f"Shipped recipes: {', '.join(shipped)}."
     raise _refused(path, f"there is no such recipe. {hint}")

@@ -64,11 +64,8 @@ def _step(container: Any, steps: Steps, name: str, rest: list[str], place: Place
     """
     inside = ".".join(str(step) for step in steps)
     if isinstance(container, list):
-        numbers = (
-            f"{inside} has {len(container)} items, numbered from 0 to {len(container) - 1}"
-            if container
-            else f"{inside} has no items"
-        )
+        count = len(container)
+        numbers = f"{inside} has {count} items, numbered from 0 to {count - 1}" if count else f"{inside} has no items"
         if not name.isdecimal():
             kinds = [next(iter(item), "") if isinstance(item, dict) else item for item in container]
             hint = f" Write {inside}.{kinds.index(name)}.{'.'.join([name, *rest])}." if name in kinds else ""

@@ -102,11 +102,8 @@ class Recipe(Heading):
 
     def trusting(self, trusted: bool) -> Recipe:
         """Return the recipe with the code of its model trusted, if the command line says so."""
-        return (
-            self.model_copy(update={"model": self.model.model_copy(update={"trust_remote_code": True})})
-            if trusted
-            else self
-        )
+        model = self.model.model_copy(update={"trust_remote_code": True})
+        return self.model_copy(update={"model": model}) if trusted else self
 
     def pinned(self, data: Path | None, cache: Path | None = None) -> Recipe:
         """Return the recipe with every revision filled in; raises SourceError.
@@ -170,9 +167,8 @@ def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str
     evals, eval_problems = read_items(placed, "eval")
     gates, gate_problems = check_gates(placed, evals)
     if not placed.data.get("stages") and not placed.data.get("evals"):
-        problems.append(
-            placed.value_place(()).problem("the recipe has no stages and no evals: there is nothing to do. List some.")
-        )
+        idle = "the recipe has no stages and no evals: there is nothing to do. List some."
+        problems.append(placed.value_place(()).problem(idle))
     problems += [*stage_problems, *eval_problems, *gate_problems]
     problems += [*check_rules(placed, stages, evals), *check_texts(placed, stages, evals)]
     problems += check_files(placed, [*stages, *evals]) if files else ()

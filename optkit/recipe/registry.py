@@ -148,14 +148,12 @@ def _import(kind: str, role: str, origin: Origin) -> object:
 def _load(role: str, kind: str, bases: tuple[type[Base], ...]) -> type[Base]:
     known = origins(role)
     if kind not in known:
-        raise UnknownKindError(
-            f"there is no {role} '{kind}'.{did_you_mean(kind, [*known, *(PRESETS if role == 'stage' else ())])}"
-        )
+        hint = did_you_mean(kind, [*known, *(PRESETS if role == "stage" else ())])
+        raise UnknownKindError(f"there is no {role} '{kind}'.{hint}")
     loaded = _import(kind, role, known[kind])
     if not (isinstance(loaded, type) and issubclass(loaded, bases)):
-        raise OptkitError(
-            f"the {role} '{kind}' ({known[kind]}) is no {' or '.join(base.__name__ for base in bases)} of optkit"
-        )
+        wanted = " or ".join(base.__name__ for base in bases)
+        raise OptkitError(f"the {role} '{kind}' ({known[kind]}) is no {wanted} of optkit")
     return _named(loaded, kind, role, known[kind])
 
 

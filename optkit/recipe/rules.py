@@ -89,10 +89,8 @@ def _repeats(stages: Sequence[Item], evals: Sequence[Item], place: Placing[Item]
         earlier = first.setdefault(class_of(item), item)
         if issubclass(class_of(item), Setting) and earlier is not item:
             where = f", first in {place(earlier)}" if place(earlier) else ""
-            yield (
-                item,
-                f"the setting {item.kind} is given twice{where}. Only one can be in force; remove the other.",
-            )
+            message = f"the setting {item.kind} is given twice{where}. Only one can be in force; remove the other."
+            yield item, message
     for index, item in enumerate(evals):
         if isinstance(item.value, Eval) and any(item.value == other.value for other in evals[:index]):
             yield item, f"the eval {item.kind} is here twice with the same fields. Remove one of them."
@@ -126,12 +124,9 @@ def _lengths(evals: Iterable[Item], start: Start) -> Broken[Item]:
     for item in evals:
         longest = item.value.longest_sequence() if start.positions else 0
         if start.positions and longest > start.positions:
-            yield (
-                item,
-                f"the sequences of {item.kind} have {longest:,} tokens, and {start.name} was built for "
-                f"{start.positions:,}. Beyond its positions a model's numbers mean nothing. Set its fields so "
-                f"that they have at most {start.positions:,}.",
-            )
+            most, why = f"{start.positions:,}", "Beyond its positions a model's numbers mean nothing"
+            have = f"the sequences of {item.kind} have {longest:,} tokens, and {start.name} was built for {most}"
+            yield item, f"{have}. {why}. Set its fields so that they have at most {most}."
 
 
 def _left(stages: Iterable[Item], start: Start) -> Iterator[tuple[Item, Format | None]]:

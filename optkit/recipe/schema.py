@@ -50,14 +50,8 @@ def _entry_schema(role: str, named: dict[Any, str], definitions: dict[str, Any])
             forms.append({"type": "null"})
         mappings[kind] = {"anyOf": forms, "description": summary(model)}
     bare += sorted(PRESETS) if role == "stage" else []
-    one = {
-        "type": "object",
-        "properties": mappings,
-        "additionalProperties": False,
-        "minProperties": 1,
-        "maxProperties": 1,
-    }
-    return {"anyOf": [{"type": "string", "enum": bare}, one]}
+    one = {"type": "object", "properties": mappings, "additionalProperties": False}
+    return {"anyOf": [{"type": "string", "enum": bare}, one | {"minProperties": 1, "maxProperties": 1}]}
 
 
 def _without_titles(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -71,9 +72,8 @@ class Pruned(Frozen):
     @property
     def freed_bytes(self) -> int:
         """What the disk has more: links of artifacts keep the rest."""
-        return sum(step.size_bytes - step.linked_bytes for step in self.steps) + sum(
-            work.size_bytes for work in self.work
-        )
+        steps = sum(step.size_bytes - step.linked_bytes for step in self.steps)
+        return steps + sum(work.size_bytes for work in self.work)
 
     @property
     def linked_bytes(self) -> int:
@@ -83,11 +83,9 @@ class Pruned(Frozen):
 
 def survey(store: Store) -> Contents:
     """Return what lies in a store; nothing of it counts as used by that."""
-    found = {
-        entry.name: (entry, _record(entry)) for entry in _below(store.root / "steps") if (entry / RECORD).is_file()
-    }
-    records = {key: record for key, (_, record) in found.items()}
-    steps = [_step(entry, record, records) for entry, record in found.values()]
+    entries = [entry for entry in _below(store.root / "steps") if (entry / RECORD).is_file()]
+    records = {entry.name: _record(entry) for entry in entries}
+    steps = [_step(entry, records) for entry in entries]
     return Contents(
         root=store.root,
         steps=tuple(sorted(steps, key=lambda step: (-step.last_use, step.key))),
@@ -112,12 +110,10 @@ def prune(
     store cannot be written.
     """
     contents = survey(store)
-    before = time.time() - older_than_s if older_than_s is not None else None
-    chosen = [step for step in contents.steps if everything or (before is not None and step.last_use < before)]
-    metrics = [
-        path for path in contents.metrics if everything or (before is not None and path.stat().st_mtime < before)
-    ]
-    work = [each for each in contents.work if everything or (before is not None and each.last_use < before)]
+    before = math.inf if everything else -math.inf if older_than_s is None else time.time() - older_than_s
+    chosen = [step for step in contents.steps if step.last_use < before]
+    metrics = [path for path in contents.metrics if path.stat().st_mtime < before]
+    work = [each for each in contents.work if each.last_use < before]
     deleted, in_use = _delete(store, chosen, dry_run=dry_run)
     if max_bytes is not None:
         left_bytes = contents.size_bytes - sum(step.size_bytes for step in deleted)
@@ -176,7 +172,8 @@ def _record(entry: Path) -> Mapping[str, Any]:
     return record if whole else {}
 
 
-def _step(entry: Path, record: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> StoredStep:
+def _step(entry: Path, records: Mapping[str, Mapping[str, Any]]) -> StoredStep:
+    record = records[entry.name]
     files = [path.lstat() for path in (entry / "model").rglob("*") if path.is_file()]
     return StoredStep(
         key=entry.name,
