@@ -19,6 +19,7 @@ from optkit.artifact import (
     read_finished,
     settings_of,
     standing,
+    steps_of,
 )
 from optkit.common.cache import default_store
 from optkit.common.own_files import SCORECARD_HTML, SCORECARD_JSON, SCORECARD_MARKDOWN
@@ -29,6 +30,7 @@ from optkit.measuring.attribution import attribute, between
 from optkit.measuring.earlier_release import earlier_release
 from optkit.measuring.evaluation import context_of, measure_plan, metric_keys
 from optkit.measuring.evaluation import evaluate as evaluate
+from optkit.measuring.measurement import Measurement
 from optkit.measuring.speed import speed_rungs
 from optkit.page import scorecard_page
 from optkit.plan import Plan, make_plan
@@ -50,6 +52,7 @@ from optkit.scorecard.published import (
 )
 from optkit.source.directory import left_out
 from optkit.source.models import locate_model
+from optkit.stage import Context
 from optkit.store.out_directory import reserve, settle
 from optkit.store.store import Store
 from optkit.trust import allow_code, allow_directory, say_code
@@ -93,6 +96,7 @@ def run(
     retime: bool = False,
     verified: bool = False,
     against: Path | str | None = None,
+    timings: bool = True,
     progress: Progress | None = None,
 ) -> Scorecard:
     """Make a recipe's artifact in `out` (`artifacts/NAME`) and return its scorecard.
@@ -103,7 +107,8 @@ def run(
     but for timings if `retime` is true. `verified`: every engine that is installed opens the
     artifact at the end; UnsoundError if its files do not pass the checks. `against` is an earlier
     release that gates are relative to: its artifact or scorecard.json, or `none` if there is none
-    yet. Raises an OptkitError for everything that a user can cause.
+    yet. Without `timings` the timed evals and their gates are left for `add_timings`. Raises an
+    OptkitError for everything that a user can cause.
     """
     progress = progress or SilentProgress()
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
@@ -113,7 +118,8 @@ def run(
     target = settle(Path(out) if out is not None else Path("artifacts") / wanted.name)
     shelf = Store(store or default_store())
     with reserve(target, shelf.root), ExitStack() as held:
-        todo = make_plan(wanted.pinned(data), shelf, chosen)
+        whole = wanted.pinned(data)
+        todo = make_plan(whole if timings else whole.untimed(), shelf, chosen)
         steps_between = [each for rung in between(todo) for each in rung.evals]
         speed = speed_rungs(todo, stages=True)
         keys = [*(step.key for step in todo.steps), *metric_keys(*todo.evals, *steps_between), *speed.keys]
@@ -124,7 +130,8 @@ def run(
             progress.warn(gate)
         context = context_of(todo, progress, data)
         execution = execute(todo, shelf, context)
-        artifact = publish(execution.weights, target, _record(todo, execution), execution.stored)
+        record = _record(todo, execution, whole)
+        artifact = publish(execution.weights, target, record, execution.stored)
         scorecard, measured = measure_plan(
             todo,
             shelf,
@@ -138,21 +145,35 @@ def run(
             speed=speed,
         )
         added = attribute(todo, measured, shelf, context, execution.calibrated_on)
-        notes = (*scorecard.notes, *_left_out(todo))
-        scorecard = scorecard.model_copy(
-            update={"loading": read_loading(artifact), "attribution": added, "notes": notes}
-        )
-        files = published_attachments({**pictures(scorecard.steps), **measured.attachments}, todo.recipe)
-        scorecard = published_scorecard(scorecard, todo.recipe).model_copy(update={"files": file_lines(files)})
-        artifact = artifact.replace_attachments({place: file.content for place, file in files.items()})
-        _attach(artifact, scorecard)
-        artifact.finish()
+        scorecard = _finish(artifact, todo, scorecard.model_copy(update={"attribution": added}), measured)
         if verified:
             _refuse_damaged(
                 verify(target, device=chosen, trust_remote_code=wanted.model.trust_remote_code, progress=progress)
             )
             return read_scorecard(target)
     return scorecard
+
+
+def add_timings(
+    artifact: Artifact, todo: Plan, store: Store, context: Context, since: str, previous: Scorecard | None = None
+) -> Scorecard:
+    """Return the scorecard of an artifact with the timings of a plan, which the store holds by now.
+    The artifact was made by `run` without `timings`; what was measured before `since` is noted.
+    `previous` is the scorecard of an earlier release.
+    """
+    scorecard, measured = measure_plan(
+        todo,
+        store,
+        context,
+        artifact.directory,
+        alone=todo.artifact_key == todo.baseline_key,
+        steps=steps_of(artifact),
+        calibrated_on=artifact.record.calibrated_on,
+        since=since,
+        previous=previous,
+    )
+    added = read_scorecard(artifact.directory).attribution
+    return _finish(artifact, todo, scorecard.model_copy(update={"attribution": added}), measured)
 
 
 def verify(
@@ -235,6 +256,18 @@ def open_artifact(
     return open_session(directory, settings, usable_device(device), dtype, progress, trusted)
 
 
+def _finish(artifact: Artifact, todo: Plan, scorecard: Scorecard, measured: Measurement) -> Scorecard:
+    """Return the scorecard as it is published, and leave it beside the weights with its files."""
+    notes = (*scorecard.notes, *_left_out(todo))
+    scorecard = scorecard.model_copy(update={"loading": read_loading(artifact), "notes": notes})
+    files = published_attachments({**pictures(scorecard.steps), **measured.attachments}, todo.recipe)
+    scorecard = published_scorecard(scorecard, todo.recipe).model_copy(update={"files": file_lines(files)})
+    artifact = artifact.replace_attachments({place: file.content for place, file in files.items()})
+    _attach(artifact, scorecard)
+    artifact.finish()
+    return scorecard
+
+
 def _attach(artifact: Artifact, scorecard: Scorecard) -> None:
     artifact.attach(SCORECARD_JSON, to_json(scorecard))
     artifact.attach(SCORECARD_MARKDOWN, to_markdown(scorecard))
@@ -254,8 +287,7 @@ def _left_out(todo: Plan) -> list[str]:
     return [said] if said else []
 
 
-def _record(todo: Plan, execution: Execution) -> dict[str, Any]:
-    recipe = todo.recipe
+def _record(todo: Plan, execution: Execution, recipe: Recipe) -> dict[str, Any]:
     said = {
         "name": recipe.name,
         "key": todo.artifact_key,

@@ -41,9 +41,9 @@ def _summary(load: Callable[[str], type[Stage] | type[Eval]], name: str) -> str:
 
 def _recipes() -> dict[str, str]:
     from optkit.recipe.files import shipped_recipes
-    from optkit.recipe.recipe import load_recipe
+    from optkit.recipe.recipe import read_recipe
 
-    return {name: load_recipe(path).description for name, path in shipped_recipes().items()}
+    return {name: str(read_recipe(path)[0].data["description"]) for name, path in shipped_recipes().items()}
 
 
 def _datasets() -> dict[str, str]:

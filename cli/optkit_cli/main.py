@@ -20,6 +20,7 @@ from optkit_cli.output import document_of, only_the_result_on_stdout, print_docu
 
 COMMANDS = (
     "run",
+    "sweep",
     "plan",
     "validate",
     "eval",

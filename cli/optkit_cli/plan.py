@@ -30,12 +30,22 @@ def command(
     trust_remote_code: bool,
     **place: Unpack[Place],
 ) -> None:
-    """Print RECIPE's steps, hit or miss, with the disk and memory they will need; compute nothing."""
+    """Print RECIPE's steps, hit or miss, with the disk and memory they will need; compute nothing.
+    Of a recipe with a matrix it says what its combinations share.
+    """
     from optkit import pipeline
-    from optkit.recipe.recipe import load_recipe
+    from optkit.recipe.matrix_reading import load_matrix
     from optkit_cli.output import print_result
     from optkit_cli.plan_view import plan_view
 
-    wanted = load_recipe(recipe, overrides=overrides, model=model).trusting(trust_remote_code)
-    plan = pipeline.plan(wanted, **place)
-    print_result(plan, lambda: plan_view(plan), as_json=as_json)
+    matrix = load_matrix(recipe, overrides, model)
+    combinations = [each.trusting(trust_remote_code) for each in matrix.combinations()]
+    if matrix.varied:
+        from optkit.sweep.plan import plan_sweep
+        from optkit_cli.sweep_plan_view import sweep_plan_view
+
+        sweep = plan_sweep(matrix.name, combinations, **place)
+        print_result(sweep, lambda: sweep_plan_view(sweep), as_json=as_json)
+    else:
+        plan = pipeline.plan(combinations[0].recipe, **place)
+        print_result(plan, lambda: plan_view(plan), as_json=as_json)

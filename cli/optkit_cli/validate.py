@@ -15,15 +15,16 @@ def command(recipes: tuple[str, ...], as_json: bool) -> None:
     """Check each RECIPE and print every problem as file:line:column; exit status 2 if there is one."""
     from optkit.common.visible import visible
     from optkit.errors import Problem
-    from optkit.recipe.recipe import load_recipe
+    from optkit.recipe.matrix_reading import load_matrix
     from optkit_cli.output import print_json
 
     problems: list[Problem] = []
     for recipe in recipes:
         try:
-            load_recipe(recipe)
+            matrix = load_matrix(recipe)
+            found = len(matrix.combinations())
             if not as_json:
-                click.echo(visible(f"{recipe}: ok"))
+                click.echo(visible(f"{recipe}: ok{f', {found} combinations' if matrix.varied else ''}"))
         except RecipeError as error:
             problems.extend(error.problems)
         except OptkitError as error:

@@ -104,13 +104,15 @@ def measure_plan(
     retime: bool = False,
     previous: Scorecard | None = None,
     speed: SpeedRungs | None = None,
+    since: str | None = None,
 ) -> tuple[Scorecard, Measurement]:
     """Return the scorecard of an artifact's directory, and what was measured.
     Without a directory it is that of the unmodified model. `alone`: nothing was changed, so that
     there is no baseline.
 
     `steps` made the artifact; `previous` is the scorecard of an earlier release; `speed` has what
-    is timed further; nothing is without it. Raises what `measure` does.
+    is timed further; nothing is without it. What was measured before `since`, the beginning of this
+    run, is noted. Raises what `measure` does.
     """
     trusted = todo.recipe.model.trust_remote_code
     unmodified = Subject(
@@ -128,6 +130,7 @@ def measure_plan(
         calibrated_on=calibrated_on,
         retime=retime,
         further=speed.further(todo, store, context),
+        since=since,
     )
     scorecard = build_scorecard(
         name=todo.recipe.name,

@@ -55,15 +55,18 @@ def measure(
     calibrated_on: tuple[dict[str, str], ...] = (),
     retime: bool = False,
     further: Sequence[Further] = (),
+    since: str | None = None,
 ) -> Measurement:
     """Return all metrics. Timings are measured first, while the memory is clean, then everything
     else. Each is kept in the store.
 
     `retime` measures the timed evals again, of both models, whatever the store holds. `baseline` is
     None if the artifact is the unmodified model. `further` models take turns with the two; one
-    that fails is left out. Raises EvalError and ResourceError from the evals.
+    that fails is left out. What was measured before `since` is noted. Raises EvalError and
+    ResourceError from the evals.
     """
-    began, environment = datetime.now(UTC).isoformat(timespec="seconds"), describe_environment(plan.device)
+    environment = describe_environment(plan.device)
+    began = since or datetime.now(UTC).isoformat(timespec="seconds")
     if baseline is None:
         refuse_comparisons(plan)
     compared = plan.evals if baseline else ()

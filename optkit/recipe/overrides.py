@@ -1,4 +1,4 @@
-"""Change a recipe from the command line, before it is checked: `--set PATH=VALUE`, `--model NAME`."""
+"""Change a recipe before it is checked: `--set PATH=VALUE`, `--model NAME`, the values of a matrix."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from optkit.recipe.yaml_places import Place, PlacedData, Steps, read_yaml
 
 ROLES = {"stages": "stage", "evals": "eval"}
 
+ANY = "*"
+"""In a path, the stage or eval that stands there, whichever it is."""
+
 _OVERRIDE = re.compile(r"(?P<path>(?:[^\[\]=]|\[[^\]]*\])+)=(?P<value>.*)", re.DOTALL)
 _DOT = re.compile(r"\.(?![^\[]*\])")
 
@@ -24,7 +27,9 @@ def override(recipe: PlacedData, overrides: Sequence[str], model: str | None) ->
     problems: list[Problem] = []
     for text in overrides:
         try:
-            _apply(recipe, text)
+            path, written = assignment(text)
+            place = Place(f"--set {path}")
+            assign(recipe, path, read_value(written, place), place)
         except RecipeError as error:
             problems += error.problems
     if model is not None:
@@ -33,18 +38,30 @@ def override(recipe: PlacedData, overrides: Sequence[str], model: str | None) ->
     return problems
 
 
-def _apply(recipe: PlacedData, text: str) -> None:
+def assignment(text: str) -> tuple[str, str]:
+    """Return the path and the value that `--set` gives as one text; raises RecipeError."""
     found = _OVERRIDE.fullmatch(text)
     if not found:
         raise RecipeError([Problem("write PATH=VALUE, for example stages.0.gptq.group_size=32.", f"--set {text}")])
-    path, written = found["path"].strip(), found["value"].strip()
-    place = Place(f"--set {path}")
+    return found["path"].strip(), found["value"].strip()
+
+
+def read_value(written: str, place: Place) -> Any:
+    """Return the YAML value of a text that was written at a place; raises RecipeError."""
     try:
-        value = written if written.startswith(">") else read_yaml(written, "").data
+        return written if written.startswith(">") else read_yaml(written, "").data
     except RecipeError as error:
         raise RecipeError(
             place.problem(f"the value '{written}' is not YAML: {problem.message}") for problem in error.problems
         ) from error
+
+
+def assign(recipe: PlacedData, path: str, value: Any, place: Place) -> Steps:
+    """Put a value at a path like `stages.0.gptq.bits`, and return its steps.
+    What the data shares with others is not changed but for its root.
+
+    `*` below a stage or eval is whichever stands there. Raises RecipeError with `place`.
+    """
     names = _DOT.split(path)
     container: Any = recipe.data
     steps: Steps = ()
@@ -56,6 +73,7 @@ def _apply(recipe: PlacedData, text: str) -> None:
         else:
             container[step] = container = _opened(container, step, steps, place)
     _note(recipe, steps, place)
+    return steps
 
 
 def _step(container: Any, steps: Steps, name: str, rest: list[str], place: Place) -> str | int:
@@ -73,6 +91,8 @@ def _step(container: Any, steps: Steps, name: str, rest: list[str], place: Place
         if int(name) >= len(container):
             raise RecipeError([place.problem(f"{numbers}; there is no {name}.")])
         return int(name)
+    if len(steps) == 2 and steps[0] in ROLES and name == ANY and len(container) == 1:
+        return str(next(iter(container)))
     if len(steps) == 2 and steps[0] in ROLES and name not in container:
         there = next(iter(container), "empty")
         raise RecipeError(

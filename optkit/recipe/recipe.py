@@ -24,12 +24,15 @@ from optkit.recipe.checks import (
     read_items,
 )
 from optkit.recipe.files import find_recipe, is_stream, read_text
+from optkit.recipe.gates import parse_gate
 from optkit.recipe.overrides import override
 from optkit.recipe.yaml_places import PlacedData, read_yaml_leniently
 from optkit.source.models import ModelSource
 from optkit.source.places import pin_and_remember
 from optkit.stage import Setting, Stage, Transform
 
+MATRIX = "matrix"
+"""The key whose values make many recipes of one, see `optkit.recipe.matrix`."""
 LONGEST_NAME = 100
 """Letters of a recipe's name: file systems take 255 bytes, with what stores and drafts put before
 and behind it.
@@ -100,6 +103,14 @@ class Recipe(Heading):
         """The stages that are applied when the artifact is opened, in order."""
         return tuple(entry for entry in self.stages if isinstance(entry, SettingEntry))
 
+    def untimed(self) -> Recipe:
+        """Return the recipe without its timed evals, and without the gates that they alone meet."""
+        left = tuple(entry for entry in self.evals if not entry.value.timed)
+        measured = {name for entry in left for name in entry.value.metrics}
+        lost = {name for entry in self.evals for name in entry.value.metrics} - measured
+        gates = {key: text for key, text in self.gates.items() if parse_gate(key, text).name not in lost}
+        return self.model_copy(update={"evals": left, "gates": gates})
+
     def trusting(self, trusted: bool) -> Recipe:
         """Return the recipe with the code of its model trusted, if the command line says so."""
         model = self.model.model_copy(update={"trust_remote_code": True})
@@ -145,21 +156,36 @@ def load_recipe(
     Raises RecipeError with every problem.
     """
     if isinstance(source, Mapping):  # e.g. of an artifact, whose texts may be long gone
-        return _checked(PlacedData(dict(source)), "recipe", overrides, model, files=False)
+        return checked(PlacedData(dict(source)), "recipe", overrides, model, files=False)
+    placed, name = read_recipe(source)
+    return checked(placed, name, overrides, model)
+
+
+def read_recipe(source: Path | str) -> tuple[PlacedData, str]:
+    """Return the data of a recipe and the name that it has if it gives itself none.
+    Raises RecipeError if there is no such recipe or it cannot be read.
+    """
     if isinstance(source, str) and "\n" in source:
-        placed, name = read_yaml_leniently(source, "recipe"), "recipe"
-    else:
-        path = find_recipe(source)
-        placed, name = read_yaml_leniently(read_text(path), str(path)), "recipe" if is_stream(path) else path.stem
-    return _checked(placed, name, overrides, model, files=True)
+        return read_yaml_leniently(source, "recipe"), "recipe"
+    path = find_recipe(source)
+    placed = read_yaml_leniently(read_text(path), str(path))
+    return placed, "recipe" if is_stream(path) else path.stem
 
 
-def _checked(placed: PlacedData, name: str, overrides: Sequence[str], model: str | None, files: bool) -> Recipe:
+def checked(
+    placed: PlacedData, name: str, overrides: Sequence[str] = (), model: str | None = None, files: bool = True
+) -> Recipe:
+    """Return the recipe that data states; raises RecipeError with every problem.
+    `files`: the texts that it names have to be there.
+    """
     known = Recipe.model_fields
     if not isinstance(placed.data, dict):
         raise RecipeError(placed.problems or check_root(placed, known))
+    if MATRIX in placed.data:
+        message = "a recipe with a matrix is many recipes. Run it with `optkit sweep`."
+        raise RecipeError([*placed.problems, placed.key_place((MATRIX,)).problem(message)])
     problems = override(placed, overrides, model)
-    problems += check_root(placed, known)
+    problems += check_root(placed, (*known, MATRIX))
     heading = check_fields(placed, (), Heading, _heading(placed.data, name))
     if isinstance(heading, list):
         problems += heading

@@ -74,6 +74,27 @@ A gate is PASS, FAIL or, if the 95% interval of the measurement straddles the li
 `optkit run` then ends with exit status 0, 3 or 4.
 """
 
+MATRIX = """\
+A recipe with a `matrix:` is many recipes: one for each combination of the values of its axes.
+`optkit sweep` makes them all.
+
+```yaml
+matrix:
+  stages.0: [rtn, {gptq: {calibration: {dataset: python-reference, samples: 16}}}]   # whole stages
+  stages.0.*.bits: [3, 4]                      # a field of whichever stage stands there
+  exclude: [{stages.0: rtn, stages.0.*.bits: 3}]
+  include: [{stages.0: nf4}]                   # further combinations
+```
+
+- A path is one of `--set`. Whole stages are set before their fields.
+- A combination is named after its values, e.g. `gptq-bits4`: its artifact lies in
+  `artifacts/NAME/gptq-bits4`.
+- `exclude` takes parts of combinations; a stage may be given by the word that stands in names.
+- `--set PATH=VALUE,VALUE` is an axis too, of any recipe, and takes the place of one with the same
+  path. Commas in quotes, lists and mappings belong to the value.
+- An axis that changes nothing, a value given twice and an `exclude` that meets nothing are errors.
+"""
+
 
 def recipes_page() -> str:
     """Return the text of docs/recipes.md."""
@@ -104,6 +125,8 @@ def recipes_page() -> str:
         *(f"### `{model.__name__}`\n\n{_prose(model)}\n\n{_fields(model)}" for model in _inner_models()),
         "## `gates`\n",
         GATES,
+        "## `matrix`\n",
+        MATRIX,
         "## Recipes that come with optkit\n",
         _table(
             ("name", "what it does"),

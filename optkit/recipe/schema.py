@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from optkit.recipe.entries import class_of, names_of
-from optkit.recipe.recipe import Heading, Recipe
+from optkit.recipe.recipe import MATRIX, Heading, Recipe
 from optkit.recipe.registry import PRESETS, summary
 
 
@@ -24,13 +24,22 @@ def recipe_schema() -> dict[str, Any]:
     }
     properties["model"] = {"anyOf": [{"type": "string", "minLength": 1}, {"$ref": properties["model"]["$ref"]}]}
     about = {name: " ".join((field.description or "").split()) for name, field in Recipe.model_fields.items()}
+    axes: dict[str, Any] = {"type": "array", "minItems": 1, "items": True}
+    partial: dict[str, Any] = {"type": "array", "items": {"type": "object", "minProperties": 1}}
+    matrix: dict[str, Any] = {
+        "type": "object",
+        "properties": {"include": partial, "exclude": partial},
+        "additionalProperties": axes,
+    }
+    matrix |= {"minProperties": 1, "description": "Axes, a path and its values each: every combination is a recipe."}
     return {
         "$schema": GenerateJsonSchema.schema_dialect,
         "title": "optkit recipe",
         "type": "object",
         "additionalProperties": False,
         "required": ["model"],
-        "properties": {name: {**properties[name], "description": about[name]} for name in Recipe.model_fields},
+        "properties": {name: {**properties[name], "description": about[name]} for name in Recipe.model_fields}
+        | {MATRIX: matrix},
         "$defs": definitions,
     }
 

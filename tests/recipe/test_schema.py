@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from optkit.recipe.recipe import Recipe
+from optkit.recipe.recipe import MATRIX, Recipe
 from optkit.recipe.registry import PRESETS, eval_class, eval_names, stage_class, stage_names
 from optkit.recipe.schema import recipe_schema
 
@@ -26,7 +26,7 @@ def test_it_is_a_schema(schema: dict[str, Any]) -> None:
 
 
 def test_it_has_every_key_kind_and_preset_with_a_description(schema: dict[str, Any]) -> None:
-    assert list(schema["properties"]) == list(Recipe.model_fields)
+    assert list(schema["properties"]) == [*Recipe.model_fields, MATRIX]
     bare, stages = entries(schema, "stages")
     assert list(stages) == stage_names()
     assert set(PRESETS) <= set(bare) <= set(PRESETS) | set(stage_names())

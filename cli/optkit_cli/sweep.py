@@ -1,0 +1,86 @@
+"""`optkit sweep`: make the artifacts of all combinations of a recipe's matrix, and compare them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Unpack
+
+import click
+
+from optkit_cli.options import (
+    Command,
+    Place,
+    against_option,
+    all_of,
+    comparison_options,
+    json_option,
+    model_option,
+    place_options,
+    quiet_option,
+    recipe_argument,
+    set_option,
+    trust_option,
+)
+
+
+@click.command(cls=Command, short_help="Make and compare all combinations of a recipe.")
+@recipe_argument
+@all_of(model_option, set_option)
+@click.option(
+    "--out",
+    metavar="DIR",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Directory of the artifacts [artifacts/RECIPE].",
+)
+@click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS", help="Begin nothing later.")
+@all_of(against_option, comparison_options)
+@click.option("--retry", is_flag=True, help="Try again what failed before.")
+@all_of(place_options, json_option, quiet_option, trust_option)
+def command(
+    recipe: str,
+    model: str | None,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    max_hours: float | None,
+    against: Path | None,
+    require: tuple[str, ...],
+    best: str | None,
+    axes: tuple[str, ...],
+    retry: bool,
+    as_json: bool,
+    quiet: bool,
+    trust_remote_code: bool,
+    **place: Unpack[Place],
+) -> int:
+    """Make the artifact of each combination of RECIPE's matrix, time them in turns, and compare them.
+    RECIPE is a file, or a name from `optkit list recipes`.
+
+    A field with several values is an axis too: --set stages.0.gptq.bits=3,4,8. The same command
+    goes on with what is not finished. Exit status: 0 if a combination passes all gates, 1 if one
+    failed, 3 if none passes, 4 if none is known to.
+    """
+    from optkit.sweep.run import exit_status, sweep
+    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.sweep_view import closing_view, watching
+
+    with only_the_result_on_stdout(), watching(quiet=quiet) as (watcher, progress):
+        done = sweep(
+            recipe,
+            overrides=overrides,
+            model=model,
+            trust_remote_code=trust_remote_code,
+            out=out,
+            max_hours=max_hours,
+            against=against,
+            retry=retry,
+            watcher=watcher,
+            progress=progress,
+            **place,
+        )
+    status = exit_status(done.record)
+    if as_json:
+        document = {**done.record.model_dump(mode="json"), "directory": str(done.directory), "exit_status": status}
+        print_json(document)
+    else:
+        show(*closing_view(done.record, done.directory, require=require, best=best, axes=axes))
+    return status

@@ -1,0 +1,221 @@
+"""A recipe with a `matrix:`: each combination of the values of its axes is a recipe of its own.
+
+    matrix:
+      stages.0: [rtn, {gptq: {calibration: {samples: 16}}}]    # whole stages
+      stages.0.*.bits: [3, 4]                                  # a field of whichever stands there
+      exclude: [{stages.0: rtn, stages.0.*.bits: 3}]
+      include: [{stages.0: {nf4: {}}}]
+
+The paths are those of `--set`. A combination has the name of the recipe and of its values, e.g.
+`NAME-gptq-bits4`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optkit.common.frozen import canonical_json
+from optkit.errors import Problem, RecipeError
+from optkit.recipe.combination_names import combination_name, shortened
+from optkit.recipe.field_faults import shown
+from optkit.recipe.overrides import assign
+from optkit.recipe.recipe import LONGEST_NAME, Recipe, checked
+from optkit.recipe.yaml_places import Place, PlacedData, Steps
+
+MOST = 500
+"""Combinations that are all made; of more, `--trials` takes some."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of one field or stage."""
+
+    path: str
+    value: Any
+    place: Place
+    steps: Steps = ()
+    """The way to it in the recipe's data; empty if `--set` gave it."""
+    label: str = ""
+    """A word for it in names."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What differs between the combinations: the values of one path."""
+
+    path: str
+    place: Place
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One recipe of a matrix."""
+
+    name: str
+    """What tells it from the others, e.g. `gptq-bits4`; empty if there are no others."""
+    assignment: Mapping[str, Any]
+    """Path -> value."""
+    recipe: Recipe
+
+    def trusting(self, trusted: bool) -> Combination:
+        """Return it with the code of its model trusted, if the command line says so."""
+        return replace(self, recipe=self.recipe.trusting(trusted))
+
+
+Chosen = tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A recipe and the axes along which it is varied; without any it is that recipe alone."""
+
+    base: PlacedData
+    """The recipe without its matrix."""
+    written: PlacedData
+    """The recipe with it, for the places of its values."""
+    place: Place
+    """Of the matrix."""
+    file_name: str
+    model: str | None = None
+    overrides: tuple[str, ...] = ()
+    """What `--set` changes in a recipe that is not varied; in one that is, it is done already."""
+    axes: tuple[Axis, ...] = ()
+    include: tuple[Chosen, ...] = ()
+    exclude: tuple[Chosen, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the recipe."""
+        given = self.base.data.get("name") if isinstance(self.base.data, dict) else None
+        return given if isinstance(given, str) else self.file_name
+
+    @property
+    def varied(self) -> bool:
+        """Whether there are axes or further combinations."""
+        return bool(self.axes or self.include)
+
+    @property
+    def size(self) -> int:
+        """How many combinations the axes have, those that are excluded among them."""
+        return math.prod(len(axis.values) for axis in self.axes) if self.axes else 0
+
+    def combinations(self) -> tuple[Combination, ...]:
+        """Return all combinations; raises RecipeError with every problem of any of them."""
+        if not self.varied:
+            recipe = checked(self.base, self.file_name, self.overrides, self.model)
+            return (Combination("", {}, recipe),)
+        if self.size > MOST:
+            many = f"the matrix has {self.size:,} combinations, and no more than {MOST} are all made."
+            raise RecipeError([self.place.problem(f"{many} Let some of them be chosen: --trials N.")])
+        product = list(itertools.product(*(axis.values for axis in self.axes))) if self.axes else []
+        left = [each for each in product if not self.is_excluded(each)]
+        problems = list(self._idle_excludes(product))
+        if not left and not self.include:
+            problems.append(self.place.problem(f"all {self.size} combinations are excluded: nothing is left."))
+        found = self._all_checked([*left, *self.include], problems)
+        problems = [*self._idle_axes(found[: len(left)])] or [*self._twice(found)]
+        if problems:
+            raise RecipeError(problems)
+        return found
+
+    def combination(self, chosen: Chosen) -> Combination:
+        """Return the combination of one value of each axis; raises RecipeError."""
+        return self._all_checked([chosen], [])[0]
+
+    def is_excluded(self, chosen: Chosen) -> bool:
+        """Say whether values, one of each axis, have the values of one that is excluded."""
+        return any(_has(chosen, partial) for partial in self.exclude)
+
+    def _all_checked(self, chosen: Sequence[Chosen], problems: list[Problem]) -> tuple[Combination, ...]:
+        """Return the combinations; raises RecipeError with what is wrong in any, and in which."""
+        found: list[Combination] = []
+        wrong: dict[Problem, list[str]] = {}
+        for values in chosen:
+            meant = {each.path: each.value for each in values}
+            name = combination_name([each.label for each in values], meant)
+            try:
+                found.append(Combination(name, meant, self._recipe_of(values, name)))
+            except RecipeError as error:
+                for problem in error.problems:
+                    wrong.setdefault(problem, []).append(name)
+        for problem, names in wrong.items():
+            some = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+            said = problem.message if len(names) == len(chosen) else f"{problem.message} It is so in {some}."
+            problems.append(Problem(said, problem.file, problem.line, problem.column))
+        if problems:
+            raise RecipeError(sorted(problems, key=lambda problem: (problem.line, problem.column)))
+        return tuple(found)
+
+    def _recipe_of(self, values: Chosen, name: str) -> Recipe:
+        """Return the recipe with these values; raises RecipeError, with places in the matrix."""
+        data = PlacedData(dict(self.base.data), dict(self.base.keys), dict(self.base.values), [*self.base.problems])
+        # Whole stages before their fields, whatever the order in which they are written.
+        for each in sorted(values, key=lambda each: each.path.count(".")):
+            steps = assign(data, each.path, each.value, each.place)
+            for places, there in ((self.written.keys, data.keys), (self.written.values, data.values)):
+                length = len(each.steps) or math.inf
+                inside = {
+                    way: at for way, at in places.items() if len(way) > length and way[: int(length)] == each.steps
+                }
+                there.update({(*steps, *way[int(length) :]): at for way, at in inside.items()})
+        meant = {each.path: each.value for each in values}
+        data.data["name"] = shortened(f"{self.name}-{name}", meant, max(LONGEST_NAME, len(self.name)))
+        return checked(data, self.file_name, (), self.model)
+
+    def _idle_excludes(self, product: Sequence[Chosen]) -> Iterator[Problem]:
+        for partial in self.exclude:
+            if not any(_has(each, partial) for each in product):
+                message = "no combination has these values, so that nothing is excluded. Write values of the axes."
+                yield partial[0].place.problem(message)
+
+    def _idle_axes(self, found: Sequence[Combination]) -> Iterator[Problem]:
+        """Yield the axes along which all recipes are the same."""
+        for axis in self.axes:
+            alike: dict[str, list[str]] = {}
+            for each in found:
+                others = {path: value for path, value in each.assignment.items() if path != axis.path}
+                alike.setdefault(canonical_json(others), []).append(_content(each.recipe))
+            if len(axis.values) > 1 and all(len(set(recipes)) == 1 for recipes in alike.values()):
+                if len(found) > len(alike):
+                    message = (
+                        f"the axis {axis.path} changes nothing: all its {len(axis.values)} values give one recipe."
+                    )
+                    yield axis.place.problem(f"{message} Take it out, or vary a field that is used.")
+            elif axis.values[0].steps and len(axis.values) == 1 and self._is_as_without(axis, found):
+                message = (
+                    f"the axis {axis.path} changes nothing: {shown(axis.values[0].value)} is what the recipe says."
+                )
+                yield axis.place.problem(f"{message} Give it other values, or take it out.")
+
+    def _is_as_without(self, axis: Axis, found: Sequence[Combination]) -> bool:
+        rest = tuple(other.values[0] for other in self.axes if other is not axis)
+        try:
+            without = _content(self._recipe_of(rest, "without"))
+        except RecipeError:
+            return False
+        return any(without == _content(each.recipe) for each in found)
+
+    def _twice(self, found: Sequence[Combination]) -> Iterator[Problem]:
+        """Yield the combinations whose recipe another one has already."""
+        first: dict[str, Combination] = {}
+        for each in found:
+            earlier = first.setdefault(_content(each.recipe), each)
+            if earlier is not each:
+                message = f"the combinations {earlier.name} and {each.name} are the same recipe. Exclude one of them."
+                yield self.place.problem(message)
+
+
+def _has(chosen: Chosen, partial: Chosen) -> bool:
+    """Say whether a combination has the values of a part of one; a label stands for its value too."""
+    there = {each.path: each for each in chosen}
+    return all(each.value in (there[each.path].value, there[each.path].label) for each in partial)
+
+
+def _content(recipe: Recipe) -> str:
+    """Return what a recipe does, without its name."""
+    return canonical_json(recipe.resolved() | {"name": "", "description": ""})

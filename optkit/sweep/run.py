@@ -1,0 +1,260 @@
+"""A sweep from its recipes to their scorecards; what is on the disk says where it goes on."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from optkit.artifact import is_artifact, read_artifact, read_finished
+from optkit.common.cache import default_store
+from optkit.common.frozen import digest
+from optkit.common.own_files import SCORECARD_JSON
+from optkit.environment import usable_device
+from optkit.errors import ArtifactError, OptkitError, UsageError
+from optkit.measuring.earlier_release import earlier_release
+from optkit.measuring.evaluation import context_of
+from optkit.pipeline import add_timings
+from optkit.plan import Plan, make_plan
+from optkit.progress import Progress, SilentProgress
+from optkit.recipe.gate_places import require_earlier_release
+from optkit.recipe.matrix import Combination
+from optkit.recipe.matrix_reading import load_matrix
+from optkit.store.store import Store
+from optkit.sweep.executor import Executor, LocalExecutor, Order, Outcome, reason_of
+from optkit.sweep.order import nearest
+from optkit.sweep.record import Entry, Status, SweepRecord, held, new_record, read_record
+from optkit.sweep.timing import Timed, take_turns, timed_groups
+
+
+class Watcher(Protocol):
+    """Who looks on while a sweep runs."""
+
+    def show(self, record: SweepRecord, now: str) -> None:
+        """Draw how far each combination is; `now` is the one at work, `timings`, or nothing."""
+        ...
+
+
+class NoWatcher:
+    """Draws nothing."""
+
+    def show(self, record: SweepRecord, now: str) -> None:
+        return None
+
+
+@dataclass
+class Sweep:
+    """One run of a sweep."""
+
+    name: str
+    combinations: Sequence[Combination]
+    directory: Path
+    device: str
+    store: Store
+    progress: Progress
+    data: Path | None = None
+    executor: Executor = field(default_factory=LocalExecutor)
+    watcher: Watcher = field(default_factory=NoWatcher)
+    against: str | None = None
+    """An earlier release, its artifact or scorecard.json, that gates are relative to."""
+    retry: bool = False
+    """Try again what failed."""
+    until: float = float("inf")
+    """Of the monotonic clock; no recipe is at work after it."""
+    record: SweepRecord = field(init=False)
+    plans: dict[str, Plan] = field(init=False, default_factory=dict)
+
+    def run(self) -> SweepRecord:
+        """Make and measure what is not there yet, then time all of it in turns.
+
+        Raises StoreError if the directory cannot be used, and what timing the unmodified model
+        raises.
+        """
+        with held(self.directory):
+            self.record = self._begun()
+            self.record.write(self.directory)
+            self._make()
+            self._time()
+            self.watcher.show(self.record, "")
+            return self.record
+
+    def place(self, name: str) -> Path:
+        """Return the directory of a combination's artifact."""
+        return self.directory / name
+
+    def _begun(self) -> SweepRecord:
+        """Return the record of before with the combinations of now; each is planned."""
+        before = read_record(self.directory) or new_record(self.name)
+        known = {entry.name: entry for entry in before.entries}
+        entries = []
+        for each in self.combinations:
+            recipe = digest(each.recipe.resolved())
+            entry = known.get(each.name)
+            if entry is None or entry.recipe != recipe:
+                entry = Entry(name=each.name, assignment=dict(each.assignment), recipe=recipe)
+            entries.append(self._standing(entry, each))
+        return before.model_copy(update={"name": self.name, "entries": tuple(entries)})
+
+    def _standing(self, entry: Entry, combination: Combination) -> Entry:
+        """Return an entry as it is: its plan is made, and its artifact is looked for."""
+        if entry.status is Status.FAILED and not self.retry and entry.artifact_key is None:
+            return entry
+        try:
+            plan = make_plan(combination.recipe.pinned(self.data), self.store, self.device)
+        except OptkitError as error:
+            return entry.model_copy(update={"status": Status.FAILED, "reason": reason_of(error)})
+        self.plans[entry.name] = plan
+        fresh = {"status": Status.WAITING, "reason": "", "timed_with": None, "weights": True}
+        if entry.status is Status.FAILED and self.retry:
+            entry = entry.model_copy(update=fresh)
+        there = entry.status is not Status.WAITING and self._is_there(entry, plan)
+        return entry if there else entry.model_copy(update={**fresh, "artifact_key": None})
+
+    def _is_there(self, entry: Entry, plan: Plan) -> bool:
+        directory = self.place(entry.name)
+        if entry.artifact_key != plan.artifact_key or not (directory / SCORECARD_JSON).is_file():
+            return False
+        try:
+            return is_artifact(directory) and read_finished(directory).record.key == plan.artifact_key
+        except ArtifactError:
+            return False
+
+    def _make(self) -> None:
+        """Make the artifacts that wait, the nearest first."""
+        while waiting := {entry.name: self.plans[entry.name] for entry in self.record.having(Status.WAITING)}:
+            left = self.until - time.monotonic()
+            if left <= 0:
+                self.progress.say(f"the time is over: {len(waiting)} combinations wait for the same command")
+                return
+            done = self.record.having(Status.MADE, Status.DONE)
+            finished = {step.key for entry in done for step in self.plans[entry.name].steps}
+            name = nearest(waiting, finished)
+            self.watcher.show(self.record, name)
+            outcome = self.executor.run(self._order(name), self.progress, left if left < float("inf") else None)
+            self._note(name, outcome)
+
+    def _order(self, name: str) -> Order:
+        recipe, store = self.plans[name].recipe, self.store.root
+        return Order(name, recipe, self.place(name), self.device, store, self.data, self.against)
+
+    def _note(self, name: str, outcome: Outcome) -> None:
+        if outcome.verdict is None and not outcome.reason:
+            return  # the time was over
+        plan = self.plans[name]
+        timed = any(each.eval.timed for each in plan.evals)
+        status = Status.FAILED if outcome.reason else Status.MADE if timed else Status.DONE
+        key = None if outcome.reason else plan.artifact_key
+        self._change(
+            name,
+            status=status,
+            reason=outcome.reason,
+            artifact_key=key,
+            seconds=outcome.seconds,
+            verdict=outcome.verdict,
+        )
+
+    def _change(self, name: str, **changes: object) -> None:
+        self.record = self.record.with_entry(self.record.entry(name).model_copy(update=changes))
+        self.record.write(self.directory)
+
+    def _time(self) -> None:
+        """Take the timings of what is made, and complete the scorecards with them."""
+        there = [entry for entry in self.record.entries if entry.artifact_key]
+        groups = self._groups(there)
+        if any(self._lacks_timings(name, group) for group in groups for name in group.plans):
+            # Those without weights cannot take turns with new ones; their old timings stay.
+            groups = self._groups([entry for entry in there if entry.weights])
+        for group in groups:
+            if any(self._lacks_timings(name, group) for name in group.plans):
+                self.watcher.show(self.record, "timings")
+                self._time_group(group)
+
+    def _groups(self, entries: Sequence[Entry]) -> tuple[Timed, ...]:
+        return timed_groups({entry.name: self.plans[entry.name] for entry in entries}, self.store)
+
+    def _lacks_timings(self, name: str, group: Timed) -> bool:
+        entry = self.record.entry(name)
+        return entry.weights and entry.status is not Status.FAILED and entry.timed_with != group.identity
+
+    def _time_group(self, group: Timed) -> None:
+        racing = {name: self.place(name) for name in group.plans if self._is_sound(name)}
+        take_turns(group, racing, self.store, self.data, self.progress, self._failed_timing)
+        for name in filter(self._is_sound, racing):
+            self._complete(name, group)
+
+    def _is_sound(self, name: str) -> bool:
+        return self.record.entry(name).status is not Status.FAILED
+
+    def _failed_timing(self, name: str, error: Exception) -> None:
+        self._change(name, status=Status.FAILED, reason=f"its timings failed: {reason_of(error)}")
+        self.watcher.show(self.record, "timings")
+
+    def _complete(self, name: str, group: Timed) -> None:
+        plan = group.plans[name]
+        context = context_of(plan, self.progress, self.data)
+        artifact, earlier = read_artifact(self.place(name)), earlier_release(self.against)
+        scorecard = add_timings(artifact, plan, self.store, context, self.record.created, earlier)
+        self._change(name, status=Status.DONE, timed_with=group.identity, verdict=str(scorecard.verdict))
+
+
+def exit_status(record: SweepRecord) -> int:
+    """Return 1 if a combination failed; else 0 if one passes its gates, 4 if one may, 3 if none does."""
+    verdicts = {entry.verdict for entry in record.entries if entry.verdict}
+    if record.having(Status.FAILED):
+        return OptkitError.exit_status
+    return 0 if "PASS" in verdicts or not verdicts else 4 if "INCONCLUSIVE" in verdicts else 3
+
+
+def sweep(
+    recipe: Path | str,
+    *,
+    overrides: Sequence[str] = (),
+    model: str | None = None,
+    trust_remote_code: bool = False,
+    out: Path | None = None,
+    device: str | None = None,
+    store: Path | None = None,
+    data: Path | None = None,
+    max_hours: float | None = None,
+    against: Path | str | None = None,
+    retry: bool = False,
+    executor: Executor | None = None,
+    watcher: Watcher | None = None,
+    progress: Progress | None = None,
+) -> Sweep:
+    """Make, measure and time every combination of a recipe's matrix below `out` (`artifacts/NAME`).
+
+    `overrides` are those of `run`; one with several values, `stages.0.gptq.bits=3,4`, is an axis.
+    `against` is that of `run`. The same call goes on with what is not finished; what failed is
+    tried again with `retry`. No recipe is at work after `max_hours`; the timings of what is made
+    come then. Raises RecipeError with every problem of any combination, UsageError if there is but
+    one recipe.
+    """
+    began = time.monotonic()
+    matrix = load_matrix(recipe, overrides, model)
+    combinations = matrix.combinations()
+    if not matrix.varied:
+        why = "A sweep has a `matrix:`, or a field with several values: --set stages.0.gptq.bits=3,4"
+        raise UsageError("this is one recipe", where=str(recipe), why=why, remedy="Run it with `optkit run`")
+    for each in combinations:
+        require_earlier_release(each.recipe.gates, against)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", matrix.name).strip("-.") or "sweep"
+    found = Sweep(
+        name=name,
+        combinations=[each.trusting(trust_remote_code) for each in combinations],
+        directory=out or Path("artifacts") / name,
+        device=usable_device(device),
+        store=Store(store or default_store()),
+        progress=progress or SilentProgress(),
+        data=data,
+        against=None if against is None else str(against),
+        executor=executor or LocalExecutor(),
+        watcher=watcher or NoWatcher(),
+        retry=retry,
+        until=began + max_hours * 3600 if max_hours else float("inf"),
+    )
+    found.run()
+    return found
