@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from optkit.errors import OptkitError
+from optkit.processes.child import Child
 from optkit.processes.crashes import ChildEndedError, ChildError
-from optkit.processes.parent import Child
 from optkit.progress import Progress
 from optkit.recipe.recipe import Recipe
 
