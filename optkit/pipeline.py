@@ -171,6 +171,7 @@ def add_timings(
         calibrated_on=artifact.record.calibrated_on,
         since=since,
         previous=previous,
+        speed=speed_rungs(todo, stages=True).known(store),
     )
     added = read_scorecard(artifact.directory).attribution
     return _finish(artifact, todo, scorecard.model_copy(update={"attribution": added}), measured)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
 from optkit.common.frozen import Frozen
 from optkit.environment import gpu_memory_bytes, memory
@@ -103,6 +103,8 @@ class Plan(Frozen):
     if the recipe changes nothing.
     """
     evals: tuple[PlannedEval, ...]
+    together: Together = Field(exclude=True)
+    """The models that are timed in turns."""
     baseline_settings: tuple[SettingEntry, ...] = ()
     """What the unmodified model is opened with too, because the device has no room for its weights
     alone.
@@ -113,12 +115,6 @@ class Plan(Frozen):
     """What opening the artifact will need if a setting says where its weights lie, one line
     each.
     """
-
-    @property
-    def together(self) -> Together:
-        """The two models, to be timed in turns."""
-        formats = frozenset({self.steps[0].format, self.steps[-1].format})
-        return Together(frozenset({self.artifact_key, self.baseline_key}), formats)
 
     @property
     def weights_key(self) -> str:
@@ -194,6 +190,7 @@ def make_plan(
         steps=tuple(_timed_step(steps, index, recipe, durations) for index in range(len(steps))),
         artifact_key=artifact_key,
         baseline_key=baseline_key,
+        together=together,
         evals=tuple(
             each.model_copy(update={"cost": cost, "seconds": _eval_seconds(each, durations, shape.size_bytes)})
             for each, cost in zip(planned, _eval_costs(planned, sessions), strict=True)

@@ -18,6 +18,7 @@ from optkit_cli.options import (
     place_options,
     quiet_option,
     recipe_argument,
+    retime_option,
     set_option,
     trust_option,
 )
@@ -35,6 +36,7 @@ from optkit_cli.options import (
 @click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS", help="Begin nothing later.")
 @all_of(against_option, comparison_options)
 @click.option("--retry", is_flag=True, help="Try again what failed before.")
+@retime_option
 @all_of(place_options, json_option, quiet_option, trust_option)
 def command(
     recipe: str,
@@ -47,6 +49,7 @@ def command(
     best: str | None,
     axes: tuple[str, ...],
     retry: bool,
+    retime: bool,
     as_json: bool,
     quiet: bool,
     trust_remote_code: bool,
@@ -73,6 +76,7 @@ def command(
             max_hours=max_hours,
             against=against,
             retry=retry,
+            retime=retime,
             watcher=watcher,
             progress=progress,
             **place,

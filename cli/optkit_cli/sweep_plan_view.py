@@ -11,7 +11,7 @@ from optkit_cli.tables import duration_text, plain_table, size_text
 
 def sweep_plan_view(plan: SweepPlan) -> list[RenderableType]:
     """Return what to print, top to bottom."""
-    table = plain_table(("combination", "left"), ("steps", "left"), ("size", "right"))
+    table = plain_table("combination", "steps", ">size")
     for each in plan.combinations:
         table.add_row(
             Text(each.name), _steps(each), Text(size_text(each.plan.steps[-1].size_bytes if each.plan else 0))

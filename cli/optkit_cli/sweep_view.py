@@ -118,7 +118,7 @@ class LiveTask(SilentTask):
 
 def sweep_table(record: SweepRecord, now: str = "") -> Table:
     """Return a line for each combination."""
-    table = plain_table(("combination", "left"), ("", "left"), ("gates", "left"), ("made in", "right"), ("", "left"))
+    table = plain_table("combination", "", "gates", ">made in", "")
     for entry in record.entries:
         state = Text("at work", style="cyan") if entry.name == now else Text(entry.status, style=STYLES[entry.status])
         table.add_row(

@@ -148,12 +148,17 @@ def _leaving_out(bench: Bench, artifact: TimedModel) -> Callable[[TimedModel, Ex
     def failed(model: TimedModel, error: Exception) -> None:
         if model is artifact or not isinstance(error, OptkitError):
             raise error
-        bench.context.progress.warn(f"a further model is not timed: {error}")
-        if not isinstance(error, ResourceError):
-            for key, each in model.wanted:
-                bench.keep(key, each, Found(()), [str(error)], 0.0)
+        leave_out(bench, model, error)
 
     return failed
+
+
+def leave_out(bench: Bench, model: TimedModel, error: Exception) -> None:
+    """Note that a further model cannot be timed; if memory ran out, the next run tries it again."""
+    bench.context.progress.warn(f"a further model is not timed: {error}")
+    if not isinstance(error, ResourceError):
+        for key, each in model.wanted:
+            bench.keep(key, each, Found(()), [str(error)], 0.0)
 
 
 def _numbers(model: Further, store: Store) -> tuple[Metric, ...]:

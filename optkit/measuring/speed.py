@@ -7,14 +7,14 @@ is the unmodified weights in the artifact's engine and with its settings (`same 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optkit.execute import materialize
 from optkit.kernels.cpu.families import DECODES, why_not_family
 from optkit.keys import make_metric_key, settings_identity
 from optkit.measure import Metric
-from optkit.measuring.bench import Subject, Wanted
+from optkit.measuring.bench import Subject, Wanted, known
 from optkit.measuring.measurement import Further, Measurement
 from optkit.plan import Plan, PlannedEval, Step
 from optkit.recipe.gates import parse_gate
@@ -52,6 +52,11 @@ class SpeedRungs:
     """The artifact's packed weights should be decoded by optkit's CPU kernels; its session says
     whether they are.
     """
+
+    def known(self, store: Store) -> SpeedRungs:
+        """Return those whose numbers are in the store."""
+        rungs = tuple(rung for rung in self.rungs if all(known(store, key) for key, _ in rung.wanted))
+        return replace(self, rungs=rungs)
 
     @property
     def keys(self) -> list[str]:
@@ -143,7 +148,7 @@ def _fits(entry: SettingEntry, format: Format) -> bool:
 def _key(plan: Plan, each: PlannedEval, step: Step, settings: Sequence[SettingEntry]) -> str:
     decisive = plan.together.circumstances(plan.device) | each.eval.circumstances(plan.device)
     entry = EvalEntry(kind=each.kind, value=each.eval)
-    beside = {"beside": plan.artifact_key}
+    beside = {"beside": plan.artifact_key if len(plan.together.keys) <= 2 else plan.together.beside("")}
     return make_metric_key(entry, plan.recipe.seed, step.key, settings_identity(settings), decisive | beside)
 
 

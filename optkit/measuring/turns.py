@@ -11,6 +11,7 @@ from typing import Any
 
 from optkit.common.atomic import write_text_atomically
 from optkit.environment import describe_environment
+from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Found, Metric, Turn
 from optkit.measuring.bench import Bench, Subject, Wanted
 from optkit.measuring.fresh_process import Answer, measure_apart
@@ -71,6 +72,8 @@ class Rounds:
     """How many processes took them."""
     runs: dict[str, TimedRun] = field(default_factory=dict)
     """The key of an eval's numbers of one model -> its turns."""
+    left: dict[str, str] = field(default_factory=dict)
+    """The keys of models that failed, and why: they take no more turns."""
 
     @classmethod
     def kept(cls, file: Path | None) -> Rounds:
@@ -78,7 +81,7 @@ class Rounds:
         try:
             said = json.loads(file.read_text(encoding="utf-8")) if file else {}
             runs = {key: TimedRun.from_json(run) for key, run in said["runs"].items()}
-            return cls(file, int(said["over"]), int(said["sittings"]) + 1, runs)
+            return cls(file, int(said["over"]), int(said["sittings"]) + 1, runs, dict(said["left"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return cls(file)
 
@@ -88,7 +91,7 @@ class Rounds:
         if self.file:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             runs = {key: run.to_json() for key, run in self.runs.items()}
-            said = {"over": self.over, "sittings": self.sittings, "runs": runs}
+            said = {"over": self.over, "sittings": self.sittings, "runs": runs, "left": self.left}
             write_text_atomically(self.file, json.dumps(said, allow_nan=False))
 
     def forget(self) -> None:
@@ -123,9 +126,13 @@ def time_in_turns(
     `failed`, the error is raised.
     """
     rounds = Rounds.kept(kept)
-    if any(key not in rounds.runs for model in models for key, _ in model.wanted):
+    if any(key not in rounds.runs.keys() | rounds.left.keys() for model in models for key, _ in model.wanted):
         rounds = Rounds(kept)
     racing = list(models)
+    for model in models:
+        if failed and (why := [rounds.left[key] for key, _ in model.wanted if key in rounds.left]):
+            racing.remove(model)
+            failed(model, EvalError(why[0]))
     for index in range(rounds.over, max(each.eval.turns() for model in models for _, each in model.wanted)):
         for model in list(in_turns(racing, index)):
             try:
@@ -134,6 +141,7 @@ def time_in_turns(
                 if failed is None or model is models[0]:
                     raise
                 racing.remove(model)
+                rounds.left |= {key: str(error) for key, _ in model.wanted}
                 failed(model, error)
         rounds.keep()
     for key, each in [wanted for model in racing for wanted in model.wanted]:

@@ -62,6 +62,8 @@ class Sweep:
     """An earlier release, its artifact or scorecard.json, that gates are relative to."""
     retry: bool = False
     """Try again what failed."""
+    retime: bool = False
+    """Take all timings again."""
     until: float = float("inf")
     """Of the monotonic clock; no recipe is at work after it."""
     record: SweepRecord = field(init=False)
@@ -177,11 +179,12 @@ class Sweep:
 
     def _lacks_timings(self, name: str, group: Timed) -> bool:
         entry = self.record.entry(name)
-        return entry.weights and entry.status is not Status.FAILED and entry.timed_with != group.identity
+        return self._is_sound(name) and entry.weights and (self.retime or entry.timed_with != group.identity)
 
     def _time_group(self, group: Timed) -> None:
         racing = {name: self.place(name) for name in group.plans if self._is_sound(name)}
-        take_turns(group, racing, self.store, self.data, self.progress, self._failed_timing)
+        again = self.retry or self.retime
+        take_turns(group, racing, self.store, self.data, self.progress, self._failed_timing, again=again)
         for name in filter(self._is_sound, racing):
             self._complete(name, group)
 
@@ -221,6 +224,7 @@ def sweep(
     max_hours: float | None = None,
     against: Path | str | None = None,
     retry: bool = False,
+    retime: bool = False,
     executor: Executor | None = None,
     watcher: Watcher | None = None,
     progress: Progress | None = None,
@@ -229,7 +233,7 @@ def sweep(
 
     `overrides` are those of `run`; one with several values, `stages.0.gptq.bits=3,4`, is an axis.
     `against` is that of `run`. The same call goes on with what is not finished; what failed is
-    tried again with `retry`. No recipe is at work after `max_hours`; the timings of what is made
+    tried again with `retry`, timings with `retime`. No recipe is at work after `max_hours`; the timings of what is made
     come then. Raises RecipeError with every problem of any combination, UsageError if there is but
     one recipe.
     """
@@ -254,6 +258,7 @@ def sweep(
         executor=executor or LocalExecutor(),
         watcher=watcher or NoWatcher(),
         retry=retry,
+        retime=retime,
         until=began + max_hours * 3600 if max_hours else float("inf"),
     )
     found.run()

@@ -15,6 +15,8 @@ from optkit.keys import Together
 from optkit.measure import EvalContext
 from optkit.measuring.bench import Bench, Subject, Wanted, known
 from optkit.measuring.evaluation import context_of
+from optkit.measuring.measurement import leave_out
+from optkit.measuring.speed import speed_rungs
 from optkit.measuring.turns import TimedModel, time_in_turns
 from optkit.plan import Plan, make_plan
 from optkit.progress import Progress
@@ -60,16 +62,19 @@ def take_turns(
     data: Path | None,
     progress: Progress,
     failed: Callable[[str, Exception], None],
+    *,
+    again: bool = False,
 ) -> None:
     """Time the artifacts in these directories that have no timings yet, if one has none all of them.
-    `failed` hears of each that cannot be timed; the others go on.
+    `failed` hears of each that cannot be timed; the others go on. `again` begins with the first
+    round, whatever was kept of an earlier run.
 
     Raises what the unmodified model's timings raise.
     """
     plans = {name: group.plans[name] for name in directories}
     first = next(iter(plans.values()))
     wanted = {name: [(each.key, each) for each in plan.evals if each.eval.timed] for name, plan in plans.items()}
-    if all(known(store, key) for each in wanted.values() for key, _ in each):
+    if not again and all(known(store, key) for each in wanted.values() for key, _ in each):
         return
     texts = [text for directory in directories.values() for text in read_finished(directory).record.calibrated_on]
     context = EvalContext(seed=first.recipe.seed, progress=progress, data=data, calibrated_on=tuple(texts))
@@ -87,12 +92,26 @@ def take_turns(
     named = {id(model): [name for name in plans if plans[name].artifact_key == key] for key, model in models.items()}
 
     def leave(model: TimedModel, error: Exception) -> None:
-        for name in named[id(model)]:
+        if id(model) not in named:
+            leave_out(bench, model, error)
+        for name in named.get(id(model), ()):
             failed(name, error)
 
-    with store.using([first.steps[0].key]):
+    further = _further(plans, store, data, progress)
+    with store.using({step.key for plan in plans.values() for step in plan.steps}):
         kept = store.workspace(group.identity) / "turns.json"
-        time_in_turns(bench, [baseline, *models.values()], kept=kept, failed=leave)
+        if again:
+            kept.unlink(missing_ok=True)
+        time_in_turns(bench, [baseline, *further, *models.values()], kept=kept, failed=leave)
+
+
+def _further(plans: Mapping[str, Plan], store: Store, data: Path | None, progress: Progress) -> list[TimedModel]:
+    """Return what is timed to tell where speed comes from; several artifacts may share it."""
+    found = {}
+    for plan in plans.values():
+        for each in speed_rungs(plan, stages=True).further(plan, store, context_of(plan, progress, data)):
+            found[tuple(key for key, _ in each.wanted)] = TimedModel(each.subject, each.wanted)
+    return list(found.values())
 
 
 def _model(plan: Plan, directory: Path, wanted: Wanted) -> TimedModel:

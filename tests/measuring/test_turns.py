@@ -126,6 +126,21 @@ def test_the_others_go_on_without_one_that_fails(bench: Bench) -> None:
     assert bench.store.get_json(key("broken")) is None
 
 
+def test_one_that_failed_takes_no_turn_after_a_kill_either(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    how = {"kept": tmp_path / "turns.json", "failed": lambda model, error: said.append(str(error))}
+    with monkeypatch.context() as patched:
+        patched.setattr("tests.measuring.test_turns.STOPPING", ("a", 2))
+        with pytest.raises(KeyboardInterrupt):
+            time_in_turns(bench, models("unmodified", "broken", "a"), **how)
+    time_in_turns(bench, models("unmodified", "broken", "a"), **how)
+    assert said == ["throughput: memory ran out."] * 2
+    assert [name for name, _ in RAN].count("broken") == 1
+    assert len(samples(bench, "a")) == 4
+
+
 @pytest.mark.parametrize("names", [("broken", "a"), ("a", "broken")])
 def test_without_the_unmodified_model_there_is_nothing_to_go_on_with(bench: Bench, names: tuple[str, str]) -> None:
     failed: Callable[..., None] | None = (lambda *_: None) if names[0] == "broken" else None
