@@ -7,40 +7,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig
 
 from optkit.algorithms.packing import pack
-from optkit.errors import OptkitError, RecipeError, StageError
-from optkit.kernels.cuda.decoding import MOST_SEQUENCES, GraphDecoder, ModelSteps
-from optkit.kernels.cuda.families import why_not_family
+from optkit.errors import OptkitError, StageError
+from optkit.kernels.cuda.decoding import MOST_SEQUENCES
 from optkit.kernels.cuda.matrix import Matrix, can_stack, dequantized, multiply, stacked, tiled, why_not_tiled
 from optkit.kernels.cuda.nvrtc import compile_source
 from optkit.kernels.cuda.schedule import default_schedule
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.packed_linear import PackedWeight
-from optkit.model.shape import ModelShape
-from optkit.plan import make_plan
-from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
-from optkit.settings.compile import Compile
 from optkit.settings.cuda_graphs import CudaGraphs
-from optkit.settings.kv_cache import KvCache
 from optkit.settings.precision import Precision
-from optkit.settings.speculative import Speculative
-from optkit.stage import Context, Setting, exclusion
+from optkit.stage import Context
 from optkit.stages.rtn import Rtn
-from optkit.store.store import Store
-from tests.conftest import CONFIGS, SIZES, save_tiny_model
 from tests.support.packed_models import random_grid
-
-LLAMA = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+from tests.support.tiny_models import CONFIGS, SIZES, save_tiny_model
 
 
 def example(
@@ -143,115 +130,6 @@ def test_what_a_matrix_of_4_bits_is_not_made_of(monkeypatch: pytest.MonkeyPatch)
         why_not_tiled(odd, torch.float16, "cuda") == "optkit's int4 kernel has groups of 32, "
         "64 and multiples of 128 inputs, not 96"
     )
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"model_type": "gpt2"}, "gpt2 is not of the families that it is known for (llama, mistral, qwen2, qwen3)"),
-        ({"head_dim": 72}, "72 channels a head are no multiple of 16 up to 256"),
-        (
-            {"num_key_value_heads": 1},
-            "32 queries of 128 channels share a head of keys (at most 16, and 2,048 channels)",
-        ),
-        (
-            {"num_key_value_heads": 2, "head_dim": 256},
-            "16 queries of 256 channels share a head of keys (at most 16, and 2,048 channels)",
-        ),
-        ({"hidden_act": "gelu"}, "the MLP's activation is gelu, not silu"),
-        ({"sliding_window": 4096}, "its attention has a sliding window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "its attention has a sliding window"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic"}},
-            "its rotary embeddings (dynamic) change with the length of the text",
-        ),
-    ],
-)
-def test_models_with_another_step_are_refused_before_anything_runs(changed: dict[str, Any], reason: str) -> None:
-    shape = ModelShape({**LLAMA, **changed}, {})
-    CudaGraphs().check(shape, "cpu")
-    with pytest.raises(StageError, match="the decode step of this model cannot be one graph") as error:
-        CudaGraphs().check(shape, "cuda:1")
-    assert reason in str(error.value)
-    assert "Take cuda_graphs out of the recipe, or use compile" in str(error.value)
-
-
-def test_models_of_the_family_are_taken() -> None:
-    assert why_not_family(LLAMA) is None
-    assert why_not_family({**LLAMA, "sliding_window": 4096, "use_sliding_window": False}) is None
-    CudaGraphs().check(ModelShape({**LLAMA, "rope_scaling": {"rope_type": "llama3"}}, {}), "cuda")
-
-
-OTHERS: list[Setting] = [
-    Compile(),
-    Speculative(prompt_lookup=3),
-    KvCache(dtype="int8"),
-    Precision(mode="autocast"),
-    Precision(mode="tf32"),
-]
-
-
-@pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_one_thing_decides_how_a_token_is_decoded_whatever_the_order(
-    other: Setting, tiny_model: Callable[[str], Path]
-) -> None:
-    for order in ([CudaGraphs(), other], [other, CudaGraphs()]):
-        with pytest.raises(StageError, match="exclude each other") as error:
-            open_session(tiny_model("llama"), order)
-        assert "cuda_graphs" in str(error.value)
-        assert str(error.value).endswith("Take one of the two out.")
-
-
-def test_settings_that_exclude_each_other_are_refused_at_their_line(
-    tiny_model: Callable[[str], Path], tmp_path: Path
-) -> None:
-    stages: list[Any] = [{"speculative": {"prompt_lookup": 3}}, "cuda_graphs"]
-    for order in (stages, stages[::-1]):
-        with pytest.raises(
-            RecipeError, match=r"and (speculative|cuda_graphs) \(.*\) exclude each other\. Each of them decides how"
-        ) as error:
-            load_recipe({"model": str(tiny_model("llama")), "stages": order})
-        assert "Take one of the two out." in str(error.value)
-    recipe = load_recipe(
-        {"model": str(tiny_model("llama")), "stages": [{"compile": {"mode": "default"}}, stages[0]]}
-    ).pinned(None)
-    make_plan(recipe, Store(tmp_path), "cpu")
-    with pytest.raises(StageError, match="speculative and compile exclude each other"):
-        make_plan(recipe, Store(tmp_path), "cuda")
-
-
-def test_a_cache_of_codes_in_the_checkpoint_is_refused() -> None:
-    session: Any = SimpleNamespace(codes_cache=True, device="cuda")
-    with pytest.raises(
-        StageError, match="the checkpoint has scales for a KV cache of codes, and cuda_graphs keeps floats"
-    ):
-        CudaGraphs().on_open(session)
-
-
-def test_the_graph_stays_with_what_is_only_another_dtype() -> None:
-    for other in (Precision(mode="bf16"), Compile(devices=("cpu",))):
-        assert exclusion([CudaGraphs(), other], "cuda") is None
-
-
-def test_batches_that_the_graph_does_not_take_are_noted() -> None:
-    decoder = GraphDecoder.__new__(GraphDecoder)
-    decoder.model, decoder._by_model = SimpleNamespace(config=LlamaConfig()), set()
-    assert decoder.notes == ()
-    for batch in (512, 257, 512):
-        with decoder.steps(batch, 10) as steps:
-            assert isinstance(steps, ModelSteps)
-    assert decoder.notes == (
-        "cuda_graphs: off for batches of 257, 512, which the model decodes by its own step: the "
-        "graph takes up to 256 sequences",
-    )
-
-
-def test_it_is_off_on_the_cpu(tiny_model: Callable[[str], Path]) -> None:
-    assert CudaGraphs().describe("cpu") == "cuda_graphs: off on cpu"
-    assert CudaGraphs().describe("cuda") == "cuda_graphs: on"
-    plain, graphs = open_session(tiny_model("llama")), open_session(tiny_model("llama"), [CudaGraphs()])
-    tokens = torch.arange(12).reshape(2, 6)
-    assert graphs.generate(tokens, 4).equal(plain.generate(tokens, 4))  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu

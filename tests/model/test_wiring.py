@@ -13,7 +13,8 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 from optkit.model.wiring import FoldGroup, Wiring, fold_, fold_groups
 from optkit.model.wiring_probe import columns
-from tests.conftest import CONFIGS, SIZES, TinyModel, save_tiny_model
+from tests.conftest import TinyModel
+from tests.support.tiny_models import CONFIGS, SIZES, save_tiny_model
 
 QKV, GATED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
 LLAMA = {

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from optkit.onnx.older_names import older_names_
 from optkit.stage import Context
 from optkit.stages.onnx import Onnx
-from tests.conftest import SIZES
+from tests.support.tiny_models import SIZES
 
 for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):
     pytest.importorskip(package)

@@ -19,8 +19,8 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context, Transform
 from optkit.stages.onnx_optimize import OnnxOptimize
 from optkit.stages.onnx_quantize import OnnxQuantize
-from tests.conftest import CONFIGS, save_tiny_model
 from tests.support.exported import exported
+from tests.support.tiny_models import CONFIGS, save_tiny_model
 
 WIDE = {
     "vocab_size": 512,

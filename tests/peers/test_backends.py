@@ -19,7 +19,7 @@ from optkit.progress import SilentProgress
 from optkit.recipe.registry import stage_class
 from optkit.session import open_session
 from optkit.stage import Context
-from tests.conftest import CONFIGS, save_tiny_model
+from tests.support.tiny_models import CONFIGS, save_tiny_model
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.timeout(1800)]
 MIXED = {"exclude": ["*.0.mlp.*"], "overrides": {"*.v_proj": {"bits": 8}}}

@@ -9,7 +9,7 @@ def models(tiny_model, tmp_path_factory):
     """Return architecture -> directory of a tiny model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tests.conftest import SIZES, save_tokenizer
+    from tests.support.tiny_models import SIZES, save_tokenizer
 
     qwen3 = tmp_path_factory.mktemp("qwen3")
     with torch.random.fork_rng():

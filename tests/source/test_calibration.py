@@ -10,7 +10,7 @@ from optkit.source.calibration import Calibration, load_tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizer_directory(tmp_path_factory):
-    from tests.conftest import save_tokenizer
+    from tests.support.tiny_models import save_tokenizer
 
     directory = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(directory)

@@ -13,7 +13,7 @@ from optkit.source.cut_text import apart, encoder
 from optkit.source.token_counts import TokenCounts
 from optkit.source.training_text import TrainingText
 from optkit.training.data import read_texts
-from tests.conftest import save_tokenizer
+from tests.support.tiny_models import save_tokenizer
 
 BOS, END = 6, 0
 TEXT = " ".join(map(str, range(400)))

@@ -20,8 +20,8 @@ from optkit.stages.prune import Prune
 from optkit.stages.prune_structured import PruneStructured
 from optkit.stages.quantizing.input_ranges import InputRange
 from optkit.stages.smoothquant import SmoothQuant
-from tests.conftest import CONFIGS, save_tiny_model
 from tests.support.live_memory import LiveBytes
+from tests.support.tiny_models import CONFIGS, save_tiny_model
 
 WIDE = {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "num_local_experts": 2}
 FEW = {"samples": 8, "sequence_length": 64}

@@ -25,7 +25,7 @@ from optkit.stages.gptq import Gptq
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
 from optkit.verification.layers import problems_of_layers
-from tests.conftest import SIZES, save_tokenizer
+from tests.support.tiny_models import SIZES, save_tokenizer
 
 SEES = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 14}
 GEMMA3: dict[str, Any] = {

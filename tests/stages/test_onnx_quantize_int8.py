@@ -13,8 +13,8 @@ from optkit.errors import StageError
 from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context, Report
 from optkit.stages.onnx_quantize import OnnxQuantize
-from tests.conftest import save_tokenizer
 from tests.support.exported import constants, decoder_feeds, exported, loaded, outputs, saved
+from tests.support.tiny_models import save_tokenizer
 
 TOKENS = np.random.default_rng(5).integers(0, 512, (2, 17))
 CALIBRATION = {"dataset": "python-reference", "samples": 4, "sequence_length": 32}

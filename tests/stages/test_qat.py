@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from optkit.algorithms.grid import Grid, minmax_scales
-from optkit.algorithms.rounding import round_to_nearest
-from optkit.algorithms.scale_search import search_scales
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
@@ -24,7 +19,7 @@ from optkit.stages.gptq import Gptq
 from optkit.stages.prune import Prune
 from optkit.stages.qat import Qat, QatTrainer
 from optkit.stages.rtn import Rtn
-from optkit.training.fake_quantization import FakeQuantized, within_cells
+from optkit.training.fake_quantization import FakeQuantized
 from optkit.training.loop import Loop
 from optkit.training.memory_kinds import MemoryKinds
 from tests.support.unpacking import unpack_compressed_tensors, unpack_gptq
@@ -204,23 +199,6 @@ def test_with_rounded_inputs_the_opened_layers_compute_what_was_trained(
     }
 
 
-def test_gradients_go_through_rounded_inputs_as_they_come() -> None:
-    weight, grid = torch.randn(3, 16), Grid(8, None, True)
-    start = round_to_nearest(weight, *minmax_scales(weight, grid), grid)
-    layer, hidden = (
-        FakeQuantized(weight, None, start, grid, "fixed", rounds_inputs=True),
-        torch.randn(5, 16, requires_grad=True),
-    )
-    outer = torch.randn(5, 3)
-    found = layer(hidden)
-    found.backward(outer)
-    steps = 2 * hidden.detach().abs().amax(-1, keepdim=True) / 255
-    rounded = (hidden.detach() / steps).round().clamp(-128, 127) * steps
-    assert torch.allclose(found, rounded @ layer.rounded().T, atol=1e-5)
-    assert torch.allclose(hidden.grad, outer @ layer.rounded(), atol=1e-6)
-    assert torch.allclose(layer.weight.grad, outer.T @ rounded, atol=1e-5)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are ended by Linux's means")
 @pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_two_processes_end_in_the_codes_of_one(
@@ -327,42 +305,6 @@ def test_it_is_better_than_what_it_begins_with_and_than_rounding(
     assert sum(curve[-5:]) < sum(curve[:5])
     assert report.details["held_out_before"]["divergence"] == pytest.approx(gptq, rel=0.02)
     assert report.details["held_out_after"]["divergence"] == pytest.approx(qat, rel=0.02)
-
-
-@given(st.integers(0, 1000), st.sampled_from([2, 3, 4, 8]), st.booleans(), st.sampled_from(["minmax", "mse"]))
-def test_it_begins_with_the_codes_that_it_is_given(seed: int, bits: int, symmetric: bool, search: str) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weight, grid = torch.randn(4, 32, generator=generator), Grid(bits, 16, symmetric, torch.float16)
-    start = round_to_nearest(weight, *(minmax_scales if search == "minmax" else search_scales)(weight, grid), grid)
-    moved = torch.randint(-1, 2, start.codes.shape, generator=generator) + start.codes.int()
-    start = type(start)(moved.clamp(0, grid.top).to(torch.uint8), start.scales, start.zeros, bits)
-    layer = FakeQuantized(weight, None, start, grid, "learned")
-    assert torch.equal(layer.codes().codes, start.codes)
-    assert torch.equal(layer.rounded(), start.dequantize())
-    assert torch.equal(layer.codes().dequantize(), layer.rounded())
-    near = within_cells(start.dequantize(), start)
-    assert torch.allclose(near, start.dequantize(), atol=1e-6)
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_gradients_are_those_of_the_formulas(symmetric: bool) -> None:
-    torch.manual_seed(1)
-    weight, grid = torch.randn(3, 16), Grid(3, 8, symmetric)
-    start = round_to_nearest(weight, *search_scales(weight, grid), grid)
-    layer = FakeQuantized(weight, None, start, grid, "learned")
-    layer.weight.data.mul_(1.7)  # some are clamped now
-    outer = torch.randn(3, 16)
-    layer.rounded().backward(outer)
-    held, growth = layer.weight.detach().requires_grad_(), torch.zeros_like(layer.growth).requires_grad_()
-    scales = (layer.base * growth.exp()).unsqueeze(-1)
-    position = held.view(3, 2, 8) / scales + layer.zeros.unsqueeze(-1)
-    rounded = position.round()
-    inside = (rounded >= 0) & (rounded <= 7)
-    through = torch.where(inside, position + (rounded - position).detach(), rounded.clamp(0, 7).detach())
-    ((through - layer.zeros.unsqueeze(-1)) * scales).view(3, 16).backward(outer)
-    assert torch.allclose(layer.weight.grad, held.grad, atol=1e-6)
-    assert torch.allclose(layer.growth.grad, growth.grad, atol=1e-5)
-    assert not inside.all()
 
 
 def test_the_plan_counts_the_training(tiny_model: TinyModel, fields: dict[str, Any]) -> None:

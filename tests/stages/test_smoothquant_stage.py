@@ -21,7 +21,8 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.stage import Context, Report
 from optkit.stages.smoothquant import SmoothQuant
-from tests.conftest import TinyModel, save_tokenizer
+from tests.conftest import TinyModel
+from tests.support.tiny_models import save_tokenizer
 
 TEXT: Any = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
 TOKENS = torch.arange(40, 90)[None]

@@ -81,7 +81,7 @@ def make_model(directory: Path) -> None:
     """Write the tiny model, in a fork: what computes here would leave threads that a fork does not
     have.
     """
-    from tests.conftest import save_tiny_model
+    from tests.support.tiny_models import save_tiny_model
 
     assert apart(lambda: save_tiny_model("llama", directory), 120) == 0
 

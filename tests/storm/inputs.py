@@ -6,19 +6,31 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import pickle
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.storm.damages import (
+    Damage,
+    change_header,
+    cut,
+    fifo,
+    higher_ids,
+    in_store,
+    lose,
+    patch,
+    pickled,
+    put,
+    replaced,
+    set_field,
+    set_metadata,
+)
 from tests.storm.desk import RECIPE, Desk, clear, differences, drawn, left, run_words, write
 from tests.storm.forked import apart, call
 from tests.support.mutations import damaged_bytes
 
-Damage = Callable[[Path], None]
 Case = tuple[str, Damage, bool]
 """What is damaged, how (in the directory of the model), and whether it must be refused."""
 CASES = 300
@@ -145,10 +157,10 @@ def _configs() -> Iterator[Case]:
     ):
         for value in WRONG_VALUES:
             refused = field in numbers and not isinstance(value, (int, float, type(None))) and value != []
-            yield f"config.json {field} = {value!r}", _set(field, value), refused
+            yield f"config.json {field} = {value!r}", set_field(field, value), refused
     own = {"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Config"}
     for value in (own, ["a"], "modeling.Model", 5):
-        yield f"auto_map {value!r}", _set("auto_map", value), False
+        yield f"auto_map {value!r}", set_field("auto_map", value), False
     for value in (
         {"quant_method": "gptq"},
         {"quant_method": "nobody"},
@@ -157,11 +169,11 @@ def _configs() -> Iterator[Case]:
         {},
         {"quant_method": "compressed-tensors", "config_groups": 5},
     ):
-        yield f"quantization_config {value!r}", _set("quantization_config", value), value not in ({},)
+        yield f"quantization_config {value!r}", set_field("quantization_config", value), value not in ({},)
     for text in ("", "{", "[]", "5", "null", '{"a":' * 50_000, "\0", "{}"):
-        yield f"config.json is {text[:10]!r}", _put("config.json", text.encode()), True
+        yield f"config.json is {text[:10]!r}", put("config.json", text.encode()), True
     yield "config.json is missing", lambda model: (model / "config.json").unlink(), True
-    yield "config.json is a directory", _replaced(Path.mkdir), True
+    yield "config.json is a directory", replaced(Path.mkdir), True
 
 
 def _headers(desk: Desk) -> Iterator[Case]:
@@ -175,24 +187,24 @@ def _headers(desk: Desk) -> Iterator[Case]:
         for value in values:
             yield (
                 f"header {field} = {value!r}",
-                _header(lambda entry, field=field, value=value: entry.update({field: value})),
+                change_header(lambda entry, field=field, value=value: entry.update({field: value})),
                 True,
             )
-        yield f"header without {field}", _header(lambda entry, field=field: entry.pop(field)), True
-    yield "header metadata is a number", _metadata(5), True
+        yield f"header without {field}", change_header(lambda entry, field=field: entry.pop(field)), True
+    yield "header metadata is a number", set_metadata(5), True
     for length in (0, 1, 2**40, 2**63, 2**64 - 1):
-        yield f"header of {length} bytes", _patch("model.safetensors", 0, struct.pack("<Q", length)), True
+        yield f"header of {length} bytes", patch("model.safetensors", 0, struct.pack("<Q", length)), True
     for share in (0.0, 0.001, 0.5, 0.999):
-        yield f"weights cut at {share}", _cut("model.safetensors", share), True
-    yield "the weights are a pickle", _pickled(desk.canary("pickle")), True
+        yield f"weights cut at {share}", cut("model.safetensors", share), True
+    yield "the weights are a pickle", pickled(desk.canary("pickle")), True
     places = ("../../x.safetensors", "/etc/passwd", 5, "none.safetensors")
     for value in (*({"weight_map": {"a": place}} for place in places), {"weight_map": 5}, [], 5, {}):
-        yield f"index {value!r}", _put("model.safetensors.index.json", json.dumps(value).encode()), True
+        yield f"index {value!r}", put("model.safetensors.index.json", json.dumps(value).encode()), True
     for index in range(10):
         place = desk.draw.randrange(8, 2000)
         yield (
             f"header byte {place} ({index})",
-            _patch("model.safetensors", place, bytes([desk.draw.randrange(256)])),
+            patch("model.safetensors", place, bytes([desk.draw.randrange(256)])),
             False,
         )
 
@@ -201,10 +213,10 @@ def _tokenizers() -> Iterator[Case]:
     """Yield tokenizers that cannot be read, or are another model's."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         for text in ("", "{", "[]", "5", "null", "{}", '"text"'):
-            yield f"{name} is {text!r}", _put(name, text.encode()), name == "tokenizer.json"
-        yield f"{name} is no text", _put(name, b"\xff\xfe\0"), name == "tokenizer.json"
-    yield "there is no tokenizer", _lose("*token*"), True
-    yield "ids beyond the vocabulary", _higher_ids, True
+            yield f"{name} is {text!r}", put(name, text.encode()), name == "tokenizer.json"
+        yield f"{name} is no text", put(name, b"\xff\xfe\0"), name == "tokenizer.json"
+    yield "there is no tokenizer", lose("*token*"), True
+    yield "ids beyond the vocabulary", higher_ids, True
     for key, value in (
         ("model", None),
         ("model", 5),
@@ -213,25 +225,25 @@ def _tokenizers() -> Iterator[Case]:
         ("decoder", {"type": "x"}),
         ("added_tokens", 5),
     ):
-        yield f"tokenizer.json {key} = {value!r}", _set(key, value, "tokenizer.json"), True
+        yield f"tokenizer.json {key} = {value!r}", set_field(key, value, "tokenizer.json"), True
     for key, value in (
         ("tokenizer_class", 5),
         ("tokenizer_class", "Nobody"),
         ("auto_map", {"AutoTokenizer": ["x.X", None]}),
         ("model_max_length", "x"),
     ):
-        yield f"tokenizer_config.json {key} = {value!r}", _set(key, value, "tokenizer_config.json"), False
+        yield f"tokenizer_config.json {key} = {value!r}", set_field(key, value, "tokenizer_config.json"), False
 
 
 def _whole_files(desk: Desk) -> Iterator[Case]:
     """Yield what is no file, or nobody's business."""
-    yield "a FIFO for the weights", _fifo("model.safetensors"), True
-    yield "a FIFO for the config", _fifo("config.json"), True
-    yield "a link that leads nowhere", _replaced(lambda path: path.symlink_to("none")), True
+    yield "a FIFO for the weights", fifo("model.safetensors"), True
+    yield "a FIFO for the config", fifo("config.json"), True
+    yield "a link that leads nowhere", replaced(lambda path: path.symlink_to("none")), True
     code = f"open({str(desk.canary('model code'))!r}, 'w')\n"
-    yield "python beside it", _put("modeling.py", code.encode()), False
-    yield "a package beside it", _put("transformers.py", code.encode()), False
-    yield "a sitecustomize beside it", _put("sitecustomize.py", code.encode()), False
+    yield "python beside it", put("modeling.py", code.encode()), False
+    yield "a package beside it", put("transformers.py", code.encode()), False
+    yield "a sitecustomize beside it", put("sitecustomize.py", code.encode()), False
 
 
 def _texts() -> Iterator[Case]:
@@ -250,16 +262,16 @@ def _texts() -> Iterator[Case]:
     contents = {"data.txt": [b"", b"  \n", b"\xff\xfe\0\0", b"a b c"], "data.jsonl": [b"", *rows]}
     for name, texts in contents.items():
         for text in texts:
-            yield f"{name} is {text[:20]!r}", _put(name, text), True
+            yield f"{name} is {text[:20]!r}", put(name, text), True
         yield f"{name} is a directory", lambda place, name=name: (place / name).mkdir(), True
-        yield f"{name} is a FIFO", _fifo(name), True
+        yield f"{name} is a FIFO", fifo(name), True
 
 
 def _records(desk: Desk) -> Iterator[Case]:
     """Yield artifacts whose own files were changed."""
     for name in ("optkit.json", "scorecard.json"):
         for text in ("", "{", "[]", "5", "null", "{}", '{"a":' * 20_000):
-            yield f"{name} is {text[:10]!r}", _put(name, text.encode()), True
+            yield f"{name} is {text[:10]!r}", put(name, text.encode()), True
     for field in (
         "name",
         "key",
@@ -272,8 +284,8 @@ def _records(desk: Desk) -> Iterator[Case]:
         "optkit_artifact",
     ):
         for value in ("x", 5, [], {"a": 1}, None):
-            yield f"optkit.json {field} = {value!r}", _set(field, value, "optkit.json"), False
-    yield "weights cut", _cut("model.safetensors", 0.5), True
+            yield f"optkit.json {field} = {value!r}", set_field(field, value, "optkit.json"), False
+    yield "weights cut", cut("model.safetensors", 0.5), True
 
 
 def _stored(desk: Desk) -> Iterator[Case]:
@@ -292,7 +304,7 @@ def _stored(desk: Desk) -> Iterator[Case]:
             ("no text", b"\xff"),
             ("a word", b"null"),
         ):
-            yield f"{pattern} is {what}", _in_store(desk, pattern, text), False
+            yield f"{pattern} is {what}", in_store(desk, pattern, text), False
 
 
 def _gguf(desk: Desk) -> Iterator[Case]:
@@ -303,16 +315,16 @@ def _gguf(desk: Desk) -> Iterator[Case]:
         for values in counts:
             yield (
                 f"{tensors} tensors, {values} values",
-                _put("m.gguf", head + struct.pack("<QQ", tensors, values)),
+                put("m.gguf", head + struct.pack("<QQ", tensors, values)),
                 True,
             )
     if (whole := desk.root / "whole.gguf").is_file():
         for index in range(20):
-            yield f"changed bytes {index}", _put("m.gguf", damaged_bytes(whole.read_bytes(), desk.draw, 4000)), False
+            yield f"changed bytes {index}", put("m.gguf", damaged_bytes(whole.read_bytes(), desk.draw, 4000)), False
     for index in range(10):
-        yield f"random bytes {index}", _put("m.gguf", head + desk.draw.randbytes(200)), True
+        yield f"random bytes {index}", put("m.gguf", head + desk.draw.randbytes(200)), True
     for text in (b"", b"GGUF", b"GGML" + bytes(60), b"\0" * 100, head):
-        yield f"file {text[:8]!r}", _put("m.gguf", text), True
+        yield f"file {text[:8]!r}", put("m.gguf", text), True
 
 
 def _gguf_run(
@@ -321,115 +333,3 @@ def _gguf_run(
     damage(place)
     write(place / "r.yaml", {**RECIPE, "model": "m.gguf"})
     return _judged(desk, place, name, refused)
-
-
-def _put(name: str, data: bytes) -> Damage:
-    def damage(model: Path) -> None:
-        (model / name).write_bytes(data)
-
-    return damage
-
-
-def _lose(pattern: str) -> Damage:
-    def damage(model: Path) -> None:
-        for path in model.glob(pattern):
-            path.unlink()
-
-    return damage
-
-
-def _set(field: str, value: Any, name: str = "config.json") -> Damage:
-    def damage(model: Path) -> None:
-        path = model / name
-        said = json.loads(path.read_text(encoding="utf-8"))
-        said[field] = value
-        path.write_text(json.dumps(said), encoding="utf-8")
-
-    return damage
-
-
-def _patch(name: str, place: int, data: bytes) -> Damage:
-    def damage(model: Path) -> None:
-        with (model / name).open("r+b") as file:
-            file.seek(place)
-            file.write(data)
-
-    return damage
-
-
-def _cut(name: str, share: float) -> Damage:
-    return lambda model: os.truncate(model / name, int(share * (model / name).stat().st_size))
-
-
-def _header(change: Callable[[dict[str, Any]], Any]) -> Damage:
-    def damage(model: Path) -> None:
-        path = model / "model.safetensors"
-        data = path.read_bytes()
-        length = struct.unpack("<Q", data[:8])[0]
-        header = json.loads(data[8 : 8 + length])
-        change(next(entry for name, entry in header.items() if name != "__metadata__"))
-        said = json.dumps(header).encode()
-        path.write_bytes(struct.pack("<Q", len(said)) + said + data[8 + length :])
-
-    return damage
-
-
-def _metadata(value: Any) -> Damage:
-    def damage(model: Path) -> None:
-        path = model / "model.safetensors"
-        data = path.read_bytes()
-        length = struct.unpack("<Q", data[:8])[0]
-        said = json.dumps(json.loads(data[8 : 8 + length]) | {"__metadata__": value}).encode()
-        path.write_bytes(struct.pack("<Q", len(said)) + said + data[8 + length :])
-
-    return damage
-
-
-class _Payload:
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self) -> Any:
-        return open, (str(self.canary), "w")
-
-
-def _pickled(canary: Path) -> Damage:
-    def damage(model: Path) -> None:
-        (model / "model.safetensors").unlink()
-        (model / "pytorch_model.bin").write_bytes(pickle.dumps(_Payload(canary)))
-
-    return damage
-
-
-def _replaced(make: Callable[[Path], Any]) -> Damage:
-    def damage(model: Path) -> None:
-        (model / "config.json").unlink()
-        make(model / "config.json")
-
-    return damage
-
-
-def _fifo(name: str) -> Damage:
-    def damage(place: Path) -> None:
-        (place / name).unlink(missing_ok=True)
-        os.mkfifo(place / name)
-
-    return damage
-
-
-def _higher_ids(model: Path) -> None:
-    path = model / "tokenizer.json"
-    said = json.loads(path.read_text(encoding="utf-8"))
-    said["model"]["vocab"] = {token: index + 10_000 for token, index in said["model"]["vocab"].items()}
-    said["added_tokens"] = [token | {"id": token["id"] + 10_000} for token in said["added_tokens"]]
-    path.write_text(json.dumps(said), encoding="utf-8")
-
-
-def _in_store(desk: Desk, pattern: str, text: bytes | None) -> Damage:
-    def damage(store: Path) -> None:
-        path = desk.draw.choice(sorted(store.glob(pattern)))
-        data = path.read_bytes()
-        path.unlink()  # weights are links to those of an artifact
-        path.write_bytes(data[: len(data) // 2] if text is None else text)
-
-    return damage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import save_tokenizer
+from tests.support.tiny_models import save_tokenizer
 
 SIZES = {
     "vocab_size": 512,

@@ -21,7 +21,7 @@ from optkit.recipe.field_faults import validate
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.prune_structured import PruneStructured
-from tests.conftest import save_tokenizer
+from tests.support.tiny_models import save_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,

@@ -31,8 +31,8 @@ from optkit.training.predicted_memory import Setup, predicted_memory
 from optkit.training.student import checkpoint_activations_, open_student
 from optkit.training.teacher import LiveTeacher
 from optkit.training.training_options import TrainingOptions
-from tests.conftest import CONFIGS, save_tiny_model
 from tests.support.live_memory import LiveBytes
+from tests.support.tiny_models import CONFIGS, save_tiny_model
 
 BATCH, LENGTH = 4, 128
 WIDE_LLAMA = {
