@@ -25,6 +25,15 @@ from tests.support.tiny_models import save_tiny_model
 
 TinyModel = Callable[[str], Path]
 TinyEncoder = Callable[[str], tuple[Path, Path]]
+RUN = """\
+name: tiny
+model: {model}
+stages:
+  - rtn: {{group_size: 32}}
+  - kv_cache: int4
+evals:
+  - footprint
+"""
 
 IMPORTED = [0]
 """How many modules there were when `gc.freeze` was called."""
@@ -104,6 +113,19 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
         return directory if directory.exists() else save_tiny_model(kind, directory)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with an artifact `out`, the recipe `tiny.yaml` that it was made by, and
+    the store; the same one for every test, so copy the artifact before changing it.
+    """
+    from optkit import pipeline
+
+    place = tmp_path_factory.mktemp("run")
+    (place / "tiny.yaml").write_text(RUN.format(model=tiny_model("llama")), encoding="utf-8")
+    pipeline.run(place / "tiny.yaml", out=place / "out", store=place / "store", device="cpu")
+    return place
 
 
 @pytest.fixture(scope="session")

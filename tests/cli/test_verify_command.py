@@ -14,20 +14,10 @@ from optkit import pipeline
 from optkit.artifact import read_artifact
 from optkit.errors import ArtifactError
 from optkit.model.carried_state import CarriedState
-from optkit.scorecard import Loading
 from optkit.verification.check_result import Check
-from optkit.verification.result_file import keep_loading, read_loading
+from optkit.verification.result_file import read_loading
 from tests.support.fake_engine import program, refusal, replaced, spoiled
 
-RECIPE = """\
-name: tiny
-model: {model}
-stages:
-  - rtn: {{group_size: 32}}
-  - kv_cache: int4
-evals:
-  - footprint
-"""
 MADE_UP = """\
 import numpy
 def work(parent):
@@ -37,22 +27,13 @@ def work(parent):
 """
 
 
-@pytest.fixture(scope="module")
-def made(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with the artifact `out` and the recipe that it was made by."""
-    place = tmp_path_factory.mktemp("made")
-    (place / "tiny.yaml").write_text(RECIPE.format(model=tiny_model("llama")), encoding="utf-8")
-    pipeline.run(place / "tiny.yaml", out=place / "out", store=place / "store", device="cpu")
-    return place
-
-
 @pytest.fixture
-def artifact(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def artifact(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a copy of the artifact, in the working directory; no engine but our own Python's."""
     monkeypatch.chdir(tmp_path)
     for engine in ("VLLM", "TRANSFORMERS"):
         monkeypatch.delenv(f"OPTKIT_{engine}_PYTHON", raising=False)
-    return shutil.copytree(made / "out", tmp_path / "out")
+    return shutil.copytree(tiny_run / "out", tmp_path / "out")
 
 
 def spoken(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> tuple[str, str]:
@@ -61,10 +42,6 @@ def spoken(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> 
     out, err = capsys.readouterr()
     assert found == status, out + err
     return out, err
-
-
-def of(engine: str, **facts: object) -> Loading:
-    return Loading.model_validate({"engine": engine, "verdict": "agrees", "packages": {engine: "1.0"}, **facts})
 
 
 def test_transformers_opens_a_model_with_a_soft_cap_as_optkit_does(
@@ -152,51 +129,6 @@ def test_decode_steps_are_compared_too(
     out, _ = spoken(capsys, *asked, status=3)
     assert "!! decodes    the last 16 of 40 tokens" in out
     assert "rounding explains 1e-05: generation forgets what it read" in " ".join(out.split())
-
-
-def test_results_of_another_artifact_are_never_shown(artifact: Path) -> None:
-    keep_loading(read_artifact(artifact), [of("transformers")])
-    record = json.loads((artifact / "optkit.json").read_text())
-    (artifact / "optkit.json").write_text(json.dumps(record | {"key": "0" * 64}))
-    assert read_loading(read_artifact(artifact)) == ()
-    assert pipeline.read_scorecard(artifact).loading == ()
-    keep_loading(read_artifact(artifact), [of("vllm")])
-    assert [each.engine for each in pipeline.read_scorecard(artifact).loading] == ["vllm"]
-
-
-def test_results_of_other_files_under_the_same_key_are_never_shown(artifact: Path) -> None:
-    keep_loading(read_artifact(artifact), [of("transformers")])
-    record = json.loads((artifact / "optkit.json").read_text())
-    record["files"]["model.safetensors"]["mtime_ns"] += 1
-    (artifact / "optkit.json").write_text(json.dumps(record))
-    assert [each.engine for each in read_loading(read_artifact(artifact))] == ["transformers"]
-    record["files"]["model.safetensors"]["sha256"] = "0" * 64
-    (artifact / "optkit.json").write_text(json.dumps(record))
-    assert read_loading(read_artifact(artifact)) == ()
-
-
-def test_results_that_do_not_say_of_which_files_are_not_shown(artifact: Path) -> None:
-    keep_loading(read_artifact(artifact), [of("transformers")])
-    kept = json.loads((artifact / "verification.json").read_text())
-    del kept["files"]
-    (artifact / "verification.json").write_text(json.dumps(kept))
-    assert read_loading(read_artifact(artifact)) == ()
-
-
-def test_another_version_stands_beside_and_the_same_one_is_replaced(artifact: Path) -> None:
-    found = read_artifact(artifact)
-    keep_loading(
-        found, [of("vllm", mean_kl=0.1), of("transformers"), of("onnxruntime", verdict="skipped", packages={})]
-    )
-    keep_loading(
-        found, [of("vllm", mean_kl=0.2), of("vllm", packages={"vllm": "2.0"}), of("transformers", verdict="skipped")]
-    )
-    assert [(each.engine, each.verdict, each.packages.get("vllm"), each.mean_kl) for each in read_loading(found)] == [
-        ("transformers", "agrees", None, None),
-        ("vllm", "agrees", "1.0", 0.2),
-        ("vllm", "agrees", "2.0", None),
-        ("onnxruntime", "skipped", None, None),
-    ]
 
 
 def test_a_damaged_record(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,21 +266,21 @@ def test_mistakes_of_the_user(
 
 
 def test_a_run_can_verify_at_its_end(
-    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     refuses = program(tmp_path, refusal("no", transformers="9.9"))
     monkeypatch.setenv("OPTKIT_TRANSFORMERS_PYTHON", refuses)
     monkeypatch.setenv("OPTKIT_VLLM_PYTHON", refuses)
-    words = ["--out", str(tmp_path / "out"), "--store", str(made / "store"), "--device", "cpu", "--quiet"]
-    out, _ = spoken(capsys, "run", str(made / "tiny.yaml"), *words, "--verify", status=3)
+    words = ["--out", str(tmp_path / "out"), "--store", str(tiny_run / "store"), "--device", "cpu", "--quiet"]
+    out, _ = spoken(capsys, "run", str(tiny_run / "tiny.yaml"), *words, "--verify", status=3)
     assert "transformers 9.9   NO" in out
     assert (tmp_path / "out" / "verification.json").is_file()
-    again, _ = spoken(capsys, "run", str(made / "tiny.yaml"), *words)
+    again, _ = spoken(capsys, "run", str(tiny_run / "tiny.yaml"), *words)
     assert "transformers 9.9   NO" in again
 
 
 def test_a_run_whose_artifact_is_not_sound_is_status_3_and_prints_its_scorecard(
-    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tiny_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
         "optkit.verification.artifact_checks._digests",
@@ -358,13 +290,13 @@ def test_a_run_whose_artifact_is_not_sound_is_status_3_and_prints_its_scorecard(
         "--out",
         str(tmp_path / "out"),
         "--store",
-        str(made / "store"),
+        str(tiny_run / "store"),
         "--device",
         "cpu",
         "--quiet",
         "--verify",
         "--json",
     ]
-    out, err = spoken(capsys, "run", str(made / "tiny.yaml"), *words, status=3)
+    out, err = spoken(capsys, "run", str(tiny_run / "tiny.yaml"), *words, status=3)
     assert json.loads(out) == json.loads((tmp_path / "out" / "scorecard.json").read_text())
     assert err == f"error: {tmp_path}/out: it was made, and it is not sound: digests: config.json was changed.\n"

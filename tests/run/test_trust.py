@@ -39,20 +39,12 @@ def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
-@pytest.fixture(scope="module")
-def made(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("made")
-    (place / "tiny.yaml").write_text(RECIPE.format(model=tiny_model("llama")), encoding="utf-8")
-    pipeline.run(place / "tiny.yaml", out=place / "out", store=place / "store", device="cpu")
-    return place
-
-
 @pytest.fixture
-def artifact(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def artifact(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an artifact in the working directory that nobody has tampered with yet."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evals.yaml").write_text(EVALS, encoding="utf-8")
-    return shutil.copytree(made / "out", tmp_path / "out")
+    return shutil.copytree(tiny_run / "out", tmp_path / "out")
 
 
 def rewrite(path: Path, **changes: object) -> None:

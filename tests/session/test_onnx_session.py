@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optkit.errors import EvalError, OptkitError, SourceError, StageError
-from optkit.measure import EvalContext, Metric
+from optkit.measure import EvalContext
 from optkit.model.writer import copy_companions
 from optkit.session import open_session
 from optkit.session.onnx_session import NO_POSITIONS, OnnxSession
@@ -28,6 +28,7 @@ from optkit.session.torch_session import TorchSession
 from optkit.stage import Format, Setting
 from tests.support.fresh_python import imported_by
 from tests.support.handmade_decoder import POSITIONS, VOCABULARY, expected, handmade
+from tests.support.metric_values import values
 from tests.support.near import near
 
 TinyOnnx = Callable[[str, str], Path]
@@ -44,10 +45,6 @@ def exported(tiny_onnx: TinyOnnx, tiny_model: Callable[[str], Path], tmp_path: P
     directory = Path(shutil.copytree(tiny_onnx("llama", "fp32"), tmp_path / "onnx"))
     copy_companions(tiny_model("llama"), directory)
     return directory
-
-
-def values(metrics: list[Metric]) -> dict[str, float]:
-    return {metric.name: metric.value for metric in metrics}
 
 
 def test_what_it_says_of_itself(exported: Path) -> None:

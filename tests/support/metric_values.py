@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from optkit.measure import Metric
 
-def values(metrics):
+
+def values(metrics: list[Metric]) -> dict[str, float]:
     return {metric.name: metric.value for metric in metrics}

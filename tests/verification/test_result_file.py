@@ -1,0 +1,68 @@
+"""What an artifact remembers of its verifications, and of which files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from optkit import pipeline
+from optkit.artifact import read_artifact
+from optkit.scorecard import Loading
+from optkit.verification.result_file import keep_loading, read_loading
+
+
+@pytest.fixture
+def artifact(tiny_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_run / "out", tmp_path / "out")
+
+
+def of(engine: str, **facts: object) -> Loading:
+    return Loading.model_validate({"engine": engine, "verdict": "agrees", "packages": {engine: "1.0"}, **facts})
+
+
+def test_results_of_another_artifact_are_never_shown(artifact: Path) -> None:
+    keep_loading(read_artifact(artifact), [of("transformers")])
+    record = json.loads((artifact / "optkit.json").read_text())
+    (artifact / "optkit.json").write_text(json.dumps(record | {"key": "0" * 64}))
+    assert read_loading(read_artifact(artifact)) == ()
+    assert pipeline.read_scorecard(artifact).loading == ()
+    keep_loading(read_artifact(artifact), [of("vllm")])
+    assert [each.engine for each in pipeline.read_scorecard(artifact).loading] == ["vllm"]
+
+
+def test_results_of_other_files_under_the_same_key_are_never_shown(artifact: Path) -> None:
+    keep_loading(read_artifact(artifact), [of("transformers")])
+    record = json.loads((artifact / "optkit.json").read_text())
+    record["files"]["model.safetensors"]["mtime_ns"] += 1
+    (artifact / "optkit.json").write_text(json.dumps(record))
+    assert [each.engine for each in read_loading(read_artifact(artifact))] == ["transformers"]
+    record["files"]["model.safetensors"]["sha256"] = "0" * 64
+    (artifact / "optkit.json").write_text(json.dumps(record))
+    assert read_loading(read_artifact(artifact)) == ()
+
+
+def test_results_that_do_not_say_of_which_files_are_not_shown(artifact: Path) -> None:
+    keep_loading(read_artifact(artifact), [of("transformers")])
+    kept = json.loads((artifact / "verification.json").read_text())
+    del kept["files"]
+    (artifact / "verification.json").write_text(json.dumps(kept))
+    assert read_loading(read_artifact(artifact)) == ()
+
+
+def test_another_version_stands_beside_and_the_same_one_is_replaced(artifact: Path) -> None:
+    found = read_artifact(artifact)
+    keep_loading(
+        found, [of("vllm", mean_kl=0.1), of("transformers"), of("onnxruntime", verdict="skipped", packages={})]
+    )
+    keep_loading(
+        found, [of("vllm", mean_kl=0.2), of("vllm", packages={"vllm": "2.0"}), of("transformers", verdict="skipped")]
+    )
+    assert [(each.engine, each.verdict, each.packages.get("vllm"), each.mean_kl) for each in read_loading(found)] == [
+        ("transformers", "agrees", None, None),
+        ("vllm", "agrees", "1.0", 0.2),
+        ("vllm", "agrees", "2.0", None),
+        ("onnxruntime", "skipped", None, None),
+    ]
