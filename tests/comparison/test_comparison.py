@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
-from optkit.comparison import Comparison, compare, compare_scorecards, to_csv, to_markdown
+from optkit.comparison import Comparison, compare_scorecards, to_csv, to_markdown
 from optkit.comparison.axes import Axis
-from optkit.errors import ArtifactError, UsageError
+from optkit.errors import UsageError
 from optkit.measure import Metric
-from optkit.scorecard import Beside, Scorecard, to_json
+from optkit.scorecard import Beside
+from tests.support.candidates import BASELINE, FAST, GOOD, LOSSES, SMALL, TURNS, WASTE, compared, made
 from tests.support.scorecards import CPU, TEXT, card, decode, divergence, perplexity, size
-
-LOSSES = [3.0 + 0.2 * math.sin(index) for index in range(12)]
-TURNS = [20.0, 20.2, 19.9, 20.1]
-BASELINE = [perplexity(LOSSES), decode(TURNS), size(500e6)]
-
-
-def made(name: str, loss: float = 0.0, speed: float = 1.0, size_bytes: float = 500e6, **fields: object) -> Scorecard:
-    """A model whose losses are higher by `loss`, a little less in every other window."""
-    losses = [each + loss * (1 + 0.05 * (-1) ** index) for index, each in enumerate(LOSSES)]
-    metrics = [perplexity(losses), decode([each * speed for each in TURNS]), size(size_bytes)]
-    return card(name, metrics, BASELINE, **fields)
-
-
-def compared(*cards: Scorecard, **options: object) -> Comparison:
-    return compare_scorecards([(Path("artifacts") / each.name, each) for each in cards], **options)
-
-
-GOOD = made("good", 0.02, 2.0, 250e6)
-SMALL = made("small", 0.05, 2.3, 150e6)
-WASTE = made("waste", 0.06, 1.5, 260e6)
-FAST = made("fast", 0.20, 3.0, 160e6)
 
 
 def test_one_is_dominated_only_by_what_is_measurably_better_and_nowhere_worse() -> None:
@@ -250,51 +227,6 @@ def test_the_fields_of_recipes_that_differ() -> None:
     assert compared(*bits).entry("b4").fields == {"stages.0.rtn.bits": 4}
 
 
-def written(folder: Path, scorecard: Scorecard) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scorecard.json").write_text(to_json(scorecard), encoding="utf-8")
-    return folder
-
-
-def test_directories_files_and_artifacts_are_mixed_and_nothing_is_taken_twice(tmp_path: Path) -> None:
-    written(tmp_path / "sweep" / "good", GOOD)
-    written(tmp_path / "sweep" / "deeper" / "small", SMALL)
-    written(tmp_path / "sweep" / ".draft", FAST)
-    copy = written(tmp_path / "copy", GOOD)
-    bare = written(tmp_path / "waste", WASTE) / "scorecard.json"
-    found = compare([tmp_path / "sweep", tmp_path / "sweep" / "good", bare, copy])
-    assert {entry.label for entry in found.entries} == {"good", "small", "waste"}
-    assert found.notes == (f"{copy} holds the scorecard of {tmp_path / 'sweep' / 'good'}, and is left out",)
-
-
-def test_what_cannot_be_read_below_a_directory_is_left_out_by_name(tmp_path: Path) -> None:
-    written(tmp_path / "good", GOOD)
-    later = written(tmp_path / "later", SMALL) / "scorecard.json"
-    later.write_text(later.read_text(encoding="utf-8").replace('"schema": 1', '"schema": 7', 1), encoding="utf-8")
-    found = compare([tmp_path])
-    (left,) = found.left_out
-    assert left.place == str(tmp_path / "later")
-    assert "the scorecard has schema 7, and this optkit reads schema 1" in left.why
-    with pytest.raises(ArtifactError, match="has schema 7"):
-        compare([tmp_path, later])
-    (tmp_path / "good" / "scorecard.json").unlink()
-    with pytest.raises(ArtifactError, match="none of the 1 scorecards can be read"):
-        compare([tmp_path])
-
-
-def test_a_folder_that_cannot_be_searched_is_left_out_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path / "good", GOOD)
-    walk = os.walk
-
-    def refused(top: Path, onerror: Callable[[OSError], None]) -> Iterator[Any]:
-        onerror(PermissionError(13, "Permission denied", str(tmp_path / "locked")))
-        yield from walk(top)
-
-    monkeypatch.setattr(os, "walk", refused)
-    (left,) = compare([tmp_path]).left_out
-    assert (left.place, left.why) == (str(tmp_path / "locked"), "cannot be searched: Permission denied")
-
-
 def test_a_thousand_are_ranked_by_one_pass_over_each_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
     against = Axis.against
@@ -330,21 +262,6 @@ def test_numbers_that_are_not_above_zero_are_subtracted() -> None:
     found = compared(*(card(f"r{index}", [each]) for index, each in enumerate(scores)), axes=["score"])
     assert found.groups[0].front == ("r0",)
     assert [each.differences[0].value for each in found.entries[1:]] == [1.0, 3.0]
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
-def test_what_is_no_number_is_refused(number: str, tmp_path: Path) -> None:
-    path = written(tmp_path, GOOD) / "scorecard.json"
-    path.write_text(path.read_text(encoding="utf-8").replace("250000000.0", number), encoding="utf-8")
-    with pytest.raises(ArtifactError, match="the scorecard is damaged"):
-        compare([path])
-
-
-def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="no scorecard is here or below"):
-        compare([tmp_path])
-    with pytest.raises(ArtifactError, match="no such file or directory"):
-        compare([tmp_path / "nowhere"])
 
 
 @pytest.mark.parametrize(
