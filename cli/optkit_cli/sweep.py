@@ -35,6 +35,9 @@ from optkit_cli.options import (
 )
 @click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS", help="Begin nothing later.")
 @all_of(against_option, comparison_options)
+@click.option("--keep", metavar="best:N", help="Delete the weights of what is dominated, but for the N best.")
+@click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Make N of the combinations, drawn at random.")
+@click.option("--seed", default=0, metavar="N", help="The seed of what --trials draws [0].")
 @click.option("--retry", is_flag=True, help="Try again what failed before.")
 @retime_option
 @all_of(place_options, json_option, quiet_option, trust_option)
@@ -48,6 +51,9 @@ def command(
     require: tuple[str, ...],
     best: str | None,
     axes: tuple[str, ...],
+    keep: str | None,
+    trials: int | None,
+    seed: int,
     retry: bool,
     retime: bool,
     as_json: bool,
@@ -75,6 +81,10 @@ def command(
             out=out,
             max_hours=max_hours,
             against=against,
+            keep=keep,
+            axes=axes,
+            trials=trials,
+            seed=seed,
             retry=retry,
             retime=retime,
             watcher=watcher,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -123,9 +124,27 @@ class Matrix:
             raise RecipeError(problems)
         return found
 
-    def combination(self, chosen: Chosen) -> Combination:
-        """Return the combination of one value of each axis; raises RecipeError."""
-        return self._all_checked([chosen], [])[0]
+    def some(self, count: int, seed: int) -> tuple[Combination, ...]:
+        """Return so many combinations, drawn with a seed; a larger count has those of a smaller one.
+        Those of `include` are among them. Raises RecipeError as `combinations` does.
+        """
+        if self.size <= count:
+            return self.combinations()
+        draw, seen, found = random.Random(seed), set[int](), list[Chosen](self.include[:count])
+        while len(found) < count and len(seen) < self.size:
+            number = draw.randrange(self.size)
+            if number not in seen:
+                seen.add(number)
+                each = self._numbered(number)
+                found += [] if self.is_excluded(each) else [each]
+        return self._all_checked(found, [])
+
+    def _numbered(self, number: int) -> Chosen:
+        values = []
+        for axis in self.axes:
+            number, place = divmod(number, len(axis.values))
+            values.append(axis.values[place])
+        return tuple(values)
 
     def is_excluded(self, chosen: Chosen) -> bool:
         """Say whether values, one of each axis, have the values of one that is excluded."""

@@ -25,6 +25,7 @@ from optkit.recipe.matrix import Combination
 from optkit.recipe.matrix_reading import load_matrix
 from optkit.store.store import Store
 from optkit.sweep.executor import Executor, LocalExecutor, Order, Outcome, reason_of
+from optkit.sweep.keep import delete_weights, parse_keep, to_delete
 from optkit.sweep.order import nearest
 from optkit.sweep.record import Entry, Status, SweepRecord, held, new_record, read_record
 from optkit.sweep.timing import Timed, take_turns, timed_groups
@@ -64,6 +65,10 @@ class Sweep:
     """Try again what failed."""
     retime: bool = False
     """Take all timings again."""
+    keep: int | None = None
+    """How many artifacts at least keep their weights; None: all."""
+    axes: Sequence[str] = ()
+    """The metrics by which they are compared for that."""
     until: float = float("inf")
     """Of the monotonic clock; no recipe is at work after it."""
     record: SweepRecord = field(init=False)
@@ -80,6 +85,7 @@ class Sweep:
             self.record.write(self.directory)
             self._make()
             self._time()
+            self._delete_weights()
             self.watcher.show(self.record, "")
             return self.record
 
@@ -191,6 +197,17 @@ class Sweep:
     def _is_sound(self, name: str) -> bool:
         return self.record.entry(name).status is not Status.FAILED
 
+    def _delete_weights(self) -> None:
+        """Delete the weights of what is dominated, as far as `keep` allows it."""
+        there = [entry.name for entry in self.record.having(Status.DONE)]
+        if self.keep is None or len(there) <= self.keep:
+            return
+        for name in to_delete([self.place(name) for name in there], self.keep, self.axes):
+            self._change(name, weights=False)
+        kept = {entry.name: self.plans[entry.name] for entry in self.record.having(Status.DONE) if entry.weights}
+        for name in set(there) - set(kept):
+            delete_weights(self.place(name), self.plans[name], kept, self.store)
+
     def _failed_timing(self, name: str, error: Exception) -> None:
         self._change(name, status=Status.FAILED, reason=f"its timings failed: {reason_of(error)}")
         self.watcher.show(self.record, "timings")
@@ -225,6 +242,10 @@ def sweep(
     against: Path | str | None = None,
     retry: bool = False,
     retime: bool = False,
+    keep: str | None = None,
+    axes: Sequence[str] = (),
+    trials: int | None = None,
+    seed: int = 0,
     executor: Executor | None = None,
     watcher: Watcher | None = None,
     progress: Progress | None = None,
@@ -233,13 +254,15 @@ def sweep(
 
     `overrides` are those of `run`; one with several values, `stages.0.gptq.bits=3,4`, is an axis.
     `against` is that of `run`. The same call goes on with what is not finished; what failed is
-    tried again with `retry`, timings with `retime`. No recipe is at work after `max_hours`; the timings of what is made
+    tried again with `retry`, timings with `retime`. Of more combinations than can be made, `trials`
+    are drawn with `seed`. `keep`: as in `best:3`, the weights of others are deleted if they are
+    dominated by `axes`. No recipe is at work after `max_hours`; the timings of what is made
     come then. Raises RecipeError with every problem of any combination, UsageError if there is but
     one recipe.
     """
     began = time.monotonic()
     matrix = load_matrix(recipe, overrides, model)
-    combinations = matrix.combinations()
+    combinations = matrix.combinations() if trials is None else matrix.some(trials, seed)
     if not matrix.varied:
         why = "A sweep has a `matrix:`, or a field with several values: --set stages.0.gptq.bits=3,4"
         raise UsageError("this is one recipe", where=str(recipe), why=why, remedy="Run it with `optkit run`")
@@ -259,6 +282,8 @@ def sweep(
         watcher=watcher or NoWatcher(),
         retry=retry,
         retime=retime,
+        keep=None if keep is None else parse_keep(keep),
+        axes=axes,
         until=began + max_hours * 3600 if max_hours else float("inf"),
     )
     found.run()

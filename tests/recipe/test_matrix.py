@@ -216,3 +216,15 @@ def test_one_recipe_is_not_many(tmp_path: Path) -> None:
 
 def test_a_recipe_that_is_no_mapping_is_told_so() -> None:
     assert refused("- a\n- b\n").startswith("recipe:1:1: a recipe is a mapping of")
+
+
+def test_some_of_many_are_drawn_and_more_trials_have_those_of_fewer() -> None:
+    text = matrix(f"seed: {[*range(5000)]}\nstages.0.rtn.bits: [3, 4]\nexclude: [{{stages.0.rtn.bits: 3}}]")
+    many = load_matrix(text)
+    names = [each.name for each in many.some(6, seed=1)]
+    assert len(set(names)) == 6
+    assert all(name.endswith("bits4") for name in names)
+    assert [each.name for each in many.some(3, seed=1)] == names[:3]
+    assert [each.name for each in many.some(6, seed=2)] != names
+    few = load_matrix(matrix("seed: [1, 2]"))
+    assert few.some(9, seed=0) == few.combinations()

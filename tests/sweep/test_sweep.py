@@ -19,6 +19,7 @@ from optkit.pipeline import read_scorecard
 from optkit.scorecard import Scorecard
 from optkit.sweep import run as sweeping
 from optkit.sweep.executor import Order
+from optkit.sweep.keep import parse_keep, to_delete
 from optkit.sweep.record import RECORD, Status, SweepRecord, read_record
 from optkit.sweep.run import Sweep, exit_status, sweep
 from tests.support.sweeps import MATRIX, NAMES, Here, quick_throughput, recipe
@@ -296,3 +297,36 @@ def test_a_damaged_record_is_refused(tmp_path: Path, text: str, said: str) -> No
     with pytest.raises(StoreError) as error:
         read_record(tmp_path)
     assert said in str(error.value)
+
+
+def test_weights_of_what_is_dominated_go_and_scorecards_stay(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeping, "to_delete", lambda places, count, axes: [NAMES[1], NAMES[3]])
+    done = desk.run(keep="best:2")
+    assert [entry.weights for entry in done.record.entries] == [True, False, True, False]
+    for name, weights in zip(NAMES, (True, False, True, False), strict=True):
+        assert bool([*(desk.home / "s" / name).glob("*.safetensors")]) is weights
+        assert desk.numbers(name)
+    store = desk.home / "store-s" / "steps"
+    assert len([*store.iterdir()]) == 3
+    executor = Here()
+    assert desk.run(executor, keep="best:2").record == done.record
+    assert executor.made == []
+
+
+def test_what_is_on_the_front_or_among_the_best_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ranked:
+        def __init__(self, name: str, rank: int | None, front: bool) -> None:
+            self.place, self.rank, self.front = str(tmp_path / name), rank, front
+            self.dominated_by = () if front else ("a",)
+
+    entries = [Ranked("a", 1, True), Ranked("b", 2, True), Ranked("c", 3, False), Ranked("d", 4, False)]
+    found = type("Found", (), {"entries": (*entries, Ranked("e", None, False))})
+    monkeypatch.setattr("optkit.sweep.keep.compare", lambda places, axes: found)
+    assert to_delete([tmp_path], 1) == ["c", "d"]
+    assert to_delete([tmp_path], 3) == ["d"]
+
+
+@pytest.mark.parametrize("text", ["3", "best", "best:0", "best:x"])
+def test_keep_says_how_many(text: str) -> None:
+    with pytest.raises(UsageError, match=rf"^--keep: '{text}' is not best:N\. Write --keep best:3\.$"):
+        parse_keep(text)
