@@ -164,6 +164,8 @@ class Eval(Frozen):
     """
     compares: ClassVar[bool] = False
     """Needs the baseline session beside the artifact's, and is not run on the baseline itself."""
+    contrasted: ClassVar[frozenset[str]] = frozenset()
+    """Those of its metrics that `contrast` gives, which have no number of the baseline."""
     of_unmodified: ClassVar[bool] = False
     """Measures the unmodified model and nothing else: its numbers are those of all artifacts of it.
     """

@@ -35,6 +35,7 @@ class Generation(Eval):
     kind: ClassVar[str] = "generation"
     draws: ClassVar[bool] = False
     shorthand: ClassVar[str] = "prompts"
+    contrasted: ClassVar[frozenset[str]] = frozenset({"common_prefix", "same_answers"})
     metrics: ClassVar[Mapping[str, str]] = {
         "repetition": "fraction",
         "common_prefix": "tokens",

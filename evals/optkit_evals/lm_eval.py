@@ -47,6 +47,7 @@ class LmEval(Eval):
     kind: ClassVar[str] = "lm_eval"
     draws: ClassVar[bool] = False
     shorthand: ClassVar[str] = "tasks"
+    contrasted: ClassVar[frozenset[str]] = frozenset(COMPARED)
     metrics: ClassVar[Mapping[str, str]] = cast("Mapping[str, str]", _Metrics())
 
     tasks: AtLeastOne[HarnessTask]

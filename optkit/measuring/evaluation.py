@@ -147,7 +147,9 @@ def measure_plan(
         previous=previous,
         same_engine=speed.same_engine(measured),
         speed=speed.waterfall(todo, measured),
-        comparing={name for each in todo.evals if each.eval.compares for name in each.eval.metrics},
+        comparing={
+            name for each in todo.evals for name in (each.eval.metrics if each.eval.compares else each.eval.contrasted)
+        },
     )
     return scorecard, measured
 

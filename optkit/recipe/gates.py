@@ -200,7 +200,7 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
     if gate.of == "same engine" and len(instances) == len(measuring) and not any(map(_is_told_apart, instances)):
         plain = f"{gate.operator} {gate.limit:.12g}x"
         raise ValueError(f"'{gate.name}' is no timing of decoding, which engines decide. Write \"{plain}\".")
-    if gate.of == "baseline" and measures[gate.name].compares:
+    if gate.of == "baseline" and (measures[gate.name].compares or gate.name in measures[gate.name].contrasted):
         absolute = f"{gate.operator} {gate.limit:.12g}"
         raise ValueError(
             f"'{gate.name}' compares with the baseline already. Give its limit without x, as in \"{absolute}\"."

@@ -77,6 +77,7 @@ def test_gates_name_tasks_by_labels_or_dots(tmp_path):
         ('acc_norm[task=lambada_openai]: ">= 0.9x"', "no row of 'acc_norm' has task=lambada_openai"),
         ('arc_esy.acc: ">= 0.9x"', "no row of 'acc' has task=arc_esy. There will be: task=arc_easy"),
         ('arc_easy.f1: ">= 0.9x"', "no eval of the recipe measures 'f1'"),
+        ('recovery: ">= 0.99x"', "'recovery' compares with the baseline already. Give its limit without x"),
         ('arc_easy.acc: ">= 99"', "'acc' is a share between 0 and 1, so that nothing can pass >= 99"),
     ],
 )
