@@ -72,18 +72,20 @@ class LiveTable:
     live: Live | None = None
     record: SweepRecord | None = None
     now: str = ""
+    said: str = ""
     tasks: list[Pace] = field(default_factory=list)
 
     def show(self, record: SweepRecord, now: str) -> None:
         """Draw the table anew."""
-        self.record, self.now = record, now
+        self.record, self.now, self.said = record, now, ""
 
     def task(self, label: str, total: int, unit: str = "") -> Task:
         """Open a task that is drawn below the table."""
         return LiveTask(self, Pace(label, total, unit))
 
     def say(self, line: str) -> None:
-        """Say nothing: the table shows what is at work."""
+        """Draw one line below the table, until the next."""
+        self.said = line
 
     def warn(self, line: str) -> None:
         """Print `warning: ...` above the table."""
@@ -94,7 +96,7 @@ class LiveTable:
         if self.record is None:
             return Text("")
         lines = [f"{pace.label}  {pace.count}  {pace.left}".rstrip() for pace in self.tasks[-1:]]
-        below = "  ".join(part for part in (self.now, *lines) if part)
+        below = "  ".join(part for part in (self.now, self.said, *lines) if part)
         return Group(sweep_table(self.record, self.now), Text(visible(below), style="dim"))
 
 

@@ -25,6 +25,8 @@ class TimedModel:
 
     subject: Subject
     wanted: Wanted
+    name: str = ""
+    """What is said when its turn begins; nothing if it is empty."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,8 @@ def time_in_turns(
 def _take(bench: Bench, model: TimedModel, index: int, runs: dict[str, TimedRun]) -> None:
     """Take one turn of a model, and note what it said when all of it is done."""
     signals.check()
+    if model.name:
+        bench.context.progress.say(f"{model.name}, turn {index + 1}")
     said = []
     for measured, apart in ((_apart, True), (_here, False)):
         some = [(key, each) for key, each in model.wanted if each.eval.apart() == apart and index < each.eval.turns()]

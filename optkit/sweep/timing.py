@@ -79,7 +79,7 @@ def take_turns(
     texts = [text for directory in directories.values() for text in read_finished(directory).record.calibrated_on]
     context = EvalContext(seed=first.recipe.seed, progress=progress, data=data, calibrated_on=tuple(texts))
     bench = Bench(store, first.device, context, first.steps[0].size_bytes)
-    models = {each.artifact_key: _model(each, directories[name], wanted[name]) for name, each in plans.items()}
+    models = {each.artifact_key: _model(name, each, directories[name], wanted[name]) for name, each in plans.items()}
     models.pop(first.baseline_key, None)
     baseline = TimedModel(
         Subject(
@@ -88,6 +88,7 @@ def take_turns(
             first.recipe.model.trust_remote_code,
         ),
         [(each.baseline_key, each) for each in first.evals if each.eval.timed and each.baseline_key],
+        "unmodified",
     )
     named = {id(model): [name for name in plans if plans[name].artifact_key == key] for key, model in models.items()}
 
@@ -110,10 +111,10 @@ def _further(plans: Mapping[str, Plan], store: Store, data: Path | None, progres
     found = {}
     for plan in plans.values():
         for each in speed_rungs(plan, stages=True).further(plan, store, context_of(plan, progress, data)):
-            found[tuple(key for key, _ in each.wanted)] = TimedModel(each.subject, each.wanted)
+            found[tuple(key for key, _ in each.wanted)] = TimedModel(each.subject, each.wanted, each.name)
     return list(found.values())
 
 
-def _model(plan: Plan, directory: Path, wanted: Wanted) -> TimedModel:
+def _model(name: str, plan: Plan, directory: Path, wanted: Wanted) -> TimedModel:
     settings = [entry.value for entry in plan.recipe.settings]
-    return TimedModel(Subject(lambda: directory, settings, plan.recipe.model.trust_remote_code), wanted)
+    return TimedModel(Subject(lambda: directory, settings, plan.recipe.model.trust_remote_code), wanted, name)

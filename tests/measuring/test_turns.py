@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from optkit.measuring.turns import TimedModel, time_in_turns
 from optkit.plan import PlannedEval
 from optkit.stage import Format
 from optkit.store.store import Store
+from tests.support.remembered import Lines
 
 RAN: list[tuple[str, int]] = []
 
@@ -84,6 +86,13 @@ def test_a_round_goes_there_and_the_next_one_back(bench: Bench) -> None:
     there, back = ["unmodified", "a", "b"], ["b", "a", "unmodified"]
     assert [name for name, _ in RAN] == [*there, *back, *there, *back]
     assert [samples(bench, name) for name in there] == [[1, 6, 7, 12], [2, 5, 8, 11], [3, 4, 9, 10]]
+
+
+def test_a_turn_says_whose_it_is(bench: Bench) -> None:
+    said = Lines()
+    named = [replace(model, name=name) for model, name in zip(models("unmodified", "a"), ("", "a"), strict=True)]
+    time_in_turns(replace(bench, context=EvalContext(progress=said)), named)
+    assert said.lines == ["a, turn 1", "a, turn 2", "a, turn 3", "a, turn 4"]
 
 
 def test_a_round_that_was_cut_off_is_taken_again_and_no_other(
