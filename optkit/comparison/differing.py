@@ -8,26 +8,37 @@ from typing import Any
 from optkit.comparison.columns import Table
 from optkit.scorecard.ratios import protocol_difference
 
-OUTSIDE = ("name", "description")
-"""Fields of a recipe that change nothing."""
-ABSENT = None
+STAGES_OWN = ".*."
+"""Stands for the stage, whichever it is, in the name of its field."""
 
 
 def differing_fields(recipes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each recipe those of its fields that differ among them, e.g. `stages.0.rtn.bits: 4`.
+    """Return for each recipe what differs among them, e.g. `stages.0: rtn` and `stages.0.rtn.bits: 4`.
     What is compared are the model, the stages and the seed.
+
+    Fields of different stages at one place are compared by their names. A field that some of the
+    stages do not have is left out unless the others differ in it: the stage's name says enough.
     """
-    leaves = [
-        dict(_leaves({key: value for key, value in recipe.items() if key in ("model", "stages", "seed")}, ()))
-        for recipe in recipes
-    ]
-    seen: dict[str, set[str]] = {}
-    for each in leaves:
-        for path, value in each.items():
-            seen.setdefault(path, set()).add(repr(value))
-    counts = {path: sum(path in each for each in leaves) for path in seen}
-    apart = [path for path in seen if len(seen[path]) > 1 or counts[path] < len(leaves)]
-    return [{path: each[path] for path in apart if path in each} for each in leaves]
+    said = [dict(_said(recipe)) for recipe in recipes]
+    values: dict[str, set[str]] = {}
+    for each in said:
+        for name, (_, value) in each.items():
+            values.setdefault(name, set()).add(repr(value))
+    missing = {name for name in values if STAGES_OWN not in name and not all(name in each for each in said)}
+    apart = [name for name in values if len(values[name]) > 1 or name in missing]
+    return [dict(each[name] for name in apart if name in each) for each in said]
+
+
+def _said(recipe: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Yield what a recipe says as (name to compare by, (path, value))."""
+    for path, value in _leaves({key: recipe[key] for key in ("model", "seed") if key in recipe}, ()):
+        yield path, (path, value)
+    for index, stage in enumerate(recipe.get("stages") or ()):
+        for kind, fields in stage.items():
+            place = f"stages.{index}"
+            yield place, (place, kind)
+            for path, value in _leaves(fields, ()) if fields else ():
+                yield f"{place}{STAGES_OWN}{path}", (f"{place}.{kind}.{path}", value)
 
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from optkit.comparison.axes import NEGLIGIBLE
@@ -13,6 +14,9 @@ from optkit.comparison.differing import differing_fields
 from optkit.comparison.result import Cell, Entry, Floor, Relation
 from optkit.recipe.gates import Gate, overall
 from optkit.scorecard.scorecard import Measured, Scorecard
+
+BETWEEN_WORDS = "-"
+"""Of a name of a recipe, and of a sweep's combination."""
 
 
 def entries_of(
@@ -47,14 +51,23 @@ def entries_of(
 
 
 def _labels(cards: Sequence[tuple[Path, Scorecard]]) -> list[str]:
-    """Return a name for each: the recipe's if it is the only one, then with its key, then its place."""
-    names = [card.name for _, card in cards]
-    keyed = [f"{card.name} {card.artifact_key[:8]}" for _, card in cards]
+    """Return a name for each: the recipe's if it is the only one, then with its key, then its place.
+    Words that all names begin with are left out: of a sweep's, its own name.
+    """
+    names = _without_shared([card.name for _, card in cards])
+    keyed = [f"{name} {card.artifact_key[:8]}" for name, (_, card) in zip(names, cards, strict=True)]
     counts, key_counts = Counter(names), Counter(keyed)
     return [
         name if counts[name] == 1 else key if key_counts[key] == 1 else f"{name} {place}"
         for name, key, (place, _) in zip(names, keyed, cards, strict=True)
     ]
+
+
+def _without_shared(names: Sequence[str]) -> list[str]:
+    words = [name.split(BETWEEN_WORDS)[:-1] for name in set(names)]
+    alike = takewhile(lambda column: len(words) > 1 and len(set(column)) == 1, zip(*words, strict=False))
+    shared = sum(1 for _ in alike)
+    return [BETWEEN_WORDS.join(name.split(BETWEEN_WORDS)[shared:]) for name in names]
 
 
 def _cell(column: str, row: Measured, floor: Floor | None, unit: str) -> Cell:

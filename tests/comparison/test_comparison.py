@@ -220,10 +220,39 @@ def test_names_of_one_recipe_are_told_apart() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["s-rtn-bits4", "s-rtn-bits8", "s-gptq-bits4"], ["rtn-bits4", "rtn-bits8", "gptq-bits4"]),
+        (["s-rtn-bits4", "s-rtn-bits8"], ["bits4", "bits8"]),
+        (["s-rtn", "s-rtn-bits8"], ["rtn", "rtn-bits8"]),
+        (["s-rtn", "t-rtn"], ["s-rtn", "t-rtn"]),
+        (["s-rtn"], ["s-rtn"]),
+    ],
+)
+def test_what_all_names_begin_with_is_left_out(names: list[str], labels: list[str]) -> None:
+    assert {entry.label for entry in compared(*map(made, names)).entries} == set(labels)
+
+
+def test_of_several_stages_the_names_and_their_common_fields_differ() -> None:
+    rtn = {"bits": 4, "group_size": 32, "scale_search": "minmax"}
+    gptq = {"bits": 8, "group_size": 32, "damping": 0.01}
+    cards = [made("a", stages=[{"rotate": {"heads": True}}, {"rtn": rtn}])]
+    cards += [made(name, stages=[{"rotate": {"heads": True}}, {"gptq": gptq | own}]) for name, own in ONE_FIELD.items()]
+    found = compared(*cards)
+    assert found.entry("a").fields == {"stages.1": "rtn", "stages.1.rtn.bits": 4}
+    assert found.entry("b").fields == {"stages.1": "gptq", "stages.1.gptq.bits": 8, "stages.1.gptq.damping": 0.01}
+    assert found.entry("c").fields == {"stages.1": "gptq", "stages.1.gptq.bits": 8, "stages.1.gptq.damping": 0.1}
+    assert compared(*cards[:2], made("d", stages=[])).entry("b").fields["stages.0"] == "rotate"
+
+
+ONE_FIELD = {"b": {}, "c": {"damping": 0.1}}
+
+
 def test_the_fields_of_recipes_that_differ() -> None:
     bits = [made(f"b{bits}", stages=[{"rtn": {"bits": bits, "group_size": 64}}]) for bits in (3, 4)]
     found = compared(*bits, made("plain"))
-    assert found.entry("b3").fields["stages.0.rtn.bits"] == 3
+    assert found.entry("b3").fields == {"stages.0": "rtn", "stages.0.rtn.bits": 3}
     assert compared(*bits).entry("b4").fields == {"stages.0.rtn.bits": 4}
 
 

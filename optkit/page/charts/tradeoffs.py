@@ -146,12 +146,12 @@ def _hint(entry: Entry, across: Mapping[str, Any], up: Mapping[str, Any]) -> str
 
 
 def recipe_lines(entry: Entry) -> list[str]:
-    """Return what an entry's recipe says otherwise than the others', e.g. `gptq.bits 4`."""
+    """Return what an entry's recipe says otherwise than the others', e.g. `gptq` and `gptq.bits 4`."""
 
     def short(path: str) -> str:
-        return re.sub(r"^stages\.\d+\.", "", path)
+        return re.sub(r"^stages\.\d+\.?", "", path)
 
-    return [f"{short(path)} {value}" for path, value in entry.fields.items()]
+    return [f"{short(path)} {value}".strip() for path, value in entry.fields.items()]
 
 
 def _type(points: Sequence[Mapping[str, Any]], name: str) -> str:
