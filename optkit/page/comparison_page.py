@@ -31,7 +31,7 @@ from optkit.scorecard import Scorecard, footnotes
 
 MOST_ROWS = 100
 """Of a group's table, by rank; `optkit compare --csv` has all."""
-LONG_DIGEST = re.compile(r"([0-9a-f]{12})[0-9a-f]{20,}")
+REVISION = re.compile(r"@[^@/]*$")
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ def comparison_page(comparison: Comparison, picks: Mapping[str, Scorecard] | Non
 def _title(comparison: Comparison) -> str:
     models = list(dict.fromkeys(entry.model for entry in comparison.entries))
     of = models[0] if len(models) == 1 else f"{len(models)} models"
-    short = LONG_DIGEST.sub(r"\1", of)
-    return f"{len(comparison.entries)} artifacts of {short}"
+    return f"{len(comparison.entries)} artifacts of {REVISION.sub('', of)}"
 
 
 def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) -> Ranked:
