@@ -14,6 +14,7 @@ from optkit.comparison.table import (
     UNMODIFIED,
     CellText,
     beside_first,
+    bests_text,
     cell_text,
     compared_with,
     floor_text,
@@ -44,6 +45,8 @@ def comparison_view(comparison: Comparison) -> list[RenderableType]:
         if len(group.entries) > MOST_LINES:
             found.append(Text(f"and {len(group.entries) - MOST_LINES} more, in --csv and --json", style="dim"))
         found += [Text(""), _verdict(group)]
+        if bests := bests_text(comparison, group):
+            found.append(Text(f"of those that pass, if one thing alone counts: {bests}", style="dim"))
         lines = [(each.label, beside_first(comparison, each)) for each in _entries(comparison, group)]
         beside = indented([line for line in lines if line[1]])
         if beside is not None:

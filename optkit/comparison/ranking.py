@@ -96,6 +96,11 @@ class Ranking:
             front=tuple(each.label for each in ranked if each.front),
             knee=None if front.knee is None else entries[front.knee].label,
             pick=None if pick is None else entries[pick].label,
+            bests={
+                axis.column.key: entries[index].label
+                for axis in axes
+                if (index := picked(axes, front, entries, axis)[0]) is not None
+            },
             why=why,
         )
         return group, ranked

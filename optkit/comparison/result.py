@@ -124,6 +124,8 @@ class Group(Frozen):
     """
     pick: str | None = None
     """Best by `--best` among those that pass; the knee if no metric was named."""
+    bests: dict[str, str] = {}
+    """For the key of each axis, the one to take if that axis alone counts."""
     why: str = ""
     """In one sentence, why the pick, or why there is none."""
     differs: tuple[str, ...] = ()

@@ -73,6 +73,13 @@ def unmodified_cells(comparison: Comparison, group: Group, columns: list[Column]
     return found if any(each.value != NOTHING for each in found) else None
 
 
+def bests_text(comparison: Comparison, group: Group) -> str:
+    """Return which one to take if one of the axes alone counts; empty if it is always the pick."""
+    if set(group.bests.values()) <= {group.pick}:
+        return ""
+    return "; ".join(f"{comparison.column(key).title} {label}" for key, label in group.bests.items())
+
+
 def standing(entry: Entry) -> str:
     """Return where a scorecard stands: the pick, the knee, on the front, or behind another."""
     if entry.pick:

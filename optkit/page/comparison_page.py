@@ -11,6 +11,7 @@ from optkit.comparison import Column as Metric
 from optkit.comparison import Comparison, Entry, Group
 from optkit.comparison.table import (
     UNMODIFIED,
+    bests_text,
     cell_text,
     compared_with,
     floor_text,
@@ -51,6 +52,10 @@ class Ranked:
     """Whom the differences are to."""
     command: str
     """What makes the pick."""
+    axes: str
+    """What they are ranked by."""
+    bests: str
+    """Which one to take if one of the axes alone counts."""
 
 
 def comparison_page(comparison: Comparison, picks: Mapping[str, Scorecard] | None = None) -> str:
@@ -100,6 +105,8 @@ def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) 
         differences(comparison, group, f"beside-{index}"),
         compared_with(group),
         command(picks[pick.label]) if pick and pick.label in picks else "",
+        axes=" and ".join(comparison.column(key).title for key in group.axes),
+        bests=bests_text(comparison, group),
     )
 
 
@@ -107,7 +114,8 @@ def _tile(entry: Entry, metric: Metric) -> dict[str, str]:
     text = cell_text(entry.cell(metric.key), metric)
     number, rest = (text.ratio, text.value) if text.ratio else apart(text.value)
     change = text.change if text.change in ("better", "worse") else ""
-    return {"name": metric.title, "number": number, "rest": f"{rest} {text.interval}".strip(), "change": change or ""}
+    rest = f"{text.interval} of unmodified; {rest}" if text.ratio else f"{rest} {text.interval}"
+    return {"name": metric.title, "number": number, "rest": rest.strip(), "change": change or ""}
 
 
 def _row(comparison: Comparison, entry: Entry, metrics: list[Metric]) -> TableRow:

@@ -182,7 +182,10 @@ def _point_marks(points: Sequence[Mapping[str, Any]]) -> list[Mark]:
             ink = "var(--panel)" if shape == "dot" else paint("ink")
             marks.append(Mark("text", own, {"x": "x", "y": "y", "text": "rank", "fill": ink, "fontSize": 11}))
     picked = [point for point in points if point["stands"] == "pick"]
-    words = {"text": "label", "dy": -17, "fill": paint("ink"), "fontWeight": "bold"}
+    across = [point["x"] for point in points]
+    on_the_right = any(2 * point["x"] > min(across) + max(across) for point in picked)
+    beside = {"textAnchor": "end", "dx": -14} if on_the_right else {"textAnchor": "start", "dx": 14}
+    words = {"text": "label", "dy": -12, "fill": paint("ink"), "fontWeight": "bold", **beside}
     return [*marks, Mark("text", picked, {"x": "x", "y": "y", **words})]
 
 
