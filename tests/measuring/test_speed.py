@@ -157,7 +157,7 @@ def test_a_further_model_that_fails_is_left_out(
 def test_kernels_that_the_artifact_does_not_use_are_not_compared_with(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optkit.session.opening.step_decoder", lambda _model: (None, []))
+    monkeypatch.setattr("optkit.session.torch_opening.step_decoder", lambda _model: (None, []))
     scorecard = ran(tmp_path, recipe(tiny_model("llama"), [RTN]))
     assert scorecard.speed == ()
     assert all(row.beside == () for row in scorecard.rows)

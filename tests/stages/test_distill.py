@@ -145,7 +145,7 @@ class TestLearning:
         def fail(*arguments: object, **options: object) -> None:
             raise StageError("the loss is not finite")
 
-        monkeypatch.setattr("optkit.training.loop.train", fail)
+        monkeypatch.setattr(Loop, "run", fail)
         with pytest.raises(StageError) as failed:
             distill(tiny_model("llama"), tiny_model("llama"), tmp_path / "store", top_k=16)
         pruned = prune(Store(tmp_path / "store"), everything=True)
