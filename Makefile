@@ -1,4 +1,5 @@
 # make run       the small model through recipes/llama_int4.yaml, to its scorecard
+# make docs      the site, in site/: open site/index.html
 # make storm     what is malformed, damaged, killed, signalled and at work together
 # make test      lint, types, import contracts, tests
 # make vendor    what the pages are drawn with, bundled from pinned npm packages; needs npm
@@ -13,7 +14,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: run test coverage storm vendor clean
+.PHONY: run test docs coverage storm vendor clean
 .DELETE_ON_ERROR:
 
 run: .venv/installed
@@ -27,6 +28,10 @@ test: .venv/installed-test
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
+docs: .venv/installed-test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html"
+
 coverage: .venv/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --cov --cov-report term:skip-covered --cov-report html
 
@@ -39,7 +44,7 @@ vendor:
 	optkit/page/vendor/build.sh
 
 clean:
-	rm -rf .venv htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv site htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@echo "The store of finished steps stays. To see or delete it: optkit store show, optkit store prune --all"
 
 .venv/torch: constraints.txt

@@ -70,7 +70,7 @@ def integer_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype,
     return layer, f"int{weight.bits}: {{layers}} {phrase}"
 
 
-TILED_IS_FASTER = "optkit's own int4 kernel is faster on GPUs (docs/benchmarks.md), and can be part of cuda_graphs"
+TILED_IS_FASTER = "optkit's own int4 kernel is faster on GPUs (docs/benchmarks), and can be part of cuda_graphs"
 KERNELS = (
     Kernel(
         refuses=lambda weight, dtype, device: why_not_coded(weight, device),

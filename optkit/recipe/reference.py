@@ -1,13 +1,10 @@
-"""docs/recipes.md, written from the classes themselves.
-The command is `python -m optkit.recipe.reference > docs/recipes.md`.
-"""
+"""The site's pages about recipes, written from the classes themselves."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -29,9 +26,6 @@ from optkit.stage import Transform
 
 OPENING = """\
 # Recipes
-
-<!-- Written by `python -m optkit.recipe.reference > docs/recipes.md`; a test compares.
-Change the classes, not this page. -->
 
 A recipe is a YAML file. It has a model, the stages that change it, the evals that measure it, and
 the gates that judge the result.
@@ -98,7 +92,7 @@ matrix:
 
 
 def recipes_page() -> str:
-    """Return the text of docs/recipes.md."""
+    """Return the page about recipes."""
     example = shipped_recipes()["llama_int4"].read_text(encoding="utf-8")
     about = {name: _flat(field.description or "") for name, field in Recipe.model_fields.items()}
     sections = [
@@ -261,7 +255,3 @@ def _prose(model: type[BaseModel]) -> str:
 
 def _flat(text: str) -> str:
     return " ".join(text.split())
-
-
-if __name__ == "__main__":
-    sys.stdout.write(recipes_page())

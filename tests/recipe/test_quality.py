@@ -1,4 +1,4 @@
-"""The accuracy that docs/benchmarks.md claims, on the real model: minutes on two cores."""
+"""The accuracy that docs/benchmarks/index.md claims, on the real model: minutes on two cores."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The pipelines of docs/ci.md: their commands are run as they stand there, release after release."""
+"""The pipelines of docs/start/ci.md: their commands are run as they stand there, release after release."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from junitparser import JUnitXml
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "start" / "ci.md").read_text(encoding="utf-8")
 RECIPE, GITHUB, GITLAB = (YAML(typ="safe").load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
 
 

@@ -116,7 +116,7 @@ def test_workflows_call_what_a_checkout_calls() -> None:
     jobs = YAML(typ="safe").load(ROOT / ".github" / "workflows" / "ci.yml")["jobs"]
     (job,) = jobs.values()
     called = [step["run"].split()[:2] for step in job["steps"] if "run" in step]
-    assert called == [["make", "test"], ["make", "run"]]
+    assert called == [["make", "test"], ["make", "docs"], ["make", "run"]]
     said = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if each.startswith("Programming Language")]
     assert job["strategy"]["matrix"]["python"] == said
 

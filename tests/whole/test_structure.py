@@ -1,4 +1,4 @@
-"""The tree is what docs/architecture.md says: few loose modules, and files that can be read at once."""
+"""The tree is what docs/understand/architecture.md says: few loose modules, and files that can be read at once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_every_module_begins_with_a_short_sentence() -> None:
 
 def test_the_architecture_page_shows_the_tree_in_its_layers() -> None:
     """A line is `number  name  sentence`; a folder's name ends with a slash."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "understand" / "architecture.md").read_text(encoding="utf-8")
     shown = re.findall(r"^ ?(\d+)  (\w+/?)  +(\S.*)$", page, re.MULTILINE)
     there = {f"{path.parent.name}/" for path in (ROOT / "optkit").glob("*/__init__.py")}
     assert {name for _, name, _ in shown} == there | {path.stem for path in modules(ROOT / "optkit")}
@@ -90,7 +90,7 @@ def test_the_architecture_page_shows_the_tree_in_its_layers() -> None:
     ] == [set(re.split(r"\s*[|:]\s*", layer)) for layer in layers]
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/understand/architecture.md", "CONTRIBUTING.md"])
 def test_prose_is_short(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     assert [line for line in text.splitlines() if len(line) > 100 and not line.startswith("|")] == []
