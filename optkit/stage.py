@@ -281,9 +281,9 @@ class Setting(Stage):
         """
         return ""
 
-    def idle(self, device: str) -> bool:
-        """Say whether a model on this device is what it is without the setting."""
-        return False
+    def applies(self, device: str) -> bool:
+        """Say whether a model on this device is other than without the setting."""
+        return True
 
     def forecast(self, shape: ModelShape, device: str) -> str:
         """Return one line for the plan: what opening a model will need, e.g. of each GPU.
@@ -295,7 +295,7 @@ class Setting(Stage):
         """Return one line for the scorecard: what is in force on this device.
         For example `compile: off on cpu (devices: cuda)`.
         """
-        return f"{self.kind}: {self.model_dump(mode='json')}"
+        return f"{self.kind}: {(self.model_dump(mode='json') or 'on') if self.applies(device) else f'off on {device}'}"
 
 
 def exclusion(

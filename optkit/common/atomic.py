@@ -29,13 +29,17 @@ def remember(path: Path, text: str) -> None:
         write_text_atomically(path, text)
 
 
-def write_text_once(path: Path, text: str) -> str:
-    """Write a whole text file unless it is there; return what it then holds, whoever wrote it."""
+def remember_first(path: Path, text: str) -> str:
+    """Write a memory unless there is one; return the one that is kept, whoever wrote it.
+    If nothing can be written, it is `text`.
+    """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        with contextlib.suppress(FileExistsError):
-            path.hardlink_to(draft)
-        return path.read_text(encoding="utf-8")
-    finally:
-        draft.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        try:
+            remember(draft, text)
+            with contextlib.suppress(FileExistsError):
+                path.hardlink_to(draft)
+            text = path.read_text(encoding="utf-8")
+        finally:
+            draft.unlink(missing_ok=True)
+    return text

@@ -6,14 +6,13 @@ is when it starts.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from optkit.common.atomic import write_text_once
+from optkit.common.atomic import remember_first
 from optkit.common.cache import cache_directory
 from optkit.common.frozen import digest
 from optkit.environment import cpu_name, package_version
@@ -41,7 +40,10 @@ def kept_choice(layer: Mapping[str, object], kernels: Sequence[str], device: str
     place = cache_directory() / "kernel_choices" / f"{digest(circumstances)}.json"
     if place not in _known:
         kept = _kept(place, len(kernels))
-        _known[place] = _keep(place, circumstances, choose()) if kept is None else kept
+        if kept is None:
+            memory = json.dumps({**circumstances, "chosen": choose()}, indent=1)
+            kept = int(json.loads(remember_first(place, memory))["chosen"])
+        _known[place] = kept
     return _known[place]
 
 
@@ -55,13 +57,3 @@ def _kept(place: Path, count: int) -> int | None:
     except OSError:
         pass
     return None
-
-
-def _keep(place: Path, circumstances: Mapping[str, object], chosen: int) -> int:
-    """Keep a choice unless another process was first; return the one that is kept."""
-    # If nothing can be written, the next process chooses again.
-    with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        text = write_text_once(place, json.dumps({**circumstances, "chosen": chosen}, indent=1))
-        return int(json.loads(text)["chosen"])
-    return chosen

@@ -101,7 +101,7 @@ def speed_rungs(plan: Plan, *, stages: bool) -> SpeedRungs:
     if not timed or not (asked or plan.recipe.attribution) or plan.artifact_key == plan.baseline_key:
         return SpeedRungs()
     engine, settings = _engine(plan), plan.recipe.settings
-    others = tuple(entry for entry in settings if entry not in engine and not entry.value.idle(plan.device))
+    others = tuple(entry for entry in settings if entry not in engine and entry.value.applies(plan.device))
     everything = (*settings, *(entry for entry in engine if entry not in settings))
     exported = plan.steps[-1].format == Format.ONNX != plan.steps[0].format
     found: list[tuple[str, int, tuple[SettingEntry, ...]]] = []

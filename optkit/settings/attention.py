@@ -55,9 +55,9 @@ class Attention(Setting):
     def _kernel(self) -> AttentionKernel | None:
         return AttentionKernel.parse(self.implementation) if "/" in self.implementation else None
 
-    def idle(self, device: str) -> bool:
-        """Return whether it is `sdpa`, which transformers takes by itself."""
-        return self.implementation == "sdpa"
+    def applies(self, device: str) -> bool:
+        """Return whether it is another than `sdpa`, which transformers takes by itself."""
+        return self.implementation != "sdpa"
 
     def foreign_code(self) -> str:
         """Return the kernel of the hub."""

@@ -99,10 +99,6 @@ class Compile(Setting):
         """Say whether the model is compiled on a device."""
         return _kind(device) in self.devices
 
-    def idle(self, device: str) -> bool:
-        """Return whether the model is not compiled."""
-        return not self.applies(device)
-
     def step_mode(self, device: str) -> str:
         """Return the mode on devices where it is applied."""
         return self.mode if self.applies(device) else ""

@@ -64,17 +64,9 @@ class CpuDecoder(Setting):
             session.decode_with(StepDecoder(session.model))
         return session
 
-    def idle(self, device: str) -> bool:
-        """Return whether it is a GPU."""
-        return not self.applies(device)
-
     def step_mode(self, device: str) -> str:
         """Return `cpu_decoder` on the CPU."""
         return self.kind if self.applies(device) else ""
-
-    def describe(self, device: str) -> str:
-        """Return `cpu_decoder: on`, or that it is off."""
-        return f"cpu_decoder: {'on' if self.applies(device) else f'off on {device}'}"
 
 
 def _refused(reason: str) -> StageError:

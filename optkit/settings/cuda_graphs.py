@@ -69,14 +69,6 @@ class CudaGraphs(Setting):
         session.decode_with(GraphDecoder(session.model))
         return session
 
-    def idle(self, device: str) -> bool:
-        """Return whether it is no GPU."""
-        return not self.applies(device)
-
     def step_mode(self, device: str) -> str:
         """Return `cuda_graphs` on GPUs."""
         return self.kind if self.applies(device) else ""
-
-    def describe(self, device: str) -> str:
-        """Return `cuda_graphs: on`, or that it is off."""
-        return f"cuda_graphs: {'on' if self.applies(device) else f'off on {device}'}"

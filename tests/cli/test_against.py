@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from optkit_cli.main import main
 
 from optkit import pipeline
 from optkit.errors import RecipeError
+from tests.support.command_line import desk_with, spoken
 
 RECIPE = """\
 name: tiny
@@ -29,19 +29,7 @@ gates:
 @pytest.fixture
 def desk(tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an empty working directory with a recipe and a store of its own."""
-    (tmp_path / "tiny.yaml").write_text(RECIPE.format(model=tiny_model("llama")), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OPTKIT_STORE", str(tmp_path / "store"))
-    return tmp_path
-
-
-def spoken(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> tuple[str, str]:
-    """Return stdout and stderr of a command that must end with this status."""
-    capsys.readouterr()
-    found = main(list(words))
-    out, err = capsys.readouterr()
-    assert found == status, err
-    return out, err
+    return desk_with(tmp_path, monkeypatch, "tiny.yaml", RECIPE.format(model=tiny_model("llama")))
 
 
 def test_releases_one_after_the_other(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:

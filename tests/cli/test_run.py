@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from optkit_cli.main import main
 from optkit_cli.progress import LineProgress
 from optkit_evals.perplexity import Perplexity
 from safetensors.torch import load_file, save_file
@@ -28,6 +27,7 @@ from optkit.stage import Context, Report
 from optkit.stages.cast import Cast
 from optkit.store.contents import prune
 from optkit.store.store import Store
+from tests.support.command_line import desk_with, spoken
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """\
@@ -48,19 +48,7 @@ def desk(tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.
     """Return an empty directory with a recipe, a store of its own, and nothing else; it is the
     working directory.
     """
-    (tmp_path / "tiny.yaml").write_text(RECIPE.format(model=tiny_model("llama"), limit="<= 0.9x"), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OPTKIT_STORE", str(tmp_path / "store"))
-    return tmp_path
-
-
-def spoken(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> tuple[str, str]:
-    """Return stdout and stderr of a command that must end with this status."""
-    capsys.readouterr()
-    found = main(list(words))
-    out, err = capsys.readouterr()
-    assert found == status, err
-    return out, err
+    return desk_with(tmp_path, monkeypatch, "tiny.yaml", RECIPE.format(model=tiny_model("llama"), limit="<= 0.9x"))
 
 
 def apart(desk: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from optkit_cli import sweep_view
-from optkit_cli.main import main
 from optkit_cli.output import plain_text
 from optkit_cli.sweep_view import LiveTable, closing_view
 from rich.console import Console
@@ -21,6 +20,7 @@ from rich.console import Console
 from optkit.scorecard import read_json
 from optkit.sweep import run as sweeping
 from optkit.sweep.record import Status, SweepRecord
+from tests.support.command_line import desk_with, spoken
 from tests.support.sweeps import NAMES, Here, recipe
 from tests.support.waiting import wait_until
 
@@ -30,19 +30,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def desk(tmp_path: Path, tiny_model: Callable[[str], Path], letters: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a directory with the recipe of a sweep; artifacts are made in this process."""
-    (tmp_path / "s.json").write_text(json.dumps(recipe(tiny_model("llama"), letters)), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OPTKIT_STORE", str(tmp_path / "store"))
     monkeypatch.setattr(sweeping, "LocalExecutor", Here)
-    return tmp_path
-
-
-def spoken(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> tuple[str, str]:
-    capsys.readouterr()
-    found = main([*words])
-    out, err = capsys.readouterr()
-    assert found == status, err
-    return out, err
+    return desk_with(tmp_path, monkeypatch, "s.json", json.dumps(recipe(tiny_model("llama"), letters)))
 
 
 def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from optkit_cli.main import main
 
 from optkit import pipeline
 from optkit.artifact import read_artifact
@@ -16,6 +15,7 @@ from optkit.errors import ArtifactError
 from optkit.model.carried_state import CarriedState
 from optkit.verification.check_result import Check
 from optkit.verification.result_file import read_loading
+from tests.support.command_line import spoken
 from tests.support.fake_engine import program, refusal, replaced, spoiled
 
 MADE_UP = """\
@@ -34,14 +34,6 @@ def artifact(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for engine in ("VLLM", "TRANSFORMERS"):
         monkeypatch.delenv(f"OPTKIT_{engine}_PYTHON", raising=False)
     return shutil.copytree(tiny_run / "out", tmp_path / "out")
-
-
-def spoken(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> tuple[str, str]:
-    capsys.readouterr()
-    found = main(list(words))
-    out, err = capsys.readouterr()
-    assert found == status, out + err
-    return out, err
 
 
 def test_transformers_opens_a_model_with_a_soft_cap_as_optkit_does(

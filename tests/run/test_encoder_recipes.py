@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from optkit_cli.main import main
 
 import optkit
 from optkit.errors import EvalError, OptkitError, RecipeError, SourceError, StageError
@@ -22,6 +21,7 @@ from optkit.source.models import ModelSource, import_model, locate_model, pin_mo
 from optkit.stages.cast import Cast
 from optkit.verification.onnx_configs import problems_of_config
 from tests.conftest import TinyEncoder, TinyModel
+from tests.support.command_line import spoken
 from tests.support.fake_engine import spoiled
 from tests.support.onnx_changes import change_json
 
@@ -29,11 +29,8 @@ EMBEDDING = {"embedding": {"dataset": "python-reference", "sentences": 12}}
 
 
 def verified(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
-    capsys.readouterr()
-    found = main(["verify", "out", "--device", "cpu", "--quiet", *words])
-    out, err = capsys.readouterr()
-    assert found == status, out + err
-    return " ".join((out + err).split())
+    said = spoken(capsys, "verify", "out", "--device", "cpu", "--quiet", *words, status=status)
+    return " ".join("".join(said).split())
 
 
 @pytest.fixture

@@ -63,6 +63,6 @@ def test_it_stands_beside_others_and_is_off_on_gpus() -> None:
 
 def test_settings_that_change_nothing_on_a_device() -> None:
     each = [CpuDecoder(), CudaGraphs(), Compile(devices=("cuda",)), Attention(implementation="sdpa")]
-    assert [setting.idle("cpu") for setting in each] == [False, True, True, True]
-    assert [setting.idle("cuda") for setting in each] == [True, False, False, True]
-    assert not Attention(implementation="eager").idle("cpu")
+    assert [setting.applies("cpu") for setting in each] == [True, False, False, False]
+    assert [setting.applies("cuda") for setting in each] == [False, True, True, False]
+    assert Attention(implementation="eager").applies("cpu")
