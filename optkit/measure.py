@@ -141,12 +141,15 @@ class EvalContext:
     """Which share of its repeats a timed eval makes now."""
     notes: list[str] = field(default_factory=list)
     """What the scorecard must say beside the numbers."""
+    warnings: list[str] = field(default_factory=list)
+    """Those of the notes that ask someone to act."""
 
     def warn(self, line: str) -> None:
-        """Print one line that the user must not miss, and keep it for the scorecard; once."""
+        """Print one line that asks the user to act, and keep it for the scorecard; once."""
         if line not in self.notes:
             self.progress.warn(line)
             self.notes.append(line)
+            self.warnings.append(line)
 
 
 class Eval(Frozen):
@@ -184,9 +187,7 @@ class Eval(Frozen):
     attributed: ClassVar[bool] = False
     """Measures accuracy, so that the scorecard says what each stage of the recipe added to it."""
     metrics: ClassVar[Mapping[str, str]] = {}
-    """Name and unit of the metrics that `run` returns, so that a recipe's gates can be checked
-    before anything runs.
-    """
+    """Name and unit of the metrics that `run` returns: gates are checked before anything runs."""
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
         """Return the labels of each row that a metric of this eval will have.

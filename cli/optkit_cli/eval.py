@@ -17,6 +17,7 @@ from optkit_cli.options import (
     quiet_option,
     retime_option,
     trust_option,
+    verbose_option,
 )
 from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 
@@ -32,7 +33,7 @@ from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 )
 @retime_option
 @against_option
-@all_of(pipeline_options, place_options, json_option, quiet_option, trust_option)
+@all_of(pipeline_options, place_options, json_option, verbose_option, quiet_option, trust_option)
 def command(
     model: str,
     evals: str,
@@ -42,6 +43,7 @@ def command(
     junit: Path | None,
     metrics: Path | None,
     as_json: bool,
+    verbose: bool,
     quiet: bool,
     trust_remote_code: bool,
     **place: Unpack[Place],
@@ -69,6 +71,6 @@ def command(
             progress=open_progress(quiet=quiet),
             **place,
         )
-    print_scorecard(scorecard, None, as_json=as_json)
+    print_scorecard(scorecard, None, as_json=as_json, verbose=verbose)
     files.write(scorecard, lambda: gate_places(evals))
     return scorecard.exit_status

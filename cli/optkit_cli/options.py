@@ -160,6 +160,9 @@ json_option = click.option(
 trust_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run the code of others that comes with the model; read it first."
 )
+verbose_option = click.option(
+    "--verbose", "-v", is_flag=True, help="Print every number, its protocol, and how the artifact was made."
+)
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the result and warnings only.")
 
 

@@ -64,17 +64,17 @@ def print_document(document: str) -> bool:
     return True
 
 
-def print_scorecard(scorecard: Scorecard, directory: Path | None, *, as_json: bool) -> None:
-    """Print a scorecard, as scorecard.json holds it or as a table.
+def print_scorecard(scorecard: Scorecard, directory: Path | None, *, as_json: bool, verbose: bool = False) -> None:
+    """Print a scorecard: as scorecard.json holds it, what decides, or all of it (`verbose`).
     The artifact lies in `directory`.
     """
     from optkit.scorecard import to_json
-    from optkit_cli.scorecard_view import scorecard_view
+    from optkit_cli.scorecard_view import short_scorecard, whole_scorecard
 
     if as_json:
         _leave(to_json(scorecard))
     else:
-        show(*scorecard_view(scorecard, directory))
+        show(*(whole_scorecard if verbose else short_scorecard)(scorecard, directory))
 
 
 def show(*parts: RenderableType) -> None:

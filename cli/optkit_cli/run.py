@@ -23,6 +23,7 @@ from optkit_cli.options import (
     retime_option,
     set_option,
     trust_option,
+    verbose_option,
 )
 from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 
@@ -39,7 +40,7 @@ from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
     is_flag=True,
     help="Open the artifact in every installed engine at the end, as `optkit verify` does.",
 )
-@all_of(pipeline_options, place_options, json_option, quiet_option, trust_option)
+@all_of(pipeline_options, place_options, json_option, verbose_option, quiet_option, trust_option)
 def command(
     recipe: str,
     model: str | None,
@@ -51,6 +52,7 @@ def command(
     junit: Path | None,
     metrics: Path | None,
     as_json: bool,
+    verbose: bool,
     quiet: bool,
     trust_remote_code: bool,
     **place: Unpack[Place],
@@ -85,9 +87,9 @@ def command(
                 **place,
             )
     except UnsoundError:
-        print_scorecard(pipeline.read_scorecard(target), target, as_json=as_json)
+        print_scorecard(pipeline.read_scorecard(target), target, as_json=as_json, verbose=verbose)
         raise
-    print_scorecard(scorecard, target, as_json=as_json)
+    print_scorecard(scorecard, target, as_json=as_json, verbose=verbose)
     files.write(scorecard, lambda: gate_places(recipe, overrides))
     if verified and any(each.failed for each in scorecard.loading):
         return 3

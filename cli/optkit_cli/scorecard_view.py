@@ -1,8 +1,12 @@
-"""A scorecard on the terminal: how it was made, numbers, protocols, the verdict."""
+"""A scorecard on the terminal. Short, it is the numbers that decide, what to act on and the verdict;
+whole, it is also how the artifact was made, every number and its protocol.
+"""
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,10 +21,13 @@ from optkit.scorecard import (
     Row,
     Scorecard,
     StepLine,
+    first_rows,
     footnotes,
     format_value,
+    other_notes,
     protocols,
     table_rows,
+    to_act_on,
     training_line,
     trainings,
     value_text,
@@ -39,13 +46,45 @@ LONGEST_VERDICT = "INCONCLUSIVE"
 """Stands below its limit, so that the table fits into 100 columns."""
 
 
-def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[RenderableType]:
-    """Return what to print, top to bottom; `directory` is where the artifact lies."""
+MOST_NOTES = 3
+
+
+def short_scorecard(scorecard: Scorecard, directory: Path | None = None) -> list[RenderableType]:
+    """Return what decides, top to bottom; `directory` is where the artifact lies."""
+    rows, told = first_rows(scorecard.rows), to_act_on(scorecard)
+    first = scorecard.model_copy(update={"rows": tuple(_shortened(row, scorecard.rows) for row in rows)})
+    more = {
+        "numbers": len(scorecard.rows) - len(rows),
+        "warnings": len(told[MOST_NOTES:]),
+        "notes": len(other_notes(scorecard)),
+    }
+    counted = [*(f"{count} {name}" for name, count in more.items() if count), "protocols"]
+    place = (
+        f"optkit show {shlex.quote(str(directory))} --verbose, or scorecard.html there" if directory else "--verbose"
+    )
+    return _spaced(
+        _title(scorecard),
+        Numbers(first, protocols=False) if rows else Text("nothing was measured"),
+        indented([*(("act on", note) for note in told[:MOST_NOTES]), ("more", f"{', '.join(counted)}: {place}")]),
+        _closing(scorecard, directory),
+    )
+
+
+def _shortened(row: Measured, rows: Sequence[Measured]) -> Measured:
+    """Return a row with the labels that tell it from others of its name, and with what gates judge."""
+    alike = [each.metric.labels for each in rows if each.metric.name == row.metric.name]
+    labels = {name: value for name, value in row.metric.labels.items() if any(its.get(name) != value for its in alike)}
+    gated = {gate.of for gate in row.gates}
+    metric = row.metric.model_copy(update={"labels": labels})
+    return row.model_copy(update={"metric": metric, "beside": tuple(each for each in row.beside if each.of in gated)})
+
+
+def whole_scorecard(scorecard: Scorecard, directory: Path | None = None) -> list[RenderableType]:
+    """Return all of it, top to bottom; `directory` is where the artifact lies."""
     made = [(step.kind, _step(step)) for step in scorecard.steps] + [("setting", line) for line in scorecard.settings]
     previous = scorecard.previous
     earlier = f"{previous.name} of {previous.created}, {previous.artifact_key[:12]}" if previous else ""
-    notes = [*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]
-    sections = [
+    return _spaced(
         _title(scorecard),
         indented(made),
         indented([("training", training_line(each)) for each in trainings(scorecard.steps)]),
@@ -54,11 +93,15 @@ def scorecard_view(scorecard: Scorecard, directory: Path | None = None) -> list[
         attribution_view(scorecard.speed),
         indented([(f"[{number}]", line) for number, line in enumerate(footnotes(protocols(scorecard)), start=1)]),
         indented([("previous", earlier)] if earlier else []),
-        indented([("note", note) for note in notes]),
+        indented([("act on", note) for note in to_act_on(scorecard)]),
+        indented([("note", note) for note in other_notes(scorecard)]),
         indented([("file", each.path) for each in scorecard.files]),
         *loading_view(scorecard.loading),
         _closing(scorecard, directory),
-    ]
+    )
+
+
+def _spaced(*sections: RenderableType | None) -> list[RenderableType]:
     return [part for section in sections if section is not None for part in (Text(""), section)]
 
 
@@ -67,6 +110,8 @@ class Numbers:
     """The table: a line for each number if the terminal is wide enough, else two."""
 
     scorecard: Scorecard
+    protocols: bool = True
+    """Whether labels name the footnotes of their protocols."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the wide table if it fits, else the narrow one."""
@@ -79,12 +124,15 @@ class Numbers:
         firsts = [index for index, line in enumerate(lines) if line.of == "baseline"]
         blocks = [lines[start:end] for start, end in pairwise([*firsts, len(lines)])]
         pairs = list(zip(self.scorecard.rows, blocks, strict=True))
-        for label, pair in grouped(pairs, metric=lambda pair: pair[1][0].metric):
+        alone: list[tuple[str, tuple[Measured, list[Row]] | None]] = [(pair[1][0].metric, pair) for pair in pairs]
+        for label, pair in grouped(pairs, metric=lambda pair: pair[1][0].metric) if self.protocols else alone:
             if pair is None:
                 table.add_row(Text(label))
                 continue
             measured, (first, *further) = pair
-            table.add_row(_label(label, first), *_cells(measured, first, narrow=narrow))
+            table.add_row(
+                _label(label, first) if self.protocols else Text(label), *_cells(measured, first, narrow=narrow)
+            )
             for row in further:
                 table.add_row(Text(f"    of {row.of}", style="dim"), *_cells(measured, row, narrow=narrow))
         return table

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, json_option
+from optkit_cli.options import Command, all_of, json_option, verbose_option
 
 
 @click.command(cls=Command, short_help="Print an artifact's scorecard.")
 @click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
-@json_option
-def command(artifact: Path, as_json: bool) -> None:
+@all_of(json_option, verbose_option)
+def command(artifact: Path, as_json: bool, verbose: bool) -> None:
     """Print how ARTIFACT was made and its scorecard; fail if its files changed since."""
     from optkit.artifact import read_artifact
     from optkit.pipeline import read_scorecard
@@ -21,6 +21,6 @@ def command(artifact: Path, as_json: bool) -> None:
     found, scorecard = read_artifact(artifact), read_scorecard(artifact)
     if as_json:
         found.check()
-    print_scorecard(scorecard, artifact, as_json=as_json)
+    print_scorecard(scorecard, artifact, as_json=as_json, verbose=verbose)
     if not as_json:
         found.check()

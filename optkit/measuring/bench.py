@@ -48,10 +48,11 @@ class Bench:
         """
         for key, each in wanted:
             signals.check()
-            context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[])
+            context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[], warnings=[])
             start = time.perf_counter()
             found = Found.of(each.eval, session, context)
-            self.keep(key, each, found, [*session.notes, *context.notes], time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self.keep(key, each, found, [*session.notes, *context.notes], seconds, warnings=context.warnings)
 
     def keep(
         self,
@@ -61,15 +62,17 @@ class Bench:
         notes: Sequence[str],
         seconds: float,
         environment: Mapping[str, Any] | None = None,
+        warnings: Sequence[str] = (),
     ) -> None:
-        """Keep what an eval measured, with what the scorecard must say beside it.
-        `environment` is this process's if it is not given.
+        """Keep what an eval measured, with what the scorecard must say beside it. Those of the notes
+        that ask someone to act are `warnings`. `environment` is this process's if it is not given.
         """
         self.store.put_json(
             key,
             {
                 **found.to_json(),
                 "notes": list(notes),
+                "warnings": list(warnings),
                 "environment": environment or describe_environment(self.device),
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 "seconds": round(seconds, 3),

@@ -143,6 +143,7 @@ def measure_plan(
         settings=[setting.describe(todo.device) for setting in settings],
         notes=[*todo.steps[0].cost.notes, *measured.notes],
         baseline_notes=measured.baseline_notes,
+        warnings=measured.warnings,
         environment=measured.environment,
         previous=previous,
         same_engine=speed.same_engine(measured),

@@ -36,10 +36,13 @@ class Answer:
     notes: tuple[str, ...]
     session_notes: tuple[str, ...]
     environment: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+    """Those of the notes that ask someone to act."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        notes = {"notes": list(self.notes), "session_notes": list(self.session_notes)}
+        said = {"notes": self.notes, "session_notes": self.session_notes, "warnings": self.warnings}
+        notes = {name: list(lines) for name, lines in said.items()}
         return {**self.found.to_json(), **notes, "environment": dict(self.environment)}
 
     @classmethod
@@ -50,6 +53,7 @@ class Answer:
             notes=tuple(said["notes"]),
             session_notes=tuple(said["session_notes"]),
             environment=said["environment"],
+            warnings=tuple(said.get("warnings", ())),
         )
 
 

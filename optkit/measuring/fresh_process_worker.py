@@ -44,8 +44,9 @@ def run(order: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
                 turn=Turn(order["turn"], each.turns()),
             )
             results = Found.of(each, session, context)
-            notes = tuple(context.notes)
-            found.append(Answer(results, notes, session.notes, describe_environment(order["device"])).to_json())
+            environment = describe_environment(order["device"])
+            said = tuple(context.notes), session.notes, environment, tuple(context.warnings)
+            found.append(Answer(results, *said).to_json())
     finally:
         session.close()
     return found

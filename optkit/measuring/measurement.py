@@ -31,6 +31,8 @@ class Measurement:
     notes: tuple[str, ...]
     baseline_notes: tuple[str, ...]
     environment: dict[str, Any]
+    warnings: tuple[str, ...] = ()
+    """Those of the notes that ask someone to act; `baseline: ` stands before those about it."""
     further: tuple[tuple[str, tuple[Metric, ...]], ...] = ()
     """Name and numbers of each further model; no numbers if it could not be timed."""
 
@@ -127,6 +129,7 @@ def measure(
             [*of_once, *zip((each.kind for each in beside_it), theirs, strict=True)], environment, began
         ),
         environment=environment,
+        warnings=_warnings(ours, theirs),
         further=tuple((each.name, _numbers(each, store)) for each in further),
     )
 
@@ -203,6 +206,13 @@ def _notes(
             different = ", ".join(f"{name} {value}" for name, value in there.items())
             found.append(f"{kind}: measured earlier, {entry['created']}{f', with {different}' if different else ''}")
     return tuple(dict.fromkeys(found))
+
+
+def _warnings(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return what evals warned of, each once."""
+    said = [warning for entry in ours for warning in entry.get("warnings", ())]
+    said += [f"baseline: {warning}" for entry in theirs for warning in entry.get("warnings", ())]
+    return tuple(dict.fromkeys(said))
 
 
 def refuse_comparisons(plan: Plan) -> None:

@@ -47,6 +47,11 @@ class TimedRun:
         return [note for answer in self.answers for note in answer.notes]
 
     @property
+    def warnings(self) -> list[str]:
+        """Those of the notes that ask someone to act."""
+        return [warning for answer in self.answers for warning in answer.warnings]
+
+    @property
     def session_notes(self) -> list[str]:
         """What the sessions said, each thing once."""
         return list(dict.fromkeys(note for answer in self.answers for note in answer.session_notes))
@@ -173,11 +178,11 @@ def _take(bench: Bench, model: TimedModel, index: int, runs: dict[str, TimedRun]
 def _pool(bench: Bench, key: str, planned: PlannedEval, rounds: Rounds) -> None:
     """Keep the numbers of all turns of a model as those of one measurement."""
     run = rounds.runs[key]
-    context = replace(bench.context, notes=run.notes)
+    context = replace(bench.context, notes=run.notes, warnings=run.warnings)
     pooled = Found(tuple(planned.eval.pool(run.turns, context)), run.answers[-1].found.attachments)
     stopped = [f"{planned.kind}: its turns were taken in {rounds.sittings} sittings"] if rounds.sittings > 1 else []
     notes = [*run.session_notes, *context.notes, *stopped]
-    bench.keep(key, planned, pooled, notes, sum(run.seconds), run.answers[0].environment)
+    bench.keep(key, planned, pooled, notes, sum(run.seconds), run.answers[0].environment, context.warnings)
 
 
 def _apart(bench: Bench, subject: Subject, index: int, evals: Sequence[Eval]) -> list[Answer]:
@@ -192,7 +197,8 @@ def _here(bench: Bench, subject: Subject, index: int, evals: Sequence[Eval]) -> 
     answers = []
     with bench.opened(subject) as session:
         for each in evals:
-            context: EvalContext = replace(bench.context, turn=Turn(index, each.turns()), notes=[])
+            context: EvalContext = replace(bench.context, turn=Turn(index, each.turns()), notes=[], warnings=[])
             found = Found.of(each, session, context)
-            answers.append(Answer(found, tuple(context.notes), session.notes, describe_environment(bench.device)))
+            environment = describe_environment(bench.device)
+            answers.append(Answer(found, tuple(context.notes), session.notes, environment, tuple(context.warnings)))
     return answers

@@ -25,31 +25,21 @@ from optkit.scorecard import (
     Measured,
     Scorecard,
     change_of,
+    first_rows,
     footnotes,
     format_ratio,
     format_value,
     loading_cells,
     loading_columns,
     loading_notes,
+    other_notes,
     protocols,
     table_rows,
+    to_act_on,
     value_text,
 )
 from optkit.scorecard.scorecard import StepLine
 
-TILES = (
-    "perplexity",
-    "recovery",
-    "decode_tokens_per_s",
-    "size_bytes",
-    "peak_memory_bytes",
-    "kl_divergence",
-    "prefill_tokens_per_s",
-    "acc_norm",
-    "acc",
-)
-"""What a reader looks for first, if it was measured; what has a gate comes before."""
-MOST_TILES = 6
 SECTIONS = (
     ("What changed", (ratios,)),
     ("Quality, stage by stage", (damage,)),
@@ -90,7 +80,7 @@ def scorecard_page(scorecard: Scorecard, directory: Path | None = None) -> str:
         "model": _model(scorecard),
         "device": scorecard.environment.get("device_name", scorecard.environment.get("device", "")),
         "gates": list(_gates(gated, titles)),
-        "tiles": [_tile(row, titles) for row in _first(scorecard.rows)],
+        "tiles": [_tile(row, titles) for row in first_rows(scorecard.rows) if not row.metric.failure],
         "columns": COLUMNS,
         "rows": _rows(scorecard),
         "sections": sections,
@@ -104,7 +94,8 @@ def scorecard_page(scorecard: Scorecard, directory: Path | None = None) -> str:
             "notes": loading_notes(scorecard.loading),
         },
         "protocols": footnotes(protocols(scorecard)),
-        "notes": [*scorecard.notes, *(f"unmodified: {note}" for note in scorecard.baseline_notes)],
+        "to_act_on": to_act_on(scorecard),
+        "notes": other_notes(scorecard),
         "lineage": list(_lineage(scorecard)),
         "sizes": {each.path: size_text(each.size_bytes) for each in scorecard.files},
     }
@@ -131,17 +122,6 @@ def _gates(rows: Iterable[Measured], titles: Titles) -> Iterator[dict[str, str]]
             ratio = format_ratio(found.value, found.interval) if found and gate.of else ""
             said = {"metric": titles(row.metric), "measured": ratio or value_text(row.metric)}
             yield {**said, "limit": gate.limit, "verdict": str(gate.verdict), "why": gate.why}
-
-
-def _first(rows: Iterable[Measured]) -> list[Measured]:
-    """Return what a reader looks for first, a row of each metric."""
-    named: dict[str, Measured] = {}
-    for row in rows:
-        if not row.metric.failure:
-            named.setdefault(row.metric.name, row)
-    gated = [name for name, row in named.items() if row.gates]
-    known = [name for name in dict.fromkeys([*gated, *TILES]) if name in named]
-    return [named[name] for name in (known or named)][:MOST_TILES]
 
 
 def _tile(row: Measured, titles: Titles) -> dict[str, str]:

@@ -18,6 +18,7 @@ from optkit.scorecard.scorecard import (
     read_json,
     to_json,
 )
+from optkit.scorecard.summary import first_rows, other_notes, to_act_on
 from optkit.scorecard.table import (
     Row,
     change_of,
@@ -44,6 +45,7 @@ __all__ = [
     "build_scorecard",
     "change_of",
     "file_lines",
+    "first_rows",
     "footnotes",
     "format_ratio",
     "format_value",
@@ -53,6 +55,7 @@ __all__ = [
     "loss_curves",
     "metric_identity",
     "metric_label",
+    "other_notes",
     "pictures",
     "protocol_difference",
     "protocols",
@@ -60,6 +63,7 @@ __all__ = [
     "ratio_to_earlier",
     "read_json",
     "table_rows",
+    "to_act_on",
     "to_json",
     "to_markdown",
     "training_line",

@@ -65,13 +65,15 @@ def build_scorecard(
     settings: Sequence[str] = (),
     notes: Sequence[str] = (),
     baseline_notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
     environment: Mapping[str, Any] | None = None,
     previous: Scorecard | None = None,
     same_engine: Sequence[Metric] | None = None,
     speed: Sequence[Rung] = (),
     comparing: Collection[str] = (),
 ) -> Scorecard:
-    """Return the scorecard. `steps` have the attributes of `StepLine`; `gates` are the recipe's.
+    """Return the scorecard. `steps` have the attributes of `StepLine`; `gates` are the recipe's;
+    `warnings` are those of the notes that ask someone to act, as do all notes of stages.
     `previous` is that of an earlier release; `same_engine` are numbers of the unmodified model in
     the artifact's engine, None if the baseline is in it; the metrics in `comparing` compare with the unmodified
     model, which must be the same then.
@@ -88,6 +90,7 @@ def build_scorecard(
         references.append(_in_same_engine(baseline if same_engine is None else same_engine))
     references += [_earlier(previous, recipe, comparing)] if previous else []
     lines = tuple(StepLine.model_validate(step, from_attributes=True) for step in steps)
+    of_stages = [f"{line.kind}: {note}" for line in lines for note in line.report.get("notes", ())]
     return Scorecard(
         name=name,
         artifact_key=artifact_key,
@@ -97,8 +100,9 @@ def build_scorecard(
         attribution=tuple(attribution),
         speed=tuple(speed),
         settings=tuple(settings),
-        notes=(*(f"{line.kind}: {note}" for line in lines for note in line.report.get("notes", ())), *notes),
+        notes=(*of_stages, *notes),
         baseline_notes=tuple(baseline_notes),
+        warnings=(*of_stages, *warnings),
         environment=dict(environment or {}),
         previous=_release(previous) if previous else None,
         rows=tuple(_row(metric, references, limits) for metric in (*metrics, *missing)),

@@ -10,12 +10,13 @@ from optkit.common.yaml_text import yaml_text
 from optkit.scorecard.attribution import waterfall
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
 from optkit.scorecard.scorecard import FileLine, Scorecard, StepLine
+from optkit.scorecard.summary import other_notes, to_act_on
 from optkit.scorecard.table import NOTHING, footnotes, numbered, protocols, table_rows
 from optkit.scorecard.training import training_line, trainings
 
 
 def to_markdown(scorecard: Scorecard) -> str:
-    """Return scorecard.md: verdict, table, protocols and how it was made.
+    """Return scorecard.md: verdict, table, what to act on, protocols and how it was made.
     Notes, environment and the recipe as resolved follow.
     """
     rows = [
@@ -30,6 +31,7 @@ def to_markdown(scorecard: Scorecard) -> str:
         f"{_previous(scorecard)}"
         if rows
         else "Nothing was measured.",
+        "## To act on": _bullets(to_act_on(scorecard)),
         "## Protocols": numbered(footnotes(protocols(scorecard))),
         "## Loading": _loading(scorecard.loading),
         "## Files": _files(scorecard.files),
@@ -38,7 +40,7 @@ def to_markdown(scorecard: Scorecard) -> str:
         "## What each stage added": steps.to_markdown() if (steps := waterfall(scorecard.attribution)) else "",
         "## Where the speed comes from": _speed(scorecard),
         "## Settings": _bullets(scorecard.settings),
-        "## Notes": _bullets([*scorecard.notes, *(f"baseline: {note}" for note in scorecard.baseline_notes)]),
+        "## Notes": _bullets(other_notes(scorecard)),
         "## Environment": _bullets([f"{name}: {value}" for name, value in scorecard.environment.items()]),
         "## Recipe": f"```yaml\n{yaml_text(scorecard.recipe)}```" if scorecard.recipe else "",
     }

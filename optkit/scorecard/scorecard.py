@@ -170,6 +170,10 @@ class Scorecard(Frozen):
     notes: tuple[str, ...] = ()
     """What the artifact's session said: what is in force, what fell back."""
     baseline_notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Those of the notes that ask someone to act: what stages tell whoever deploys the artifact, and
+    what evals warn of. `baseline: ` stands before those about it.
+    """
     environment: dict[str, Any] = {}
     previous: Release | None = None
     """The earlier release, if the run was told of one (`--against`)."""

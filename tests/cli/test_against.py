@@ -39,11 +39,11 @@ def test_releases_one_after_the_other(desk: Path, capsys: pytest.CaptureFixture[
     assert "there is no earlier release" in out
     assert out.splitlines()[-1] == "PASS  1 of 1 gates pass, 1 skipped  first"
 
-    out, _ = spoken(capsys, *run, "--against", "first", "--out", "second")
+    out, _ = spoken(capsys, *run, "--against", "first", "--out", "second", "--verbose")
     assert out.splitlines()[-1] == "PASS  2 of 2 gates pass  second"
     assert "1.000x [1.000, 1.000]" in out
     assert "  previous  tiny of 20" in out
-    assert spoken(capsys, "show", "second")[0] == out
+    assert spoken(capsys, "show", "second", "--verbose")[0] == out
 
     # in place, against the scorecard that is replaced; with weights that are worse
     worse = ["--set", "stages=[{rtn: {bits: 3, group_size: 32}}]", "--set", "gates.size_bytes='<= 0.1x of previous'"]

@@ -74,7 +74,7 @@ def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert read_artifact(desk / "artifacts" / "tiny").record.name == "tiny"
 
     assert spoken(capsys, "show", "artifacts/tiny")[0] == out
-    again, err = spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet")
+    again, err = spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet", "--verbose")
     assert "from the store" in again
     assert err == ""
     assert (

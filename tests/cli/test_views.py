@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 from optkit_cli.output import plain_text
-from optkit_cli.scorecard_view import scorecard_view
+from optkit_cli.scorecard_view import short_scorecard, whole_scorecard
 from optkit_cli.tables import size_text
 from rich.console import Console
 
 from optkit.measure import Metric
-from optkit.scorecard import Scorecard, StepLine, build_scorecard
+from optkit.scorecard import Scorecard, StepLine, build_scorecard, first_rows
 
 WINDOWS = "python-reference test, joined, 15 windows of 1024 tokens, no BOS, revision sha256:ab12cd34"
 TIMING = (
@@ -84,7 +84,7 @@ def card(name: str = "llama_int4", decode_gate: str = ">= 1.75x", gated: bool = 
 
 
 def lines_of(scorecard: Scorecard, width: int) -> list[str]:
-    return plain_text(*scorecard_view(scorecard, Path("artifacts/llama_int4")), width=width).splitlines()
+    return plain_text(*whole_scorecard(scorecard, Path("artifacts/llama_int4")), width=width).splitlines()
 
 
 def test_at_100_columns_each_number_is_one_line() -> None:
@@ -160,19 +160,70 @@ def test_what_was_skipped_and_why(skipped: dict[str, str], text: str) -> None:
     )
 
 
+def told(scorecard: Scorecard, directory: Path | None = Path("artifacts/llama_int4")) -> list[str]:
+    return [" ".join(line.split()) for line in plain_text(*short_scorecard(scorecard, directory)).splitlines()]
+
+
+def test_the_short_scorecard_is_the_numbers_that_decide_and_the_verdict() -> None:
+    assert told(card()) == [
+        "",
+        "llama_int4 smollm2-135m · cpu AMD EPYC",
+        "",
+        "baseline artifact ratio or ± [95%] gate",
+        "decode_tokens_per_s, batch 1 31.20 tok/s 54.90 tok/s 1.760x [1.738, 1.782] >= 1.75x",
+        "INCONCLUSIVE",
+        "size_bytes 538.1 MB 171.1 MB 0.3180x <= 0.2x FAIL",
+        "perplexity 20.52 23.41 1.150x [1.150, 1.151] <= 1.4x PASS",
+        "kl_divergence - 0.1032 nats/token ± 0.0040",
+        "",
+        "more 2 numbers, 2 notes, protocols: optkit show artifacts/llama_int4 --verbose, or scorecard.html",
+        "there",
+        "",
+        "FAIL 1 of 3 gates pass artifacts/llama_int4",
+        "too noisy to tell: decode_tokens_per_s[batch=1]; run again with --retime on a quiet machine",
+    ]
+    assert "more 2 numbers, 2 notes, protocols: --verbose" in told(card(), None)
+
+
+def test_of_what_asks_to_act_the_short_scorecard_tells_three_and_counts_the_rest() -> None:
+    warnings = tuple(f"warning {index}" for index in range(5))
+    warned = card().model_copy(update={"warnings": warnings, "notes": (*warnings, "aside")})
+    lines = told(warned)
+    assert [line for line in lines if "act on" in line] == [f"act on warning {index}" for index in range(3)]
+    assert "more 2 numbers, 2 warnings, 2 notes, protocols:" in " ".join(lines)
+    whole = lines_of(warned, 100)
+    assert "  act on  warning 4" in whole
+    assert "  note  aside" in whole
+    assert "  note  warning 4" not in whole
+
+
+def test_no_broken_gate_is_left_out_and_six_numbers_are_told_at_most() -> None:
+    sizes = [metric("size_bytes", 10.0 + index, "bytes", "files", labels={"part": index}) for index in range(9)]
+    plain = [metric(f"plug_in_{index}", 1.0, "things", "counted") for index in range(9)]
+    broken = build_scorecard(
+        name="x", artifact_key="k", recipe={}, metrics=[*plain, *sizes], gates={"size_bytes": "<= 1"}
+    )
+    assert first_rows(broken.rows) == list(broken.rows[9:])
+    kept = build_scorecard(
+        name="x", artifact_key="k", recipe={}, metrics=[*plain, *sizes], gates={"size_bytes": "<= 99"}
+    )
+    assert first_rows(kept.rows) == list(kept.rows[9:15])
+    assert first_rows(kept.rows[:9]) == list(kept.rows[:6])
+
+
 def test_without_gates_there_is_no_verdict() -> None:
     assert lines_of(card(gated=False), 100)[-1] == "no gates  artifacts/llama_int4"
 
 
 def test_a_scorecard_without_numbers_says_so() -> None:
     empty = build_scorecard(name="bare", artifact_key="ab" * 32, recipe={}, metrics=[])
-    assert plain_text(*scorecard_view(empty)) == "\nbare\n\nnothing was measured\n\nno gates\n"
+    assert plain_text(*whole_scorecard(empty)) == "\nbare\n\nnothing was measured\n\nno gates\n"
 
 
 def draw(scorecard: Scorecard, **settings: object) -> str:
     buffer = io.StringIO()
     console = Console(file=buffer, width=100, force_terminal=True, highlight=False, **settings)
-    for part in scorecard_view(scorecard):
+    for part in whole_scorecard(scorecard):
         console.print(part)
     return buffer.getvalue()
 

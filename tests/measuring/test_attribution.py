@@ -100,8 +100,8 @@ def test_numbers_stay_while_others_prune(
 ) -> None:
     keep, store, evals = Bench.keep, Store(tmp_path / "store"), tmp_path / "evals.yaml"
 
-    def keep_while_another_prunes(bench: Bench, *given: Any) -> None:
-        keep(bench, *given)
+    def keep_while_another_prunes(bench: Bench, *given: Any, **named: Any) -> None:
+        keep(bench, *given, **named)
         assert prune(store, everything=True).metrics == 0
 
     monkeypatch.setattr(Bench, "keep", keep_while_another_prunes)

@@ -149,6 +149,11 @@ def test_the_models_take_turns_and_each_turn_is_one_sample(measured, monkeypatch
     assert found.metrics[0].repeats == ((1.5, 2.5), (2.5, 3.5), (5.5, 6.5))
     assert found.metrics[1].repeats == ()
     assert found.notes == ("said by the session", "noise in turn 2", "noise in turn 3", "noise in turn 6")
+    assert found.warnings == (
+        *(f"noise in turn {index}" for index in (2, 3, 6)),
+        *(f"baseline: noise in turn {index}" for index in (1, 4, 5)),
+    )
+    assert measured({"timed": {"processes": 3}}).warnings == found.warnings
 
 
 def test_evals_of_fewer_turns_leave_the_later_ones_out(measured):

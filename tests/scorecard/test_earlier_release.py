@@ -7,7 +7,7 @@ import random
 
 import pytest
 from optkit_cli.output import plain_text
-from optkit_cli.scorecard_view import scorecard_view
+from optkit_cli.scorecard_view import whole_scorecard
 
 from optkit.measure import Metric
 from optkit.recipe.gates import Verdict
@@ -178,7 +178,7 @@ def test_without_an_earlier_release_the_gate_is_skipped():
     found, ratio = result(scorecard)
     assert (found.verdict, found.why, ratio) == (Verdict.SKIPPED, "there is no earlier release", None)
     assert (scorecard.verdict, scorecard.exit_status) == (Verdict.PASS, 0)
-    assert plain_text(*scorecard_view(scorecard)).splitlines()[-1] == "PASS  0 of 0 gates pass, 1 skipped"
+    assert plain_text(*whole_scorecard(scorecard)).splitlines()[-1] == "PASS  0 of 0 gates pass, 1 skipped"
 
 
 def test_the_release_is_shown_if_it_is_there(tmp_path):
@@ -193,13 +193,13 @@ def test_the_release_is_shown_if_it_is_there(tmp_path):
     assert rows[3][3:] == ("1.000x [1.000, 1.000]", "<= 1.01x of previous PASS")
     assert "| size_bytes of previous [1] | 80.00 B |  | 1.250x | <= 1x of previous FAIL |" in to_markdown(scorecard)
     assert f"Of previous: small of {before.created}, `0123456789ab`." in to_markdown(scorecard)
-    text = plain_text(*scorecard_view(scorecard))
+    text = plain_text(*whole_scorecard(scorecard))
     assert ["of", "previous", "80.00", "B", "1.250x", "<=", "1x", "of", "previous", "FAIL"] in [
         line.split() for line in text.splitlines()
     ]
     assert f"previous  small of {before.created}, 0123456789ab" in text
     alone = card([size(100)])
-    assert "previous" not in plain_text(*scorecard_view(alone)) + to_markdown(alone)
+    assert "previous" not in plain_text(*whole_scorecard(alone)) + to_markdown(alone)
     path = tmp_path / "scorecard.json"
     path.write_text(to_json(scorecard), encoding="utf-8")
     assert read_json(path) == scorecard

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 from optkit_cli.compare_view import comparison_view
-from optkit_cli.scorecard_view import scorecard_view
+from optkit_cli.scorecard_view import whole_scorecard
 
 from optkit import pipeline
 from optkit.comparison import compare
@@ -56,7 +56,7 @@ def test_records_of_artifacts(artifact: Path, draw: Random) -> None:
 def test_scorecards(artifact: Path, draw: Random) -> None:
     def read() -> None:
         card = pipeline.read_scorecard(artifact)
-        assert scorecard_view(card, artifact)
+        assert whole_scorecard(card, artifact)
         assert to_markdown(card)
         assert comparison_view(compare([artifact, artifact]))
         assert scorecard_page(card, artifact)
