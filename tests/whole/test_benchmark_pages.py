@@ -1,0 +1,111 @@
+"""Benchmarks are data: each number says what makes it, and pages and pictures show what the data say."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from optkit_cli.main import optkit
+from pydantic import ValidationError
+
+from docs.benchmarks.charts import PICTURES, figures, markdown
+from docs.benchmarks.tables import BLOCK, HERE, Interval, Result, filled, pages, read_results, table
+from optkit.recipe.recipe import load_recipe
+
+ROOT = Path(__file__).parents[2]
+RESULTS = read_results()
+SOURCES = [(f"{name} {key}", source) for name, found in RESULTS.items() for key, source in found.sources.items()]
+SOURCE = {"command": "optkit --help", "device": "cpu", "versions": {}, "date": "2026-11-20", "commit": "4d58899"}
+RESULT: dict[str, Any] = {
+    "title": "t",
+    "model": "m",
+    "protocol": "How.",
+    "first": "method",
+    "columns": {"a": "A", "b": "B"},
+    "sources": {"one": SOURCE, "two": {**SOURCE, "by_hand": "a script"}},
+    "rows": [
+        {"name": "x", "values": {"a": {"value": 1234, "interval": [1200, 1300]}, "b": 0.00005}},
+        {"name": "y", "source": "two", "values": {"a": "none"}},
+    ],
+}
+
+
+def test_a_table_says_what_made_each_row() -> None:
+    text = table(Result.model_validate(RESULT))
+    assert "| method | A | B |\n|---|---|---|\n| x | 1,234 [1,200, 1,300] | 5.0e-5 |\n| y [2] | none |  |\n" in text
+    assert (
+        "- `optkit --help`; cpu; versions not recorded; 2026-11-20; 4d58899.\n- [2] `optkit --help` (by hand: a" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"columns": {"a": "A", "b": "B", "c": "C"}}, r"columns \['c'\] are named or used alone"),
+        ({"sources": {"one": SOURCE}}, r"sources \['two'\] are named or used alone"),
+        ({"sources": {"one": SOURCE, "two": {**SOURCE, "commit": "today"}}}, "commit"),
+    ],
+)
+def test_a_result_without_its_parts_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Result.model_validate(RESULT | change)
+
+
+def test_intervals_hold_their_numbers() -> None:
+    for result in RESULTS.values():
+        for row in result.rows:
+            for value in row.values.values():
+                if isinstance(value, Interval):
+                    assert value.interval[0] <= value.value <= value.interval[1], row
+
+
+@pytest.mark.parametrize(("name", "source"), SOURCES, ids=[name for name, _ in SOURCES])
+def test_each_command_is_there(name: str, source: Any) -> None:
+    program, *words = shlex.split(source.command.partition(" && ")[0])
+    if program == "python":
+        assert source.by_hand or (ROOT / words[0]).is_file(), source.command
+        return
+    if words == ["--help"]:
+        return
+    command = optkit.get_command(optkit.make_context("optkit", ["--help"], resilient_parsing=True), words[0])
+    assert command is not None
+    given = command.make_context(words[0], words[1:], resilient_parsing=True).params
+    if recipe := given.get("recipe"):
+        path = str(ROOT / recipe) if "/" in recipe else recipe
+        assert load_recipe(path, given.get("overrides") or given.get("sets") or ())
+
+
+def test_each_date_is_that_of_its_commit() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("no history here")
+    for commit, when in {(source.commit, source.date) for _, source in SOURCES}:
+        shown = subprocess.run(["git", "show", "-s", "--format=%as", commit], cwd=ROOT, capture_output=True, text=True)
+        if shown.returncode:
+            pytest.skip("the history is cut off")
+        assert date.fromisoformat(shown.stdout.strip()) == when, commit
+
+
+def test_pages_show_all_that_is_there_as_it_is() -> None:
+    shown, found = figures(), set()
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        found |= {match.groups() for match in BLOCK.finditer(text)}
+        made = filled(text, RESULTS, lambda name: markdown(name, shown[name]))
+        assert text == made, f"{page.name} is stale: python -m docs.benchmarks"
+    assert found == {("table", name) for name in RESULTS} | {("figure", name) for name in shown}
+    for name, figure in shown.items():
+        picture = (PICTURES / f"{name}.svg").read_text(encoding="utf-8")
+        assert figure.mark in picture, f"{name}.svg is stale: python -m docs.benchmarks"
+        assert "prefers-color-scheme: dark" in picture or isinstance(figure.picture, str)
+        assert "url(http" not in picture.replace('"', "")
+
+
+def test_pages_are_short() -> None:
+    for page in HERE.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert len(text.split()) <= 1200, page
+        assert [line for line in text.splitlines() if len(line) > 100 and not line.startswith("|")] == [], page
