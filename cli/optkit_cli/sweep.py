@@ -36,8 +36,15 @@ from optkit_cli.options import (
 @click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS", help="Begin nothing later.")
 @all_of(against_option, comparison_options)
 @click.option("--keep", metavar="best:N", help="Delete the weights of what is dominated, but for the N best.")
-@click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Make N of the combinations, drawn at random.")
-@click.option("--seed", default=0, metavar="N", help="The seed of what --trials draws [0].")
+@click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Make N of the combinations.")
+@click.option(
+    "--sampler",
+    metavar="NAME",
+    type=click.Choice(["grid", "random", "tpe", "nsga2"]),
+    help="Who chooses them: grid (the first), random [the default], tpe (searches for --best), "
+    "nsga2 (for the front along each --axis).",
+)
+@click.option("--seed", default=0, metavar="N", help="The seed of what a sampler draws [0].")
 @click.option("--retry", is_flag=True, help="Try again what failed before.")
 @retime_option
 @all_of(place_options, json_option, quiet_option, trust_option)
@@ -53,6 +60,7 @@ def command(
     axes: tuple[str, ...],
     keep: str | None,
     trials: int | None,
+    sampler: str | None,
     seed: int,
     retry: bool,
     retime: bool,
@@ -82,8 +90,11 @@ def command(
             max_hours=max_hours,
             against=against,
             keep=keep,
+            require=require,
+            best=best,
             axes=axes,
             trials=trials,
+            sampler=sampler,
             seed=seed,
             retry=retry,
             retime=retime,

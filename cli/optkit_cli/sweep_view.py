@@ -54,7 +54,7 @@ class Lines:
         """Print what is new."""
         known = {entry.name: entry for entry in self.before.entries} if self.before else {}
         over = len(record.entries) - len(record.having(Status.WAITING))
-        count = f"{over}/{len(record.entries)}"
+        count = f"{over}/{record.total}"
         for entry in record.entries:
             earlier = known.get(entry.name)
             if self.before and earlier and (earlier.status, earlier.reason) != (entry.status, entry.reason):
@@ -150,8 +150,9 @@ def closing_view(record: SweepRecord, directory: Path, **choice: Any) -> list[Re
 
     there = [directory / entry.name for entry in record.having(Status.DONE, Status.MADE)]
     parts: list[RenderableType] = [sweep_table(record), *(comparison_view(compare(there, **choice)) if there else ())]
-    failed, waiting = record.having(Status.FAILED), record.having(Status.WAITING)
-    counts = [f"{len(there)} of {len(record.entries)} are there"]
+    failed = record.having(Status.FAILED)
+    waiting = record.total - len(there) - len(failed)
+    counts = [f"{len(there)} of {record.total} are there"]
     counts += [f"{len(failed)} failed (--retry tries them again)"] if failed else []
-    counts += [f"{len(waiting)} wait for the same command"] if waiting else []
+    counts += [f"{waiting} wait for the same command"] if waiting else []
     return [Text(""), *parts, Text(""), Text(f"{', '.join(counts)}  {directory}")]

@@ -137,6 +137,11 @@ class Gate(Frozen):
         kept = {compare(end, self.limit) for end in measured.interval or (measured.value,)}
         return Verdict.INCONCLUSIVE if len(kept) == 2 else Verdict.PASS if kept.pop() else Verdict.FAIL
 
+    def excess(self, value: float) -> float:
+        """Return by what part of the limit a value is beyond it; nothing above 0 if it keeps it."""
+        beyond = value - self.limit if self.operator.startswith("<") else self.limit - value
+        return beyond / abs(self.limit) if self.limit else beyond
+
 
 def metric_key(name: str, labels: dict[str, int | str]) -> str:
     """Return `name[batch=1,prompt=128]`, or the bare name without labels."""
@@ -190,11 +195,8 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
     An eval whose fields are not known is given as its class: its rows could have any labels.
     """
     evals = tuple(evals)
+    check_named(gate, evals)
     measures = {name: each for each in evals for name in each.metrics}
-    if not measures:
-        raise ValueError(f"no eval measures '{gate.name}': the recipe has no evals.")
-    if gate.name not in measures:
-        raise ValueError(f"no eval of the recipe measures '{gate.name}'.{did_you_mean(gate.name, measures)}")
     measuring = [each for each in evals if gate.name in each.metrics]
     instances = [each for each in measuring if isinstance(each, Eval)]
     if gate.of == "same engine" and len(instances) == len(measuring) and not any(map(_is_told_apart, instances)):
@@ -206,8 +208,18 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
             f"'{gate.name}' compares with the baseline already. Give its limit without x, as in \"{absolute}\"."
         )
     _check_range(gate, RATIO if gate.of else RANGES.get(measures[gate.name].metrics[gate.name]))
-    if len(instances) == len(measuring):
-        _check_labels(gate, [row for each in instances for row in each.rows_of(gate.name)])
+
+
+def check_named(gate: Gate, evals: Sequence[Eval | type[Eval]]) -> None:
+    """Raise ValueError with a sentence if none of the evals measures a row that the gate is about."""
+    measures = {name for each in evals for name in each.metrics}
+    if not measures:
+        raise ValueError(f"no eval measures '{gate.name}': the recipe has no evals.")
+    if gate.name not in measures:
+        raise ValueError(f"no eval of the recipe measures '{gate.name}'.{did_you_mean(gate.name, measures)}")
+    measuring = [each for each in evals if gate.name in each.metrics]
+    if all(isinstance(each, Eval) for each in measuring):
+        _check_labels(gate, [row for each in measuring if isinstance(each, Eval) for row in each.rows_of(gate.name)])
 
 
 def _is_told_apart(measured: Eval) -> bool:

@@ -116,8 +116,6 @@ class Matrix:
         product = list(itertools.product(*(axis.values for axis in self.axes))) if self.axes else []
         left = [each for each in product if not self.is_excluded(each)]
         problems = list(self._idle_excludes(product))
-        if not left and not self.include:
-            problems.append(self.place.problem(f"all {self.size} combinations are excluded: nothing is left."))
         found = self._all_checked([*left, *self.include], problems)
         problems = [*self._idle_axes(found[: len(left)])] or [*self._twice(found)]
         if problems:
@@ -139,12 +137,48 @@ class Matrix:
                 found += [] if self.is_excluded(each) else [each]
         return self._all_checked(found, [])
 
+    def first(self, count: int) -> tuple[Combination, ...]:
+        """Return so many combinations in their order, those of `include` first.
+        Raises RecipeError as `combinations` does.
+        """
+        if self.size <= count:
+            return self.combinations()
+        return self._all_checked([*itertools.islice(itertools.chain(self.include, self._left()), count)], [])
+
+    def included(self, count: int) -> tuple[Combination, ...]:
+        """Return the combinations of `include`, no more than so many; raises RecipeError."""
+        return self._all_checked(self.include[:count], []) if self.include else ()
+
+    def covering(self) -> tuple[Combination, ...]:
+        """Return all combinations; of too many the first, and so few that each value is in one.
+        Raises RecipeError as `combinations` does.
+        """
+        if self.size <= MOST:
+            return self.combinations()
+        most = max(len(axis.values) for axis in self.axes)
+        found = (self.placed([index % len(axis.values) for axis in self.axes]) for index in range(most))
+        some = [*itertools.islice(self._left(), 1), *(each for each in found if not self.is_excluded(each))]
+        return self._all_checked(some, [])
+
+    def _left(self) -> Iterator[Chosen]:
+        """Yield the values of each combination of the axes that is not excluded."""
+        product = itertools.product(*(axis.values for axis in self.axes))
+        return (each for each in product if not self.is_excluded(each))
+
+    def combination(self, chosen: Chosen) -> Combination:
+        """Return the recipe of values, one of each axis; raises RecipeError."""
+        return self._all_checked([chosen], [])[0]
+
+    def placed(self, places: Sequence[int]) -> Chosen:
+        """Return the value of each axis at its place."""
+        return tuple(axis.values[place] for axis, place in zip(self.axes, places, strict=True))
+
     def _numbered(self, number: int) -> Chosen:
-        values = []
+        places = []
         for axis in self.axes:
             number, place = divmod(number, len(axis.values))
-            values.append(axis.values[place])
-        return tuple(values)
+            places.append(place)
+        return self.placed(places)
 
     def is_excluded(self, chosen: Chosen) -> bool:
         """Say whether values, one of each axis, have the values of one that is excluded."""
@@ -154,6 +188,8 @@ class Matrix:
         """Return the combinations; raises RecipeError with what is wrong in any, and in which."""
         found: list[Combination] = []
         wrong: dict[Problem, list[str]] = {}
+        if not chosen:
+            problems.append(self.place.problem(f"all {self.size:,} combinations are excluded: nothing is left."))
         for values in chosen:
             meant = {each.path: each.value for each in values}
             name = combination_name([each.label for each in values], meant)

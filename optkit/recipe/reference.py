@@ -86,7 +86,7 @@ matrix:
 - `exclude` takes parts of combinations; a stage may be given by the word that stands in names.
 - `--set PATH=VALUE,VALUE` is an axis too, of any recipe, and takes the place of one with the same
   path. Commas in quotes, lists and mappings belong to the value.
-- More than 500 combinations are not all made: `--trials 40` makes some, drawn with `--seed`.
+- More than 500 combinations are not all made: `--trials 40` makes some.
 - An axis that changes nothing, a value given twice and an `exclude` that meets nothing are errors.
 """
 

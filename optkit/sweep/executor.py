@@ -65,7 +65,7 @@ class LocalExecutor:
         """Start a process, and wait for it."""
         began = time.monotonic()
         verdict, reason = None, ""
-        log = order.out.parent / LOGS / f"{order.name or order.out.name}.log"
+        log = order.out.parent / LOGS / f"{order.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             with Child(MODULE, name="the process that made it", log=log, patience_s=PATIENCE_S) as child:

@@ -38,7 +38,7 @@ class Entry(Frozen):
     """One combination."""
 
     name: str
-    """Of its directory below that of the sweep; empty if the sweep is one recipe."""
+    """Of its directory below that of the sweep."""
     assignment: dict[str, Any]
     """Path -> value."""
     recipe: str
@@ -66,7 +66,14 @@ class SweepRecord(Frozen):
     created: str
     """UTC, ISO 8601."""
     optkit: str = __version__
+    trials: int = 0
+    """How many combinations a search will propose."""
     entries: tuple[Entry, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """How many combinations there will be."""
+        return max(self.trials, len(self.entries))
 
     def entry(self, name: str) -> Entry:
         """Return the entry of a combination."""

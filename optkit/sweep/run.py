@@ -17,17 +17,19 @@ from optkit.environment import usable_device
 from optkit.errors import ArtifactError, OptkitError, UsageError
 from optkit.measuring.earlier_release import earlier_release
 from optkit.measuring.evaluation import context_of
-from optkit.pipeline import add_timings
+from optkit.pipeline import add_timings, read_scorecard
 from optkit.plan import Plan, make_plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe.gate_places import require_earlier_release
 from optkit.recipe.matrix import Combination
 from optkit.recipe.matrix_reading import load_matrix
+from optkit.scorecard import Scorecard
 from optkit.store.store import Store
 from optkit.sweep.executor import Executor, LocalExecutor, Order, Outcome, reason_of
 from optkit.sweep.keep import delete_weights, parse_keep, to_delete
 from optkit.sweep.order import nearest
 from optkit.sweep.record import Entry, Status, SweepRecord, held, new_record, read_record
+from optkit.sweep.search import Search, chosen
 from optkit.sweep.timing import Timed, take_turns, timed_groups
 
 
@@ -71,6 +73,12 @@ class Sweep:
     """The metrics by which they are compared for that."""
     until: float = float("inf")
     """Of the monotonic clock; no recipe is at work after it."""
+    search: Search | None = None
+    """Who proposes further combinations, one after another."""
+    trusted: bool = False
+    """The code of the model may run."""
+    known: dict[str, Entry] = field(init=False, default_factory=dict)
+    """What earlier runs left."""
     record: SweepRecord = field(init=False)
     plans: dict[str, Plan] = field(init=False, default_factory=dict)
 
@@ -81,9 +89,10 @@ class Sweep:
         raises.
         """
         with held(self.directory):
-            self.record = self._begun()
-            self.record.write(self.directory)
+            self._begin()
             self._make()
+            self._search()
+            self.record.write(self.directory)
             self._time()
             self._delete_weights()
             self.watcher.show(self.record, "")
@@ -93,18 +102,25 @@ class Sweep:
         """Return the directory of a combination's artifact."""
         return self.directory / name
 
-    def _begun(self) -> SweepRecord:
-        """Return the record of before with the combinations of now; each is planned."""
+    def _begin(self) -> None:
+        """Begin with the record of before and the combinations of now; each is planned."""
         before = read_record(self.directory) or new_record(self.name)
-        known = {entry.name: entry for entry in before.entries}
-        entries = []
+        self.known = {entry.name: entry for entry in before.entries}
+        trials = len(self.combinations) + self.search.trials if self.search else 0
+        self.record = before.model_copy(update={"name": self.name, "trials": trials, "entries": ()})
         for each in self.combinations:
-            recipe = digest(each.recipe.resolved())
-            entry = known.get(each.name)
-            if entry is None or entry.recipe != recipe:
-                entry = Entry(name=each.name, assignment=dict(each.assignment), recipe=recipe)
-            entries.append(self._standing(entry, each))
-        return before.model_copy(update={"name": self.name, "entries": tuple(entries)})
+            self._add(each)
+        if not self.search:
+            self.record.write(self.directory)
+
+    def _add(self, combination: Combination) -> None:
+        combination = combination.trusting(self.trusted)
+        recipe = digest(combination.recipe.resolved())
+        entry = self.known.get(combination.name)
+        if entry is None or entry.recipe != recipe:
+            entry = Entry(name=combination.name, assignment=dict(combination.assignment), recipe=recipe)
+        entries = (*self.record.entries, self._standing(entry, combination))
+        self.record = self.record.model_copy(update={"entries": entries})
 
     def _standing(self, entry: Entry, combination: Combination) -> Entry:
         """Return an entry as it is: its plan is made, and its artifact is looked for."""
@@ -143,6 +159,24 @@ class Sweep:
             self.watcher.show(self.record, name)
             outcome = self.executor.run(self._order(name), self.progress, left if left < float("inf") else None)
             self._note(name, outcome)
+
+    def _search(self) -> None:
+        """Make what the search proposes, one after another."""
+        if self.search is None or self.record.having(Status.WAITING):
+            return
+        for each in self.search.proposed(self._measured, self.progress):
+            self._add(each)
+            self._make()
+            if self.record.having(Status.WAITING):
+                return
+        if (found := len(self.record.entries)) < self.record.trials:
+            self.progress.say(f"the search ends: there are no other combinations than these {found}")
+            self.record = self.record.model_copy(update={"trials": found})
+
+    def _measured(self, combination: Combination) -> Scorecard | None:
+        return (
+            read_scorecard(self.place(combination.name)) if self.record.entry(combination.name).artifact_key else None
+        )
 
     def _order(self, name: str) -> Order:
         recipe, store = self.plans[name].recipe, self.store.root
@@ -191,8 +225,9 @@ class Sweep:
         racing = {name: self.place(name) for name in group.plans if self._is_sound(name)}
         again = self.retry or self.retime
         take_turns(group, racing, self.store, self.data, self.progress, self._failed_timing, again=again)
+        earlier = earlier_release(self.against)
         for name in filter(self._is_sound, racing):
-            self._complete(name, group)
+            self._complete(name, group, earlier)
 
     def _is_sound(self, name: str) -> bool:
         return self.record.entry(name).status is not Status.FAILED
@@ -212,10 +247,10 @@ class Sweep:
         self._change(name, status=Status.FAILED, reason=f"its timings failed: {reason_of(error)}")
         self.watcher.show(self.record, "timings")
 
-    def _complete(self, name: str, group: Timed) -> None:
+    def _complete(self, name: str, group: Timed, earlier: Scorecard | None) -> None:
         plan = group.plans[name]
         context = context_of(plan, self.progress, self.data)
-        artifact, earlier = read_artifact(self.place(name)), earlier_release(self.against)
+        artifact = read_artifact(self.place(name))
         scorecard = add_timings(artifact, plan, self.store, context, self.record.created, earlier)
         self._change(name, status=Status.DONE, timed_with=group.identity, verdict=str(scorecard.verdict))
 
@@ -244,7 +279,10 @@ def sweep(
     retime: bool = False,
     keep: str | None = None,
     axes: Sequence[str] = (),
+    require: Sequence[str] = (),
+    best: str | None = None,
     trials: int | None = None,
+    sampler: str | None = None,
     seed: int = 0,
     executor: Executor | None = None,
     watcher: Watcher | None = None,
@@ -255,27 +293,31 @@ def sweep(
     `overrides` are those of `run`; one with several values, `stages.0.gptq.bits=3,4`, is an axis.
     `against` is that of `run`. The same call goes on with what is not finished; what failed is
     tried again with `retry`, timings with `retime`. Of more combinations than can be made, `trials`
-    are drawn with `seed`. `keep`: as in `best:3`, the weights of others are deleted if they are
-    dominated by `axes`. No recipe is at work after `max_hours`; the timings of what is made
-    come then. Raises RecipeError with every problem of any combination, UsageError if there is but
-    one recipe.
+    are chosen by the `sampler` with `seed`: `grid` takes the first, `random` draws, `tpe` searches
+    for what is `best` and `nsga2` for the front along `axes`, both within the gates and what `require`
+    says. `keep`: as in `best:3`, the weights of others are deleted if they are dominated by `axes`.
+    No recipe is at work after `max_hours`; the timings of what is made come then. Raises RecipeError
+    with every problem of any combination, UsageError if there is but one recipe, and what `chosen` does.
     """
     began = time.monotonic()
     matrix = load_matrix(recipe, overrides, model)
-    combinations = matrix.combinations() if trials is None else matrix.some(trials, seed)
     if not matrix.varied:
         why = "A sweep has a `matrix:`, or a field with several values: --set stages.0.gptq.bits=3,4"
         raise UsageError("this is one recipe", where=str(recipe), why=why, remedy="Run it with `optkit run`")
-    for each in combinations:
+    progress = progress or SilentProgress()
+    combinations, search = chosen(
+        matrix, sampler, trials, seed, best=best, axes=axes, require=require, progress=progress
+    )
+    for each in combinations or matrix.first(1):
         require_earlier_release(each.recipe.gates, against)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", matrix.name).strip("-.") or "sweep"
     found = Sweep(
         name=name,
-        combinations=[each.trusting(trust_remote_code) for each in combinations],
+        combinations=combinations,
         directory=out or Path("artifacts") / name,
         device=usable_device(device),
         store=Store(store or default_store()),
-        progress=progress or SilentProgress(),
+        progress=progress,
         data=data,
         against=None if against is None else str(against),
         executor=executor or LocalExecutor(),
@@ -285,6 +327,8 @@ def sweep(
         keep=None if keep is None else parse_keep(keep),
         axes=axes,
         until=began + max_hours * 3600 if max_hours else float("inf"),
+        search=search,
+        trusted=trust_remote_code,
     )
     found.run()
     return found
