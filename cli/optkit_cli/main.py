@@ -19,6 +19,7 @@ from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, Invocation
 from optkit_cli.output import document_of, only_the_result_on_stdout, print_document
 
 COMMANDS = (
+    "init",
     "run",
     "sweep",
     "plan",
@@ -74,8 +75,9 @@ def optkit() -> None:
     """Optimize a language model by recipe, and prove what it cost and what it bought.
 
     \b
-    optkit run recipes/llama_int4.yaml       make the artifact, measure it, print the scorecard
-    optkit list stages                       what a recipe can say
+    optkit init                 write a first recipe
+    optkit run llama_int4       make the artifact, measure it, print the scorecard
+    optkit list stages          what a recipe can say
 
     Exit status: 0 pass, 1 error, 2 usage or recipe error, 3 a gate or a proof failed, 4 a gate is
     inconclusive.

@@ -19,7 +19,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
         *_memory(plan),
         *(Text(f"note  {step.kind}: {note}") for step in plan.steps for note in step.cost.notes),
         _evals(plan) if plan.evals else Text("nothing is measured", style="dim"),
-        _closing(plan),
+        cost_line(plan),
         *(Text(line, style="bold red") for line in plan.doomed),
         *(Text(line, style="dim") for line in plan.forecasts),
     ]
@@ -65,7 +65,8 @@ def _hit(hit: bool) -> Text:
     return Text("hit", style="green") if hit else Text("miss", style="yellow")
 
 
-def _closing(plan: Plan) -> Text:
+def cost_line(plan: Plan) -> Text:
+    """Return what is left to do, and the disk, memory and time that it needs."""
     unmeasured = sum(not (each.hit and each.baseline_hit) for each in plan.evals)
     if not plan.pending and not unmeasured:
         return Text("nothing to do: a run ends at once")
