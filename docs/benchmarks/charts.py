@@ -16,7 +16,7 @@ from optkit.comparison import Comparison, compare
 from optkit.measure import Metric
 from optkit.page.charts.chart import Chart, Colour, Key, Mark, paint
 from optkit.page.charts.tradeoffs import tradeoffs
-from optkit.page.charts.waterfalls import damage
+from optkit.page.charts.waterfalls import damage, speed
 from optkit.scorecard import Rung, Scorecard, read_json
 
 PICTURES = HERE / "figures"
@@ -42,6 +42,13 @@ ROWS: tuple[tuple[str, str, str, Colour], ...] = (
     ("transformers", "bfloat16", "transformers, eager", "grey"),
 )
 """What is drawn of decode_h200: name, weights, words and colour."""
+STEPS = (
+    ("torch float32, transformers' step", "torch float32"),
+    ("`llama_int4`, the same kernels, transformers' step", "4-bit kernels"),
+    ("`llama_int4` (lm_head float32)", "a step in one call"),
+    ("INT4 symmetric 32, lm_head in 8 bits", "lm_head in 8 bits"),
+)
+"""Rows of cpu_decode of which each has one thing more than the one before, and that thing."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +70,13 @@ def figures() -> dict[str, Figure]:
     """Return all figures by name; each is the file figures/NAME.svg."""
     results, sweep, card = read_results(), compare(sorted(SWEEP.glob("*.json"))), read_json(CARD)
     decode, roof = results["decode_h200"], results["roofline_h200"]
+    compress, on_cpu = results["compress_cpu"], results["cpu_decode"]
     charts = {
         "pareto": (tradeoffs(sweep, sweep.groups[0], "pareto")[0], f"{_ranks(sweep)}. {_measured(card)}"),
-        "damage": (_damage(results["compress_cpu"], card), _made(results["compress_cpu"], "optkit")),
+        "damage": (damage(_with(card, "attribution", _divergences(compress)))[0], _made(compress, "optkit")),
+        "speed": (speed(_with(card, "speed", _rates(on_cpu)))[0], _made(on_cpu, "optkit")),
         "bits": (_accuracy_by_bits(results["methods"]), _made(results["methods"], "optkit")),
-        "batch": (_decode_by_batch(decode), _made(decode, *decode.sources)),
+        "batch": (_decode_by_batch(decode), _made(decode, "optkit", "vllm")),
         "roofline": (_roofline(decode, roof), _made(roof, "optkit")),
     }
     shown = terminal(short_scorecard(card, Path("artifacts", card.name)), f"optkit show artifacts/{card.name}")
@@ -98,18 +107,29 @@ def _ranks(comparison: Comparison) -> str:
     return re.sub("bits(.)-group_size", r"\1 bits-", ", ".join(said))
 
 
-def _damage(result: Result, card: Scorecard) -> Chart:
-    """Return the waterfall of a recipe with several stages, as a scorecard with these numbers has it."""
-    rungs = [
-        Rung(stage=re.sub("`|,.*", "", row.name), metrics=(_divergence(_number(row, "kl_plain"), result.protocol),))
-        for row in result.rows
-        if "kl_plain" in row.values
-    ]
-    return damage(card.model_copy(update={"attribution": tuple(rungs)}))[0]
+def _with(card: Scorecard, part: str, rungs: Iterator[Rung]) -> Scorecard:
+    """Return a scorecard with these numbers, whose page draws them."""
+    return card.model_copy(update={part: tuple(rungs)})
 
 
-def _divergence(value: float, protocol: str) -> Metric:
-    return Metric(name="kl_divergence", value=value, unit="nats/token", higher_is_better=False, protocol=protocol)
+def _divergences(result: Result) -> Iterator[Rung]:
+    for row in result.rows:
+        if "kl_plain" in row.values:
+            name, value = re.sub("`|,.*", "", row.name), _number(row, "kl_plain")
+            yield Rung(stage=name, metrics=(_metric("kl_divergence", value, "nats/token", result),))
+
+
+def _rates(result: Result) -> Iterator[Rung]:
+    values = {row.name: _number(row, "decode") for row in result.rows}
+    for name, words in STEPS:
+        metric = _metric("decode_tokens_per_s", values[name], "tokens/s", result)
+        # So that changes are ratios, and the first bar begins at its own number.
+        ratios = {"higher_is_better": True, "pairing": "paired_log", "samples": 2 * (math.log(values[name]),)}
+        yield Rung(stage=words, metrics=(metric.model_copy(update=ratios),))
+
+
+def _metric(name: str, value: float, unit: str, result: Result) -> Metric:
+    return Metric(name=name, value=value, unit=unit, higher_is_better=False, protocol=result.protocol)
 
 
 def _number(row: Row, key: str) -> float:
