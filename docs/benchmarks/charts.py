@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optkit_cli.scorecard_view import short_scorecard
@@ -20,7 +20,7 @@ from optkit.page.charts.waterfalls import damage, speed
 from optkit.scorecard import Rung, Scorecard, read_json
 
 PICTURES = HERE / "figures"
-SWEEP = RESULTS / "sweep_int4_h200"
+SWEEP = RESULTS / "sweep_int4_cpu"
 CARD = SWEEP / "gptq-bits4-group_size32.json"
 LAYERS, HEAD = 6_979_321_856, 525_336_576
 """Weights of Llama-3-8B's shape: of the linear layers in its blocks, and of lm_head."""
@@ -42,13 +42,6 @@ ROWS: tuple[tuple[str, str, str, Colour], ...] = (
     ("transformers", "bfloat16", "transformers, eager", "grey"),
 )
 """What is drawn of decode_h200: name, weights, words and colour."""
-STEPS = (
-    ("torch float32, transformers' step", "torch float32"),
-    ("`llama_int4`, the same kernels, transformers' step", "4-bit kernels"),
-    ("`llama_int4` (lm_head float32)", "a step in one call"),
-    ("INT4 symmetric 32, lm_head in 8 bits", "lm_head in 8 bits"),
-)
-"""Rows of cpu_decode of which each has one thing more than the one before, and that thing."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +63,22 @@ def figures() -> dict[str, Figure]:
     """Return all figures by name; each is the file figures/NAME.svg."""
     results, sweep, card = read_results(), compare(sorted(SWEEP.glob("*.json"))), read_json(CARD)
     decode, roof = results["decode_h200"], results["roofline_h200"]
-    compress, on_cpu = results["compress_cpu"], results["cpu_decode"]
+    compress, machine = results["compress_cpu"], _measured(card)
+    by_size, by_speed = tradeoffs(sweep, sweep.groups[0], "pareto")
     charts = {
-        "pareto": (tradeoffs(sweep, sweep.groups[0], "pareto")[0], f"{_ranks(sweep)}. {_measured(card)}"),
-        "damage": (damage(_with(card, "attribution", _divergences(compress)))[0], _made(compress, "optkit")),
-        "speed": (speed(_with(card, "speed", _rates(on_cpu)))[0], _made(on_cpu, "optkit")),
+        "pareto": (by_size, f"{_ranks(sweep)}. {machine}"),
+        "pareto_speed": (by_speed, f"The same ranks. {machine}"),
+        "damage": (_damage(compress, card), _made(compress, "optkit")),
+        "speed": (replace(speed(card)[1], title="Where the speed comes from"), f"SmolLM2-135M. {machine}"),
         "bits": (_accuracy_by_bits(results["methods"]), _made(results["methods"], "optkit")),
         "batch": (_decode_by_batch(decode), _made(decode, "optkit", "vllm")),
         "roofline": (_roofline(decode, roof), _made(roof, "optkit")),
     }
-    shown = terminal(short_scorecard(card, Path("artifacts", card.name)), f"optkit show artifacts/{card.name}")
+    place = Path("artifacts", "sweep_int4", CARD.stem)
+    shown = terminal(short_scorecard(card, place), f"optkit show {place}")
     return {
         **{name: Figure(chart.title, caption, chart) for name, (chart, caption) in charts.items()},
-        "terminal": Figure("A scorecard on a terminal", _measured(card), shown),
+        "terminal": Figure("A scorecard on a terminal", machine, shown),
     }
 
 
@@ -94,7 +90,7 @@ def markdown(name: str, figure: Figure) -> str:
 def _measured(card: Scorecard) -> str:
     found = card.environment
     versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers", "optkit"))
-    return f"{found['device_name']}; {versions}; {card.created[:10]}."
+    return f"{found['device_name']}, {found['cpu_threads']} threads; {versions}; {card.created[:10]}."
 
 
 def _made(result: Result, *sources: str) -> str:
@@ -107,29 +103,15 @@ def _ranks(comparison: Comparison) -> str:
     return re.sub("bits(.)-group_size", r"\1 bits-", ", ".join(said))
 
 
-def _with(card: Scorecard, part: str, rungs: Iterator[Rung]) -> Scorecard:
-    """Return a scorecard with these numbers, whose page draws them."""
-    return card.model_copy(update={part: tuple(rungs)})
-
-
-def _divergences(result: Result) -> Iterator[Rung]:
-    for row in result.rows:
-        if "kl_plain" in row.values:
-            name, value = re.sub("`|,.*", "", row.name), _number(row, "kl_plain")
-            yield Rung(stage=name, metrics=(_metric("kl_divergence", value, "nats/token", result),))
-
-
-def _rates(result: Result) -> Iterator[Rung]:
-    values = {row.name: _number(row, "decode") for row in result.rows}
-    for name, words in STEPS:
-        metric = _metric("decode_tokens_per_s", values[name], "tokens/s", result)
-        # So that changes are ratios, and the first bar begins at its own number.
-        ratios = {"higher_is_better": True, "pairing": "paired_log", "samples": 2 * (math.log(values[name]),)}
-        yield Rung(stage=words, metrics=(metric.model_copy(update=ratios),))
-
-
-def _metric(name: str, value: float, unit: str, result: Result) -> Metric:
-    return Metric(name=name, value=value, unit=unit, higher_is_better=False, protocol=result.protocol)
+def _damage(result: Result, card: Scorecard) -> Chart:
+    """Return the waterfall of a recipe with several stages, as a scorecard with these numbers has it."""
+    same = {"name": "kl_divergence", "unit": "nats/token", "higher_is_better": False, "protocol": result.protocol}
+    rungs = tuple(
+        Rung(stage=re.sub("`|,.*", "", row.name), metrics=(Metric(value=_number(row, "kl_plain"), **same),))
+        for row in result.rows
+        if "kl_plain" in row.values
+    )
+    return damage(card.model_copy(update={"attribution": rungs}))[0]
 
 
 def _number(row: Row, key: str) -> float:
