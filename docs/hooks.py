@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
-
-from optkit.recipe.reference import recipes_page
+from optkit_cli.reference import reference_pages
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to those of docs/."""
-    files.append(File.generated(config, "reference/recipe.md", content=recipes_page()))
+    for name, text in reference_pages().items():
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
     return files

@@ -159,6 +159,7 @@ class Eval(Frozen):
 
     kind: ClassVar[str] = ""
     """How recipes and messages call it: the name of its entry point, as for a stage."""
+    example: ClassVar[str] = ""
     version: ClassVar[int] = 1
     requires: ClassVar[tuple[str, ...]] = ()
     for_tasks: ClassVar[frozenset[Task]] = frozenset({Task.GENERATION})

@@ -78,6 +78,8 @@ class Stage(Frozen):
     """How recipes, messages and scorecards call it: the name of its entry point, which fills it in
     if a plug-in's class says nothing.
     """
+    example: ClassVar[str] = ""
+    """What a recipe says, as YAML: the entry, after those that it needs."""
     version: ClassVar[int] = 1
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages beyond optkit's own dependencies, as given to `pip install`, e.g.

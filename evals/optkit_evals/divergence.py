@@ -29,6 +29,7 @@ class Divergence(WindowedText, Eval):
     """
 
     kind: ClassVar[str] = "divergence"
+    example: ClassVar[str] = "- divergence: {dataset: wikitext2, window: 2048, windows: 15}"
     version: ClassVar[int] = 2
     draws: ClassVar[bool] = False
     compares: ClassVar[bool] = True

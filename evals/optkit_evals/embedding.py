@@ -44,6 +44,7 @@ class Embedding(SentenceText, Eval):
     """
 
     kind: ClassVar[str] = "embedding"
+    example: ClassVar[str] = "- embedding: {dataset: wikitext2, sentences: 256}"
     draws: ClassVar[bool] = False
     for_tasks: ClassVar[frozenset[Task]] = frozenset({Task.FEATURES})
     compares: ClassVar[bool] = True

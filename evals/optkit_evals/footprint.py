@@ -27,6 +27,7 @@ class Footprint(Eval):
     """
 
     kind: ClassVar[str] = "footprint"
+    example: ClassVar[str] = "- footprint"
     version: ClassVar[int] = 4
     draws: ClassVar[bool] = False
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK

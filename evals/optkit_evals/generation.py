@@ -33,6 +33,7 @@ class Generation(Eval):
     """
 
     kind: ClassVar[str] = "generation"
+    example: ClassVar[str] = "- generation: {prompts: prompts.jsonl, new_tokens: 64}"
     draws: ClassVar[bool] = False
     shorthand: ClassVar[str] = "prompts"
     contrasted: ClassVar[frozenset[str]] = frozenset({"common_prefix", "same_answers"})

@@ -45,6 +45,7 @@ class LmEval(Eval):
     """
 
     kind: ClassVar[str] = "lm_eval"
+    example: ClassVar[str] = "- lm_eval: {tasks: [arc_easy, piqa], limit: 500}"
     draws: ClassVar[bool] = False
     shorthand: ClassVar[str] = "tasks"
     contrasted: ClassVar[frozenset[str]] = frozenset(COMPARED)

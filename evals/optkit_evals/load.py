@@ -38,6 +38,7 @@ class Load(TimedEval):
     """
 
     kind: ClassVar[str] = "load"
+    example: ClassVar[str] = "- load: {rates: [0.5, 1, 2], batch: 8}"
     version: ClassVar[int] = 4
     metrics: ClassVar[Mapping[str, str]] = UNITS
 

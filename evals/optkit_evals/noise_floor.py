@@ -36,6 +36,7 @@ class NoiseFloor(WindowedText, Eval):
     """
 
     kind: ClassVar[str] = "noise_floor"
+    example: ClassVar[str] = "- noise_floor: {dataset: wikitext2, window: 2048, windows: 8}"
     draws: ClassVar[bool] = False
     of_unmodified: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {

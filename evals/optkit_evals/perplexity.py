@@ -43,6 +43,7 @@ class Perplexity(WindowedText, Eval):
     """
 
     kind: ClassVar[str] = "perplexity"
+    example: ClassVar[str] = "- perplexity: {dataset: wikitext2, window: 2048, windows: 15}"
     version: ClassVar[int] = 2
     draws: ClassVar[bool] = False
     attributed: ClassVar[bool] = True

@@ -45,6 +45,7 @@ class Roofline(Throughput):
     """
 
     kind: ClassVar[str] = "roofline"
+    example: ClassVar[str] = "- roofline: {batch_sizes: [1, 8], prompts: [512]}"
     version: ClassVar[int] = 200 + Throughput.version
     reads_weights: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {**Throughput.metrics, **LIMITS}

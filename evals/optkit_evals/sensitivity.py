@@ -38,6 +38,7 @@ class Sensitivity(WindowedText, Eval):
     """
 
     kind: ClassVar[str] = "sensitivity"
+    example: ClassVar[str] = "- sensitivity: {dataset: wikitext2, windows: 16, worst: 10}"
     compares: ClassVar[bool] = True
     reads_weights: ClassVar[bool] = True
     layers_alone: ClassVar[bool] = True

@@ -34,6 +34,7 @@ class Speculation(WindowedText, TimedEval):
     """
 
     kind: ClassVar[str] = "speculation"
+    example: ClassVar[str] = "- speculation: {dataset: wikitext2, new_tokens: 64}"
     version: ClassVar[int] = 3
     draws: ClassVar[bool] = False
     asks_draft: ClassVar[bool] = True

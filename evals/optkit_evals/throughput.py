@@ -31,6 +31,7 @@ class Throughput(TimedEval):
     """
 
     kind: ClassVar[str] = "throughput"
+    example: ClassVar[str] = "- throughput: {batch_sizes: [1, 8], prompts: [512], new_tokens: 128}"
     version: ClassVar[int] = 6
     metrics: ClassVar[Mapping[str, str]] = {
         "prefill_tokens_per_s": "tokens/s",

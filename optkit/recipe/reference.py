@@ -1,181 +1,122 @@
-"""The site's pages about recipes, written from the classes themselves."""
+"""The site's pages about recipes, and what `optkit explain` shows: written from the classes."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
+import textwrap
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from optkit.common.markdown import markdown_table
 from optkit.measure import Eval
-from optkit.recipe.entries import class_of, names_of
+from optkit.recipe.entries import class_of
 from optkit.recipe.files import shipped_recipes
 from optkit.recipe.recipe import Recipe
-from optkit.recipe.registry import PRESETS
+from optkit.recipe.registry import EVALS, PRESETS, STAGES
 from optkit.recipe.yaml_places import read_yaml
-from optkit.source.models import ModelSource, known_models
+from optkit.source.models import known_models
 from optkit.source.texts import known_texts
 from optkit.stage import Transform
 
-OPENING = """\
-# Recipes
 
-A recipe is a YAML file. It has a model, the stages that change it, the evals that measure it, and
-the gates that judge the result.
-`optkit validate FILE` finds every mistake at once, with line and column.
-`optkit schema` prints a JSON Schema for editors.
+class Family(NamedTuple):
+    """Entries of recipes that share a page."""
 
-```yaml
-{example}```
-
-- A stage or eval is written `name: {{field: value}}`, or as the bare name if every field keeps its
-  default.
-- `--model NAME` replaces the model, `--set PATH=VALUE` any other value. For example
-  `--set stages.0.gptq.group_size=32`.
-- Numbers like `1e-5` are numbers, `yes` and `no` are text (write `true` and `false`), anchors and
-  merge keys work.
-  A key given twice is refused, and so is a text that is calibrated on and measured on.
-"""
-
-GATES = """\
-Metric, then an operator (`<=`, `>=`, `<`, `>`) and a number.
-A number that ends in `x` is relative to the unmodified model, or to the model named behind it.
-
-```yaml
-gates:
-  perplexity: "<= 1.10x"                      # at most 1.10 times the unmodified model's
-  size_bytes: "<= 300e6"                      # at most 300 MB
-  decode_tokens_per_s[batch=1]: ">= 1.2x"     # only the rows measured at batch 1
-  prefill_tokens_per_s: ">= 1x same engine"   # of the same weights in the artifact's engine
-  kl_divergence: "<= 1.01x of previous"       # at most 1.01 times that of an earlier release
-```
-
-`previous` is the release that `--against ARTIFACT` names: a directory or a scorecard.json.
-Its numbers are those that its scorecard holds; those of accuracy are paired on the same windows.
-Both must have been measured by the same protocol (for timings: on the same device, with the same
-torch), or the gate FAILs and says in what they differ.
-Before the first release `--against none` makes such gates SKIPPED; without `--against` a recipe
-that has them is refused.
-
-A gate is PASS, FAIL or, if the 95% interval of the measurement straddles the limit, INCONCLUSIVE.
-`optkit run` then ends with exit status 0, 3 or 4.
-"""
-
-MATRIX = """\
-A recipe with a `matrix:` is many recipes: one for each combination of the values of its axes.
-`optkit sweep` makes them all.
-
-```yaml
-matrix:
-  stages.0: [rtn, {gptq: {calibration: {dataset: python-reference, samples: 16}}}]   # whole stages
-  stages.0.*.bits: [3, 4]                      # a field of whichever stage stands there
-  exclude: [{stages.0: rtn, stages.0.*.bits: 3}]
-  include: [{stages.0: nf4}]                   # further combinations
-```
-
-- A path is one of `--set`. Whole stages are set before their fields.
-- A combination is named after its values, e.g. `gptq-bits4`: its artifact lies in
-  `artifacts/NAME/gptq-bits4`.
-- `exclude` takes parts of combinations; a stage may be given by the word that stands in names.
-- `--set PATH=VALUE,VALUE` is an axis too, of any recipe, and takes the place of one with the same
-  path. Commas in quotes, lists and mappings belong to the value.
-- More than 500 combinations are not all made: `--trials 40` makes some.
-- An axis that changes nothing, a value given twice and an `exclude` that meets nothing are errors.
-"""
+    title: str
+    about: str
+    kinds: tuple[str, ...]
 
 
-def recipes_page() -> str:
-    """Return the page about recipes."""
-    example = shipped_recipes()["llama_int4"].read_text(encoding="utf-8")
-    about = {name: _flat(field.description or "") for name, field in Recipe.model_fields.items()}
-    sections = [
-        OPENING.format(example=example[example.index("description:") :]),
-        "## Top-level keys\n",
-        _table(("key", "meaning"), ((f"`{name}`", text) for name, text in about.items())),
-        "## `model`\n",
-        f"{_prose(ModelSource)}\n",
-        _fields(ModelSource),
-        _table(("built-in model", "what it is"), ((f"`{name}`", line) for name, line in known_models().items())),
-        "## Stages\n",
-        "A transform changes the weights; a setting changes none and is applied each time "
-        "that the artifact is opened.\n",
-        *(_entry("stage", kind) for kind in names_of("stage")),
-        "### Presets\n",
-        _table(
-            ("bare name", "stands for"),
-            ((f"`- {name}`", f"`- {_yaml(entry)}`") for name, entry in sorted(PRESETS.items())),
+FAMILIES = {
+    "quantize": Family(
+        "Quantize",
+        "Weights in fewer bits; some stages round the activations too.",
+        ("gptq", "rtn", "awq", "auto_bits", "qat", "smoothquant", "fp8", "int8", "nf4", "mx"),
+    ),
+    "prepare": Family(
+        "Prepare",
+        "What makes a model easier to quantize, and what goes beside its weights.",
+        ("cast", "rotate", "awq_scale", "kv_scales"),
+    ),
+    "prune": Family("Prune", "Weights that become 0, and parts that go.", ("prune", "prune_structured")),
+    "train": Family("Recover by training", "Training with a teacher.", ("distill", "lora_recover")),
+    "export": Family("Export to ONNX", "For ONNX Runtime.", ("onnx", "onnx_quantize", "onnx_optimize")),
+    "settings": Family(
+        "Settings",
+        "A setting changes no weights. It is recorded in the artifact and applied each time that it is opened.",
+        (
+            *("attention", "compile", "cpu_decoder", "cuda_graphs", "kv_cache"),
+            *("offload", "onnx_provider", "precision", "speculative", "tensor_parallel"),
         ),
-        "## Evals\n",
-        *(_entry("eval", kind) for kind in names_of("eval")),
-        "## Texts\n",
-        "What `dataset` can name, besides a .txt or .jsonl file and a hub data set:\n",
-        _table(("dataset", "what it is"), ((f"`{name}`", line) for name, line in known_texts().items())),
-        *(f"### `{model.__name__}`\n\n{_prose(model)}\n\n{_fields(model)}" for model in _inner_models()),
-        "## `gates`\n",
-        GATES,
-        "## `matrix`\n",
-        MATRIX,
-        "## Recipes that come with optkit\n",
-        _table(
-            ("name", "what it does"),
-            ((f"`{name}`", _description(path.read_text(encoding="utf-8"))) for name, path in shipped_recipes().items()),
-        ),
-    ]
-    return "\n".join(sections).rstrip() + "\n"
+    ),
+}
+"""Name of the page -> what is on it; evals have a page of their own."""
 
 
-def _description(text: str) -> str:
-    return str(read_yaml(text, "").data["description"])
+def recipe_pages() -> dict[str, str]:
+    """Return name -> Markdown of each page about recipes."""
+    evals = Family("Evals", "What is measured of the artifact and of the unmodified model.", tuple(EVALS))
+    return {
+        **{name: _family("stage", family) for name, family in FAMILIES.items()},
+        "evals": _family("eval", evals),
+        "fields": _fields_page(),
+    }
 
 
-def _entry(role: str, kind: str) -> str:
+def entry(role: str, kind: str) -> str:
+    """Return what is said of a `stage` or an `eval`: what it does, an example, its fields."""
     model = class_of(role, kind)
     notes = [_prose(model)]
+    if model.example:
+        notes.append(f"```yaml\n{role}s:\n{textwrap.indent(model.example, '  ')}\n```")
     if issubclass(model, Eval):
-        notes.append(f"Metrics: {', '.join(f'`{metric}`' for metric in model.metrics)}.")
+        notes.append("Metrics: " + ", ".join(f"`{name}` ({unit})" for name, unit in model.metrics.items()) + ".")
         notes += ["Compares the artifact with the unmodified model."] if model.compares else []
         notes += ["Measures the unmodified model alone."] if model.of_unmodified else []
         notes += ["Timed for both models in the same run."] if model.timed else []
-    else:
-        notes.append(_kind_of_stage(model))
+    elif issubclass(model, Transform):
+        notes.append(_formats(model))
     if shorthand := getattr(model, "shorthand", None):
         notes.append(f"`- {kind}: VALUE` is short for `- {kind}: {{{shorthand}: VALUE}}`.")
     if model.requires:
         notes.append(f"Needs: {', '.join(f'`{need}`' for need in model.requires)}.")
-    return f"### `{kind}`\n\n" + "\n\n".join(notes) + f"\n\n{_fields(model)}"
+    return "\n\n".join([*notes, fields_of(model)])
 
 
-def _kind_of_stage(model: type[BaseModel]) -> str:
-    if not issubclass(model, Transform):
-        return "A setting."
-    others = {given: left for given in sorted(model.accepts) if (left := model.leaves(given)) is not model.produces}
-    return (
-        "A transform: leaves the format "
-        f"`{model.produces}`{''.join(f', of `{given}` `{left}`' for given, left in others.items())}."
-    )
-
-
-def _fields(model: type[BaseModel]) -> str:
-    if not model.model_fields:
-        return "It has no fields.\n"
-    rows = (
-        (f"`{name}`", _type(field.annotation, field.metadata), _default(field), _flat(field.description or ""))
+def fields_of(model: type[BaseModel], home: str = "fields.md") -> str:
+    """Return the fields of a class as a list: type, default and meaning; `home` is where others are."""
+    return definitions(
+        (
+            f"`{field.alias or name}`: {_type(field.annotation, field.metadata, home)}{_default(field)}",
+            field.description or "",
+        )
         for name, field in model.model_fields.items()
     )
-    return _table(("field", "type", "default", "meaning"), rows)
 
 
-def _inner_models() -> list[type[BaseModel]]:
-    """Return the classes that fields of stages and evals hold, each once, by name."""
+def sections(models: Iterable[type[BaseModel]], home: str = "fields.md") -> str:
+    """Return a section for each class."""
+    return "\n".join(f"## `{model.__name__}`\n\n{_prose(model)}\n\n{fields_of(model, home)}" for model in models)
+
+
+def definitions(rows: Iterable[tuple[str, str]]) -> str:
+    """Return terms and what they mean."""
+    return "\n".join(
+        f"{term}\n:   {text}\n" if (text := " ".join(meaning.split())) else f"{term}\n" for term, meaning in rows
+    )
+
+
+def inner_models(*roots: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return the classes that fields of others hold, each once, by name."""
     found: dict[str, type[BaseModel]] = {}
-    waiting = [class_of(role, kind) for role in ("stage", "eval") for kind in names_of(role)]
+    waiting = list(roots)
     while waiting:
         for field in waiting.pop().model_fields.values():
             for inner in _models_in(field.annotation):
@@ -185,6 +126,33 @@ def _inner_models() -> list[type[BaseModel]]:
     return [found[name] for name in sorted(found)]
 
 
+def _family(role: str, family: Family) -> str:
+    kinds = "\n".join(f"## `{kind}`\n\n{entry(role, kind)}" for kind in family.kinds)
+    return f"# {family.title}\n\n{family.about}\n\n{kinds}"
+
+
+def _fields_page() -> str:
+    recipes = {name: path.read_text(encoding="utf-8") for name, path in shipped_recipes().items()}
+    entries = [class_of(role, kind) for role, kinds in (("stage", STAGES), ("eval", EVALS)) for kind in kinds]
+    parts = {
+        "Keys of a recipe": ((f"`{name}`", field.description or "") for name, field in Recipe.model_fields.items()),
+        "Built-in models": ((f"`{name}`", line) for name, line in known_models().items()),
+        "Built-in texts": ((f"`{name}`", line) for name, line in known_texts().items()),
+        "Presets": ((f"`- {name}`", f"Short for `- {_yaml(each)}`.") for name, each in sorted(PRESETS.items())),
+        "Shipped recipes": (
+            (f"`{name}`", str(read_yaml(text, "").data["description"])) for name, text in recipes.items()
+        ),
+    }
+    lists = "\n".join(f"## {title}\n\n{definitions(rows)}" for title, rows in parts.items())
+    return f"# Keys, names and shared fields\n\n{lists}\n{sections(inner_models(*entries))}"
+
+
+def _formats(model: type[Transform]) -> str:
+    others = {given: left for given in sorted(model.accepts) if (left := model.leaves(given)) is not model.produces}
+    said = "".join(f"; of `{given}` `{left}`" for given, left in others.items())
+    return f"Takes the formats {', '.join(f'`{each}`' for each in sorted(model.accepts))}; leaves `{model.produces}`{said}."
+
+
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
@@ -192,7 +160,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(part)
 
 
-def _type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+def _type(annotation: Any, metadata: Iterable[Any] = (), home: str = "") -> str:
     """Return a type as the reader of a YAML file would say it."""
     bounds = [bound for part in metadata for bound in (part.metadata if isinstance(part, FieldInfo) else (part,))]
     said = ((sign, getattr(bound, name)) for bound in bounds for name, sign in _LIMITS.items() if hasattr(bound, name))
@@ -200,19 +168,26 @@ def _type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *limiting = get_args(annotation)
-        return _type(inner, [*limiting, *metadata])
+        return _type(inner, [*limiting, *metadata], home)
     if origin is Literal:
-        return ", ".join(f"`{_yaml(choice)}`" for choice in get_args(annotation))
+        return _choices(get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return _choices([choice.value for choice in annotation])
     if origin in (Union, types.UnionType):
-        return " or ".join(_type(part, metadata if part in (int, float) else ()) for part in get_args(annotation))
+        return " or ".join(_type(part, metadata if part in (int, float) else (), home) for part in get_args(annotation))
     if origin in (tuple, list, frozenset):
-        return f"list of {_type(get_args(annotation)[0])}"
+        return f"list of {_type(get_args(annotation)[0], home=home)}"
     if origin in (dict, Mapping):
         key, value = get_args(annotation)
-        return f"mapping of {_type(key)} to {_type(value)}"
+        return f"mapping of {_type(key)} to {_type(value, home=home)}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return f"mapping, see [`{annotation.__name__}`](#{annotation.__name__.lower()})"
+        return f"mapping, see [`{annotation.__name__}`]({home}#{annotation.__name__.lower()})"
     return _NAMES.get(annotation, str(getattr(annotation, "__name__", annotation))) + limits
+
+
+def _choices(values: Sequence[Any]) -> str:
+    *first, last = (f"`{_yaml(value)}`" for value in values)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _number(bound: float) -> str:
@@ -220,14 +195,21 @@ def _number(bound: float) -> str:
 
 
 _LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-_NAMES = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
+_NAMES = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    type(None): "null",
+    Any: "any value",
+}
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "required"
+        return ", required"
     value = field.get_default(call_default_factory=True, validated_data={})
-    return "" if value is PydanticUndefined else f"`{_yaml(value)}`"
+    return "" if value is PydanticUndefined else f", default `{_yaml(value)}`"
 
 
 def _yaml(value: Any) -> str:
@@ -245,13 +227,5 @@ def _yaml(value: Any) -> str:
     return str(value) if plain else json.dumps(value)
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    return f"{markdown_table(head, rows)}\n"
-
-
 def _prose(model: type[BaseModel]) -> str:
     return inspect.cleandoc(model.__doc__ or "")
-
-
-def _flat(text: str) -> str:
-    return " ".join(text.split())

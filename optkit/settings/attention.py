@@ -33,6 +33,7 @@ class Attention(Setting):
     """
 
     kind: ClassVar[str] = "attention"
+    example: ClassVar[str] = "- attention: sdpa"
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     shorthand: ClassVar[str] = "implementation"
 

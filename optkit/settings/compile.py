@@ -28,6 +28,7 @@ class Compile(Setting):
     """
 
     kind: ClassVar[str] = "compile"
+    example: ClassVar[str] = "- compile: {mode: reduce-overhead, devices: [cuda]}"
     shorthand: ClassVar[str] = "mode"
 
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"

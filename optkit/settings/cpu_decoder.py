@@ -27,6 +27,7 @@ class CpuDecoder(Setting):
     """
 
     kind: ClassVar[str] = "cpu_decoder"
+    example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32}\n- cpu_decoder"
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:

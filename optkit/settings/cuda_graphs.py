@@ -23,6 +23,9 @@ class CudaGraphs(Setting):
     """
 
     kind: ClassVar[str] = "cuda_graphs"
+    example: ClassVar[str] = (
+        "- gptq: {bits: 4, group_size: 32, symmetric: false}\n- precision: bf16\n- attention: sdpa\n- cuda_graphs"
+    )
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:

@@ -25,6 +25,7 @@ class KvCache(Setting):
     """
 
     kind: ClassVar[str] = "kv_cache"
+    example: ClassVar[str] = "- kv_cache: {dtype: int8}"
     exact: ClassVar[bool] = False
     version: ClassVar[int] = 2
     shorthand: ClassVar[str] = "dtype"

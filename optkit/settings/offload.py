@@ -40,6 +40,7 @@ class Offload(Setting):
     """
 
     kind: ClassVar[str] = "offload"
+    example: ClassVar[str] = "- offload: {gpu_memory: 20 GiB}"
     version: ClassVar[int] = 2
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     places_weights: ClassVar[bool] = True

@@ -23,6 +23,7 @@ class OnnxProvider(Setting):
     """
 
     kind: ClassVar[str] = "onnx_provider"
+    example: ClassVar[str] = "- onnx: {target: cpu}\n- onnx_provider: {threads: 4}"
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
 

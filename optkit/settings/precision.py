@@ -27,6 +27,7 @@ class Precision(Setting):
     """
 
     kind: ClassVar[str] = "precision"
+    example: ClassVar[str] = "- precision: bf16"
     shorthand: ClassVar[str] = "mode"
     exact: ClassVar[bool] = False
 

@@ -32,6 +32,7 @@ class Speculative(Setting):
     """
 
     kind: ClassVar[str] = "speculative"
+    example: ClassVar[str] = "- speculative: {prompt_lookup: 3, tokens: 4}"
 
     draft: ModelSource | None = None
     """A small model with the same vocabulary, as a directory or a hub id that is downloaded

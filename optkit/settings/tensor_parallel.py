@@ -45,6 +45,7 @@ class TensorParallel(Setting):
     """
 
     kind: ClassVar[str] = "tensor_parallel"
+    example: ClassVar[str] = "- tensor_parallel: {devices: 2}"
     shorthand: ClassVar[str] = "devices"
     requires: ClassVar[tuple[str, ...]] = ("transformers>=5.17",)
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})

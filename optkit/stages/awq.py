@@ -39,6 +39,7 @@ class Awq(InputScaling, Backed):
     """
 
     kind: ClassVar[str] = "awq"
+    example: ClassVar[str] = "- awq: {format: awq, group_size: 64, calibration: {dataset: c4}}"
 
     symmetric: bool = False
     """Without zero points, which the fastest kernels ask for. false: one zero point per group, a

@@ -29,6 +29,7 @@ class Cast(Transform):
     """Store every float tensor as `dtype`; integers and float8 stay as they are."""
 
     kind: ClassVar[str] = "cast"
+    example: ClassVar[str] = "- cast: bfloat16"
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     shorthand: ClassVar[str] = "dtype"
 

@@ -19,6 +19,9 @@ class Distill(TrainingStage):
     """
 
     kind: ClassVar[str] = "distill"
+    example: ClassVar[str] = (
+        "- prune_structured: {remove_layers: 0.2}\n- distill: {texts: [{dataset: c4}], tokens: 1_000_000}"
+    )
 
     keep_zeros: bool | None = None
     """Let pruned weights stay zeros; left out, in the matrices of which at least a quarter is zero."""

@@ -28,6 +28,7 @@ class Fp8(EightBitQuantizer):
     """
 
     kind: ClassVar[str] = "fp8"
+    example: ClassVar[str] = "- fp8: {scales: channel, activations: dynamic}"
     version: ClassVar[int] = 3
     number: ClassVar[Number] = "float"
 

@@ -79,6 +79,7 @@ class Gptq(GptqFields, Backed):
     """
 
     kind: ClassVar[str] = "gptq"
+    example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
 
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose hidden states decide which errors matter."""

@@ -22,6 +22,7 @@ class Int8(BitsAndBytesQuantizer):
     """
 
     kind: ClassVar[str] = "int8"
+    example: ClassVar[str] = "- int8: {threshold: 6.0}"
 
     threshold: NonNegative = 6.0
     """Inputs with a larger value anywhere in their column are multiplied in 16 bits, the others in

@@ -45,6 +45,7 @@ class KvScales(Transform):
     """
 
     kind: ClassVar[str] = "kv_scales"
+    example: ClassVar[str] = "- gptq: {bits: 4}\n- kv_scales: {calibration: {dataset: c4}}"
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     produces: ClassVar[Format] = Format.QUANTIZED
 

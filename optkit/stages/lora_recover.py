@@ -47,6 +47,7 @@ class LoraRecover(TrainingStage):
     """
 
     kind: ClassVar[str] = "lora_recover"
+    example: ClassVar[str] = "- nf4\n- lora_recover: {texts: [{dataset: c4}], tokens: 1_000_000, rank: 16}"
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     requires: ClassVar[tuple[str, ...]] = ("peft>=0.18",)
     version: ClassVar[int] = 3

@@ -32,6 +32,7 @@ class Mx(LayerQuantizer):
     """
 
     kind: ClassVar[str] = "mx"
+    example: ClassVar[str] = "- bf16\n- mx: {type: nvfp4}"
 
     type: Literal["nvfp4", "mxfp4"] = "nvfp4"
     """`nvfp4`: blocks of 16 with scales of 8 bits, 4.5 bits a weight. `mxfp4`: blocks of 32 with

@@ -22,6 +22,7 @@ class Nf4(BitsAndBytesQuantizer):
     """
 
     kind: ClassVar[str] = "nf4"
+    example: ClassVar[str] = "- nf4: {type: nf4, double_quantization: true}"
 
     type: Literal["nf4", "fp4"] = "nf4"
     """`nf4`: values at the quantiles of a normal distribution, as weights have. `fp4`: 4-bit

@@ -42,6 +42,7 @@ class Onnx(Transform):
     """
 
     kind: ClassVar[str] = "onnx"
+    example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32}\n- onnx: {target: cpu, lm_head: 8, activations: int8}"
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     produces: ClassVar[Format] = Format.ONNX

@@ -43,6 +43,7 @@ class OnnxOptimize(Transform):
     """
 
     kind: ClassVar[str] = "onnx_optimize"
+    example: ClassVar[str] = "- onnx: {exporter: torch}\n- onnx_optimize: {level: basic}"
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
     produces: ClassVar[Format] = Format.ONNX

@@ -50,6 +50,7 @@ class OnnxQuantize(Transform):
     """
 
     kind: ClassVar[str] = "onnx_quantize"
+    example: ClassVar[str] = "- onnx: {target: cpu}\n- onnx_quantize: {bits: 4, block_size: 32}"
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
     produces: ClassVar[Format] = Format.ONNX

@@ -42,6 +42,7 @@ class Prune(Transform):
 
     model_config = ConfigDict(validate_default=True)
     kind: ClassVar[str] = "prune"
+    example: ClassVar[str] = "- prune: {method: sparsegpt, pattern: '2:4', calibration: {dataset: c4}}"
     produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 2
 

@@ -70,6 +70,7 @@ class PruneStructured(WidthFields, Transform):
     """
 
     kind: ClassVar[str] = "prune_structured"
+    example: ClassVar[str] = "- prune_structured: {remove_layers: 0.2, calibration: {dataset: c4}}"
     version: ClassVar[int] = 2
 
     remove_layers: float | int | Distinct[Amount] | None = None

@@ -135,6 +135,7 @@ class Qat(GptqFields, WeightQuantizer):
     """
 
     kind: ClassVar[str] = "qat"
+    example: ClassVar[str] = "- qat: {bits: 3, training: {texts: [{dataset: c4}], tokens: 1_000_000}}"
     reads_origin: ClassVar[bool] = True
     version: ClassVar[int] = 3
 

@@ -56,6 +56,7 @@ class Rotate(Transform):
     """
 
     kind: ClassVar[str] = "rotate"
+    example: ClassVar[str] = "- rotate: {residual: false}\n- gptq: {bits: 3}"
     version: ClassVar[int] = 2
 
     residual: bool = True

@@ -30,6 +30,7 @@ class Rtn(Backed):
     """
 
     kind: ClassVar[str] = "rtn"
+    example: ClassVar[str] = "- rtn: {bits: 4, group_size: 32, symmetric: false}"
 
     scale_search: Literal["minmax", "mse"] = "minmax"
     """`minmax`: the scale that reaches every weight. `mse`: the one with the least squared rounding

@@ -48,6 +48,7 @@ class SmoothQuant(EightBitQuantizer):
     """
 
     kind: ClassVar[str] = "smoothquant"
+    example: ClassVar[str] = "- smoothquant: {alpha: search, calibration: {dataset: c4}}"
     version: ClassVar[int] = 5
     number: ClassVar[Number] = "int"
     scales: ClassVar[Scales] = "channel"

@@ -1,0 +1,91 @@
+"""The site's pages about commands, errors and the environment say what is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from optkit_cli.main import COMMANDS
+from optkit_cli.messages import Message, error_classes, messages
+from optkit_cli.reference import reference_pages
+
+from optkit.devices.datasheets import DEVICES
+from optkit.scorecard.scorecard import Measured, Scorecard
+
+ROOT = Path(__file__).parents[2]
+PAGES = reference_pages()
+MESSAGES = messages()
+
+
+def test_every_command_has_its_usage_and_options() -> None:
+    headings = re.findall(r"^## `optkit ([\w ]+)`$", PAGES["cli"], re.MULTILINE)
+    assert [each for each in headings if " " not in each] == list(COMMANDS)
+    assert {"store prune", "env build"} <= {*headings}
+    run = PAGES["cli"].split("## `optkit run`")[1].split("\n## ")[0]
+    assert "$ optkit run [OPTIONS] RECIPE" in run
+    assert "`--out DIR`\n:   Directory of the artifact" in run
+
+
+def test_the_scorecard_has_every_field() -> None:
+    for model in (Scorecard, Measured):
+        assert all(f"`{field.alias or name}`: " in PAGES["scorecard"] for name, field in model.model_fields.items())
+
+
+def test_every_device_is_told_with_its_source() -> None:
+    assert all(f"`{name}`: {each.name}, " in PAGES["devices"] for name, each in DEVICES.items())
+    assert "141 GB at 4.8 TB/s\n:   TFLOP/s: fp32 66.9, " in PAGES["devices"]
+
+
+def test_messages_are_read_with_cause_and_cure() -> None:
+    assert len(MESSAGES) > 400
+    assert (
+        Message(
+            "StageError",
+            "a compiled step cannot check several tokens",
+            "It was compiled for one token at a time and a cache as long as the request",
+            "Take compile or speculative out of the recipe",
+        )
+        in MESSAGES
+    )
+    assert any("‹" in message.what for message in MESSAGES)
+
+
+def test_errors_are_told_by_class_with_their_exit_status() -> None:
+    page = PAGES["errors"]
+    assert re.findall(r"^## `(\w+)`$", page, re.MULTILINE) == [each.__name__ for each in error_classes()]
+    assert "Exit status 2." in page.split("## `UsageError`")[1].split("\n## ")[0]
+    assert "a compiled step cannot check several tokens\n:   It was compiled for one token at a time" in page
+
+
+def test_every_environment_variable_is_told_and_read() -> None:
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
+    told = {name for line in page.splitlines() if line.startswith("`") for name in re.findall(r"`([A-Z0-9_]+)`", line)}
+    sources = [path for folder in ("optkit", "cli", "evals") for path in (ROOT / folder).rglob("*.py")]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sources}
+    names = {
+        node.value
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"[A-Z][A-Z0-9_]+", node.value)
+    }
+    read = {name for path in sources for name in asked(trees[path])}
+    by_engine = {"OPTKIT_VLLM_PYTHON", "OPTKIT_ONNXRUNTIME_GENAI_PYTHON"}
+    of_libraries = {"HF_HUB_OFFLINE"}
+    assert read <= told
+    assert told - read - by_engine - of_libraries <= names, "told of, and in no source"
+
+
+def asked(tree: ast.Module) -> set[str]:
+    """Return the variables that a module names where it reads or sets the environment."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and "os.environ" in ast.unparse(node.func) and node.args:
+            found.add(node.args[0])
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+            found.add(node.slice)
+        elif isinstance(node, ast.keyword) and node.arg == "envvar":
+            found.add(node.value)
+    return {each.value for each in found if isinstance(each, ast.Constant) and str(each.value).isupper()}

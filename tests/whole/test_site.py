@@ -1,0 +1,71 @@
+"""The site is built without a warning, and a browser reads it from files alone, wide and narrow, dark and light."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.chromium import Chromium, chromium, find_chromium
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="pip install 'optkit[docs]'")
+browsed = pytest.mark.skipif(find_chromium() is None, reason="no chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site as `make docs` does: a dead link or anchor, or a page that no menu has, ends it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with chromium(tmp_path_factory.mktemp("chromium") / "profile") as found:
+        # The site remembers the scheme that was shown last.
+        found.call("Page.addScriptToEvaluateOnNewDocument", source="localStorage.clear()")
+        yield found
+
+
+def pages(site: Path) -> list[Path]:
+    return sorted(path for path in site.rglob("*.html") if path.name != "404.html")
+
+
+def test_nothing_comes_from_another_server(site: Path) -> None:
+    for page in pages(site):
+        text = page.read_text(encoding="utf-8")
+        assert re.findall(r"<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=\"?(https?:[^\" >]*)", text) == [], page
+
+
+@browsed
+def test_every_page_is_drawn_quietly_and_fits_a_phone(site: Path, browser: Chromium) -> None:
+    for number, page in enumerate(pages(site)):
+        width, scheme = ((360, "light"), (360, "dark"), (1440, "dark"))[number % 3]
+        browser.open(page, width, scheme=scheme)
+        assert browser.complaints() == [], page
+        assert [each for each in browser.requests() if not each.startswith(("file:", "data:", "blob:"))] == [], page
+        assert browser.evaluate("document.documentElement.scrollWidth") == width, page
+        paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (paper == "rgb(255, 255, 255)") == (scheme == "light"), page
+
+
+@browsed
+def test_search_finds_an_error_without_a_server(site: Path, browser: Chromium) -> None:
+    browser.open(site / "index.html")
+    browser.evaluate(
+        "(() => { const field = document.querySelector('.md-search__input'); field.focus();"
+        " field.value = 'compiled step cannot check several tokens'; field.dispatchEvent(new Event('keyup')); })()"
+    )
+    found = "document.querySelector('.md-search-result__link[href*=\"reference/errors.html\"]')"
+    wait = f"new Promise((done) => {{ const look = () => {found} ? done(true) : setTimeout(look, 50); look(); }})"
+    assert browser.evaluate(wait)
+    assert browser.complaints() == []
