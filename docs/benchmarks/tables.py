@@ -100,14 +100,21 @@ def table(result: Result) -> str:
         cells = [shown(row.values.get(key, "")) for key in result.columns]
         lines.append(f"| {' | '.join([row.name + mark, *cells])} |")
     said = [wrapped(f"{result.model}. {result.protocol}" if result.model else result.protocol), "", *lines, ""]
-    said += [wrapped(f"-{marks[name]} {made_by(source)}", "  ") for name, source in result.sources.items()]
+    first = next(iter(result.sources.values()))
+    said += [wrapped(f"-{marks[name]} {made_by(source, first)}", "  ") for name, source in result.sources.items()]
     return "\n".join(said)
 
 
-def made_by(source: Source) -> str:
-    """Return what made numbers, as a line."""
+def made_by(source: Source, first: Source) -> str:
+    """Return what made numbers, as a line; what is as it was for the first source is left out."""
     how = f"`{source.command}`" + (f" (by hand: {source.by_hand})" if source.by_hand else "")
-    return f"{how}; {conditions(source)}; {source.commit}."
+    if source is first:
+        return f"{how}; {conditions(source)}; {source.commit}."
+    versions = [f"{name} {its}" for name, its in source.versions.items() if first.versions.get(name) != its]
+    others = [
+        str(its) for name in ("device", "date", "commit") if (its := getattr(source, name)) != getattr(first, name)
+    ]
+    return f"{'; '.join([how, *([', '.join(versions)] if versions else []), *others])}."
 
 
 def conditions(source: Source) -> str:

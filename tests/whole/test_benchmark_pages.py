@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from optkit_cli.main import optkit
 from pydantic import ValidationError
+from ruamel.yaml import YAML
 
 from docs.benchmarks.charts import PICTURES, figures, markdown
 from docs.benchmarks.tables import BLOCK, HERE, Interval, Result, filled, pages, read_results, table
@@ -26,7 +27,7 @@ RESULT: dict[str, Any] = {
     "protocol": "How.",
     "first": "method",
     "columns": {"a": "A", "b": "B"},
-    "sources": {"one": SOURCE, "two": {**SOURCE, "by_hand": "a script"}},
+    "sources": {"one": SOURCE, "two": {**SOURCE, "by_hand": "a script", "versions": {"torch": "2.13"}}},
     "rows": [
         {"name": "x", "values": {"a": {"value": 1234, "interval": [1200, 1300]}, "b": 0.00005}},
         {"name": "y", "source": "two", "values": {"a": "none"}},
@@ -74,9 +75,11 @@ def test_each_command_is_there(name: str, source: Any) -> None:
     command = optkit.get_command(optkit.make_context("optkit", ["--help"], resilient_parsing=True), words[0])
     assert command is not None
     given = command.make_context(words[0], words[1:], resilient_parsing=True).params
+    if evals := given.get("evals"):
+        assert load_recipe({"name": "evals", "model": "smollm2-135m", **YAML(typ="safe").load(ROOT / evals)}).evals
     if recipe := given.get("recipe"):
         path = str(ROOT / recipe) if "/" in recipe else recipe
-        assert load_recipe(path, given.get("overrides") or given.get("sets") or ())
+        assert load_recipe(path, given.get("overrides") or ())
 
 
 def test_each_date_is_that_of_its_commit() -> None:
