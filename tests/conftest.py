@@ -9,7 +9,7 @@ import importlib.util
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 
@@ -181,6 +181,17 @@ def tiny_onnx(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -
         return directory if directory.exists() else exported(tiny_model(kind), directory, precision)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def children_here() -> Iterator[None]:
+    """Export, time and verify in this process: what children are is tested in their own files."""
+    from tests.support.here import child_of
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in ("onnx.builder", "measuring.fresh_process", "verification.engines"):
+            patched.setattr(f"optkit.{module}.Child", child_of)
+        yield
 
 
 @pytest.fixture

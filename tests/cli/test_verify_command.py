@@ -18,6 +18,7 @@ from optkit.verification.result_file import read_loading
 from tests.support.command_line import spoken
 from tests.support.fake_engine import program, refusal, replaced, spoiled
 
+pytestmark = pytest.mark.usefixtures("children_here")
 MADE_UP = """\
 import numpy
 def work(parent):

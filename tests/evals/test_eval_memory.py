@@ -19,8 +19,9 @@ from optkit.model.shape import ModelShape, TensorInfo
 from optkit.onnx.prediction import compared_shapes, comparing_bytes
 
 WINDOW = 1024
+CASES = [("perplexity", "float32"), ("perplexity", "bfloat16"), ("divergence", "float32")]
 MEASURE = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import torch, transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,19 +33,26 @@ def memory(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
+def peak(kind, directory, tiny):
+    open_session(Path(tiny)).close()  # what libraries load when they are first used
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: libraries take more while they are imported
+    before = memory("VmRSS")
+    session = open_session(Path(directory))
+    text = {"dataset": "python-reference", "window": int(sys.argv[1]), "windows": 2}
+    if kind == "perplexity":
+        optkit_evals.perplexity.Perplexity(**text).run(session, EvalContext())
+    else:
+        optkit_evals.divergence.Divergence(**text).run(session, EvalContext(baseline=open_session(Path(directory))))
+    return 1024 * (memory("VmHWM") - before)
+
 torch.set_num_threads(1)
-directory, kind = Path(sys.argv[1]), sys.argv[2]
-open_session(Path(sys.argv[3])).close()  # what libraries load when they are first used
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: libraries take more while they are imported
-before = memory("VmRSS")
-session = open_session(directory)
-text = {"dataset": "python-reference", "window": int(sys.argv[4]), "windows": 2}
-if kind == "perplexity":
-    optkit_evals.perplexity.Perplexity(**text).run(session, EvalContext())
-else:
-    optkit_evals.divergence.Divergence(**text).run(session, EvalContext(baseline=open_session(directory)))
-print(json.dumps(1024 * (memory("VmHWM") - before)))
+for case in json.loads(sys.argv[2]):
+    if os.fork() == 0:
+        print(peak(*case))
+        break
+    os.wait()
 """
+"""Prints the peak of each case, in a fork of what has imported the libraries."""
 
 
 def write_model(directory: Path, vocabulary: int, dtype: str) -> Path:
@@ -69,15 +77,21 @@ def write_model(directory: Path, vocabulary: int, dtype: str) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
+    """Return the model and the peak of each case."""
+    root = tmp_path_factory.mktemp("peaks")
+    models = {dtype: write_model(root / dtype, 65_536, dtype) for _, dtype in CASES[:2]}
+    cases = [(kind, str(models[dtype]), str(write_model(root / "tiny" / dtype, 256, dtype))) for kind, dtype in CASES]
+    command = [sys.executable, "-c", MEASURE, str(WINDOW), json.dumps(cases)]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return [(models[dtype], int(peak)) for (_, dtype), peak in zip(CASES, said, strict=True)]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("perplexity", "float32"), ("perplexity", "bfloat16"), ("divergence", "float32")]
-)
-def test_the_peak_of_an_eval_is_what_was_said(kind: str, dtype: str, tmp_path: Path) -> None:
-    directory = write_model(tmp_path / "model", 65_536, dtype)
-    tiny = write_model(tmp_path / "tiny", 256, dtype)
-    command = [sys.executable, "-c", MEASURE, str(directory), kind, str(tiny), str(WINDOW)]
-    measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+@pytest.mark.parametrize("case", range(len(CASES)), ids=map("-".join, CASES))
+def test_the_peak_of_an_eval_is_what_was_said(case: int, peaks: list[tuple[Path, int]]) -> None:
+    kind, (directory, measured) = CASES[case][0], peaks[case]
     model = SessionMemory(Checkpoint(directory).shape, "cpu")
     measured_eval = (
         Perplexity(dataset="c4", window=WINDOW) if kind == "perplexity" else Divergence(dataset="c4", window=WINDOW)

@@ -64,7 +64,7 @@ def test_it_runs(
         "--new-tokens",
         "3",
         "--limit-s",
-        "1",
+        "0.1",
         "--samples",
         str(kept),
     ]

@@ -19,6 +19,7 @@ from tests.support.tiny_models import SIZES
 
 for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):
     pytest.importorskip(package)
+pytestmark = pytest.mark.usefixtures("children_here")
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 KINDS: dict[str, dict[str, Any]] = {

@@ -21,6 +21,7 @@ from tests.support.encoders import save_encoder
 
 for package in ("onnx", "onnxruntime", "onnxscript"):
     pytest.importorskip(package)
+pytestmark = pytest.mark.usefixtures("children_here")
 
 
 @pytest.fixture(scope="module")

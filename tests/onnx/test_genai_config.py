@@ -25,6 +25,7 @@ from tests.support.onnx_changes import change_graph, change_json
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime_genai")
+pytestmark = pytest.mark.usefixtures("children_here")
 TOKENS = list(range(40, 60))
 
 

@@ -36,6 +36,7 @@ from tests.support.packed_models import save_packed
 
 for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):
     pytest.importorskip(package)
+pytestmark = pytest.mark.usefixtures("children_here")
 
 QKV = ("q_proj", "k_proj", "v_proj")
 SMALL = {"dataset": "python-reference", "samples": 4, "sequence_length": 32}

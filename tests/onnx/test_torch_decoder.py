@@ -37,6 +37,7 @@ CASES = {"1 x 1", "1 x 7", "2 x 33", "3 x 64", "1 x 256"}
 
 for package in ("onnx", "onnxruntime", "onnxscript"):
     pytest.importorskip(package)
+pytestmark = pytest.mark.usefixtures("children_here")
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from tests.support.command_line import spoken
 from tests.support.fake_engine import spoiled
 from tests.support.onnx_changes import change_json
 
+pytestmark = pytest.mark.usefixtures("children_here")
 EMBEDDING = {"embedding": {"dataset": "python-reference", "sentences": 12}}
 
 

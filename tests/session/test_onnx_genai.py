@@ -24,6 +24,7 @@ from optkit.session.onnx_session import OnnxSession
 from optkit.settings.onnx_provider import OnnxProvider
 from optkit.stage import Setting
 
+pytestmark = pytest.mark.usefixtures("children_here")
 TinyOnnx = Callable[[str, str], Path]
 GENAI: list[Setting] = [OnnxProvider(engine="onnxruntime-genai")]
 

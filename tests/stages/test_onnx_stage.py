@@ -35,6 +35,7 @@ Exported = Callable[..., tuple[Path, Report]]
 
 for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):
     pytest.importorskip(package)
+pytestmark = pytest.mark.usefixtures("children_here")
 
 
 @pytest.fixture(scope="module")
