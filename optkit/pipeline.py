@@ -30,6 +30,7 @@ from optkit.measuring.attribution import attribute, between
 from optkit.measuring.earlier_release import earlier_release
 from optkit.measuring.evaluation import context_of, measure_plan, metric_keys
 from optkit.measuring.evaluation import evaluate as evaluate
+from optkit.measuring.further import with_further
 from optkit.measuring.measurement import Measurement
 from optkit.measuring.speed import speed_rungs
 from optkit.page import scorecard_page
@@ -81,7 +82,7 @@ def plan(
     shelf = Store(store or default_store())
     made = make_plan(wanted.pinned(data), shelf, chosen)
     check_texts(made, shelf, data)
-    return made
+    return with_further(made, shelf)
 
 
 def run(

@@ -50,6 +50,8 @@ class Step(Frozen):
     """What it needs if it is no hit."""
     size_bytes: int
     """Bytes of the weights that it leaves."""
+    shape: ModelShape = Field(exclude=True, repr=False)
+    """Of the model that it leaves."""
     seconds: float | None = None
     """How long it will take, by what such steps took on this machine; None if it is a hit, or
     none was made here.
@@ -80,7 +82,8 @@ class PlannedEval(Frozen):
 
     def duration_of(self, key: str) -> str:
         """Return what its duration is remembered as, for the model whose metrics have a key."""
-        return f"{self.kind} of the {'artifact' if key == self.key else 'unmodified model'}"
+        whose = {self.baseline_key: "unmodified model", self.key: "artifact"}.get(key, "further model")
+        return f"{self.kind} of the {whose}"
 
     @property
     def pending(self) -> bool:
@@ -103,6 +106,8 @@ class Plan(Frozen):
     if the recipe changes nothing.
     """
     evals: tuple[PlannedEval, ...]
+    further: tuple[PlannedEval, ...] = ()
+    """What is measured of further models, to tell where damage and speed come from."""
     together: Together = Field(exclude=True)
     """The models that are timed in turns."""
     baseline_settings: tuple[SettingEntry, ...] = ()
@@ -146,7 +151,7 @@ class Plan(Frozen):
 
     @property
     def _pending(self) -> tuple[Step | PlannedEval, ...]:
-        return (*self.pending, *(each for each in self.evals if each.pending))
+        return (*self.pending, *(each for each in (*self.evals, *self.further) if each.pending))
 
 
 def make_plan(
@@ -177,7 +182,7 @@ def make_plan(
     beside = settings_identity(placing)
     told = [entry.value.forecast(left, device) for entry in recipe.settings]
     told += [f"{entry.kind}: for the unmodified model too, which has no room on {device} alone" for entry in placing]
-    sessions = _session_memories(recipe, device, steps, left, shape)
+    sessions = _session_memories(recipe, device, steps)
     durations = Durations(store.root, device)
     opened = (weights_key, settings), (steps[0].key, beside)
     artifact_key, baseline_key = (make_artifact_key(*each) for each in opened)
@@ -192,7 +197,7 @@ def make_plan(
         baseline_key=baseline_key,
         together=together,
         evals=tuple(
-            each.model_copy(update={"cost": cost, "seconds": _eval_seconds(each, durations, shape.size_bytes)})
+            each.model_copy(update={"cost": cost, "seconds": eval_seconds(each, durations, shape.size_bytes)})
             for each, cost in zip(planned, _eval_costs(planned, sessions), strict=True)
         ),
         baseline_settings=placing,
@@ -223,40 +228,21 @@ def _plan_steps(
     cost = Cost(notes=notes)
     if directory is None:
         cost = Cost(disk_bytes=shape.size_bytes, ram_bytes=import_bytes(recipe.model, shape), notes=notes)
-    steps, origin = [_step("model", None, key, None, directory, _format_of(shape, directory), cost, shape)], shape
+    model: dict[str, Any] = {"kind": "model", "stage": None, "key": key, "source_key": None}
+    steps = [_step(directory, shape, **model, format=_format_of(shape, directory), cost=cost)]
+    origin = shape
     for entry in recipe.transforms:
         before = steps[-1]
         key = make_step_key(entry, before.key, recipe.seed)
         cost, shape = entry.value.predict_beside(shape, device, origin)
-        steps.append(
-            _step(
-                entry.kind, entry.value, key, before.key, store.get(key), entry.value.leaves(before.format), cost, shape
-            )
-        )
+        made: dict[str, Any] = {"kind": entry.kind, "stage": entry.value, "key": key, "source_key": before.key}
+        steps.append(_step(store.get(key), shape, **made, format=entry.value.leaves(before.format), cost=cost))
     return tuple(steps), shape
 
 
-def _step(
-    kind: str,
-    stage: Transform | None,
-    key: str,
-    source_key: str | None,
-    directory: Path | None,
-    format: Format,
-    cost: Cost,
-    shape: ModelShape,
-) -> Step:
-    return Step(
-        kind=kind,
-        stage=stage,
-        key=key,
-        source_key=source_key,
-        hit=directory is not None,
-        directory=directory,
-        format=format,
-        cost=cost,
-        size_bytes=shape.size_bytes,
-    )
+def _step(directory: Path | None, shape: ModelShape, **fields: Any) -> Step:
+    hit = directory is not None
+    return Step(**fields, directory=directory, hit=hit, shape=shape, size_bytes=shape.size_bytes)
 
 
 def _format_of(shape: ModelShape, directory: Path | None) -> Format:
@@ -300,18 +286,20 @@ def _doomed(recipe: Recipe, device: str, left: ModelShape, shape: ModelShape) ->
             yield why
 
 
-def _session_memories(
-    recipe: Recipe, device: str, steps: Sequence[Step], left: ModelShape, shape: ModelShape
-) -> tuple[SessionMemory, SessionMemory] | None:
-    """Return what the artifact and the unmodified model take when they are open.
-    None if a setting says where their weights lie.
+def session_memory(step: Step, settings: Sequence[SettingEntry], device: str) -> SessionMemory | None:
+    """Return what the weights of a step take when they are opened with settings.
+    None if a setting says where they lie.
     """
-    settings = [entry.value for entry in recipe.settings]
-    if any(setting.places_weights for setting in settings):
+    if any(entry.value.places_weights for entry in settings):
         return None
-    dtype = next((name for setting in reversed(settings) if (name := setting.opened_dtype())), None)
-    artifact = SessionMemory(left, device, dtype, steps[-1].format.computes_in)
-    return artifact, SessionMemory(shape, device, None, steps[0].format.computes_in)
+    dtype = next((name for entry in reversed(settings) if (name := entry.value.opened_dtype())), None)
+    return SessionMemory(step.shape, device, dtype, step.format.computes_in)
+
+
+def _session_memories(recipe: Recipe, device: str, steps: Sequence[Step]) -> tuple[SessionMemory, SessionMemory] | None:
+    """Return what the artifact and the unmodified model take; None if a setting places the weights."""
+    artifact, baseline = session_memory(steps[-1], recipe.settings, device), session_memory(steps[0], (), device)
+    return (artifact, baseline) if artifact and baseline else None
 
 
 def _eval_costs(planned: Sequence[PlannedEval], sessions: tuple[SessionMemory, SessionMemory] | None) -> Iterator[Cost]:
@@ -340,7 +328,7 @@ def _timed_step(steps: Sequence[Step], index: int, recipe: Recipe, durations: Du
     return step.model_copy(update={"seconds": seconds})
 
 
-def _eval_seconds(each: PlannedEval, durations: Durations, size_bytes: int) -> float | None:
+def eval_seconds(each: PlannedEval, durations: Durations, size_bytes: int) -> float | None:
     """Return how long an eval will take; None if that of one of the models is not known."""
     keys = [key for key, hit in ((each.key, each.hit), (each.baseline_key, each.baseline_hit)) if key and not hit]
     known = [durations.predict(each.duration_of(key), each.eval, size_bytes) for key in keys]

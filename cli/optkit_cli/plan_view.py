@@ -50,7 +50,7 @@ def _memory(plan: Plan) -> list[RenderableType]:
 def _evals(plan: Plan) -> Table:
     changed = plan.artifact_key != plan.baseline_key
     rows: list[list[Text | str]] = []
-    for each in plan.evals:
+    for each in (*plan.evals, *plan.further):
         baseline = _hit(each.baseline_hit) if changed and each.baseline_key else "-"
         sizes = [size_text(size) for size in (each.cost.ram_bytes, each.cost.gpu_bytes)]
         rows.append([each.kind, _hit(each.hit), baseline, *sizes, _time(each.seconds, each.pending)])
@@ -67,16 +67,17 @@ def _hit(hit: bool) -> Text:
 
 def cost_line(plan: Plan) -> Text:
     """Return what is left to do, and the disk, memory and time that it needs."""
-    unmeasured = sum(not (each.hit and each.baseline_hit) for each in plan.evals)
+    evals = (*plan.evals, *plan.further)
+    unmeasured = sum(each.pending for each in evals)
     if not plan.pending and not unmeasured:
         return Text("nothing to do: a run ends at once")
-    steps = f"{len(plan.pending)} of {len(plan.steps)} steps and {unmeasured} of {len(plan.evals)} evals to do"
+    steps = f"{len(plan.pending)} of {len(plan.steps)} steps and {unmeasured} of {len(evals)} evals to do"
     needs = {
         "on disk": plan.disk_bytes,
         "of RAM at most beside Python and torch": plan.ram_bytes,
         "of GPU memory at most": plan.gpu_bytes,
     }
-    known = [*(step.seconds for step in plan.pending), *(each.seconds for each in plan.evals if each.pending)]
+    known = [*(step.seconds for step in plan.pending), *(each.seconds for each in evals if each.pending)]
     unknown = known.count(None)
     times = [f"about {duration_text(sum(filter(None, known)))}"] if unknown < len(known) else []
     times += [f"the time of {unknown} is unknown (not measured here yet)"] if unknown else []

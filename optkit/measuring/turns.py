@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from optkit.measuring.bench import Bench, Subject, Wanted
 from optkit.measuring.fresh_process import Answer, measure_apart
 from optkit.plan import PlannedEval
 from optkit.processes import signals
+
+LOST = "the rounds of an earlier sitting were damaged, and were taken again"
 
 
 @dataclass(frozen=True)
@@ -81,16 +83,25 @@ class Rounds:
     """The key of an eval's numbers of one model -> its turns."""
     left: dict[str, str] = field(default_factory=dict)
     """The keys of models that failed, and why: they take no more turns."""
+    lost: bool = False
+    """Earlier rounds could not be read, or were of other models."""
 
     @classmethod
-    def kept(cls, file: Path | None) -> Rounds:
-        """Return the rounds that a file holds; none if there is no such file or it was changed."""
-        try:
-            said = json.loads(file.read_text(encoding="utf-8")) if file else {}
-            runs = {key: TimedRun.from_json(run) for key, run in said["runs"].items()}
-            return cls(file, int(said["over"]), int(said["sittings"]) + 1, runs, dict(said["left"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    def kept(cls, file: Path | None, keys: Collection[str]) -> Rounds:
+        """Return the rounds that a file holds of models with these keys.
+        There are none if there is no such file, or it was changed.
+        """
+        if file is None or not file.exists():
             return cls(file)
+        try:
+            said = json.loads(file.read_text(encoding="utf-8"))
+            runs = {key: TimedRun.from_json(run) for key, run in said["runs"].items()}
+            left, lost = dict(said["left"]), bool(said.get("lost"))
+            if {*keys} <= runs.keys() | left.keys():
+                return cls(file, int(said["over"]), int(said["sittings"]) + 1, runs, left, lost)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        return cls(file, lost=True)
 
     def keep(self) -> None:
         """Note that one more round is over."""
@@ -98,7 +109,7 @@ class Rounds:
         if self.file:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             runs = {key: run.to_json() for key, run in self.runs.items()}
-            said = {"over": self.over, "sittings": self.sittings, "runs": runs, "left": self.left}
+            said = {"over": self.over, "sittings": self.sittings, "runs": runs, "left": self.left, "lost": self.lost}
             write_text_atomically(self.file, json.dumps(said, allow_nan=False))
 
     def forget(self) -> None:
@@ -132,9 +143,9 @@ def time_in_turns(
     of a model whose turn fails, and the others go on without it; of the first, and without
     `failed`, the error is raised.
     """
-    rounds = Rounds.kept(kept)
-    if any(key not in rounds.runs.keys() | rounds.left.keys() for model in models for key, _ in model.wanted):
-        rounds = Rounds(kept)
+    rounds = Rounds.kept(kept, {key for model in models for key, _ in model.wanted})
+    if rounds.lost:
+        bench.context.progress.warn(f"timings: {LOST}")
     racing = list(models)
     for model in models:
         if failed and (why := [rounds.left[key] for key, _ in model.wanted if key in rounds.left]):
@@ -181,7 +192,8 @@ def _pool(bench: Bench, key: str, planned: PlannedEval, rounds: Rounds) -> None:
     context = replace(bench.context, notes=run.notes, warnings=run.warnings)
     pooled = Found(tuple(planned.eval.pool(run.turns, context)), run.answers[-1].found.attachments)
     stopped = [f"{planned.kind}: its turns were taken in {rounds.sittings} sittings"] if rounds.sittings > 1 else []
-    notes = [*run.session_notes, *context.notes, *stopped]
+    lost = [f"{planned.kind}: {LOST}"] if rounds.lost else []
+    notes = [*run.session_notes, *context.notes, *stopped, *lost]
     bench.keep(key, planned, pooled, notes, sum(run.seconds), run.answers[0].environment, context.warnings)
 
 

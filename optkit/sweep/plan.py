@@ -10,6 +10,7 @@ from optkit.common.frozen import Frozen
 from optkit.environment import usable_device
 from optkit.errors import OptkitError, StageError
 from optkit.measuring.evaluation import metric_keys
+from optkit.measuring.further import with_further
 from optkit.pipeline import plan as plan_recipe
 from optkit.plan import Plan, PlannedEval
 from optkit.recipe.matrix import Combination
@@ -66,11 +67,13 @@ def plan_sweep(
     plans = {each.name: each.plan for each in planned if each.plan}
     if not plans:
         raise StageError(planned[0].reason, where=f"all {len(planned)} combinations")
-    timed = {name: plan for group in timed_groups(plans, Store(store)) for name, plan in group.plans.items()}
+    shelf = Store(store)
+    timed = {name: plan for group in timed_groups(plans, shelf) for name, plan in group.plans.items()}
+    plans |= {name: with_further(plan, shelf) for name, plan in timed.items()}
     steps = {step.key: step for plan in plans.values() for step in plan.steps}
     pending = {step.key: step for plan in plans.values() for step in plan.pending}
     times = [step.seconds for step in pending.values()]
-    times += _eval_seconds([timed.get(name, plan) for name, plan in plans.items()], Store(store), device)
+    times += _eval_seconds([*plans.values()], shelf, device)
     return SweepPlan(
         name=name,
         device=device,
@@ -104,4 +107,6 @@ def _eval_seconds(plans: Sequence[Plan], store: Store, device: str) -> list[floa
                 if store.get_json(key) is None:
                     wanted.setdefault(key, (each, plan.steps[0].size_bytes))
     durations = Durations(store.root, device)
-    return [durations.predict(each.duration_of(key), each.eval, size) for key, (each, size) in wanted.items()]
+    further = {each.key: each.seconds for plan in plans for each in plan.further if each.pending}
+    known = [durations.predict(each.duration_of(key), each.eval, size) for key, (each, size) in wanted.items()]
+    return [*known, *further.values()]

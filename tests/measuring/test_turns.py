@@ -114,10 +114,15 @@ def test_a_round_that_was_cut_off_is_taken_again_and_no_other(
 
 
 @pytest.mark.parametrize("edit", ["{", "[]", '{"over": 3}', '{"over": 3, "sittings": 1, "runs": {"k": 4}}'])
-def test_rounds_that_cannot_be_read_are_taken_again(bench: Bench, tmp_path: Path, edit: str) -> None:
+def test_rounds_that_cannot_be_read_are_taken_again_and_it_is_said(bench: Bench, tmp_path: Path, edit: str) -> None:
     (tmp_path / "turns.json").write_text(edit)
+    said = Lines()
+    bench = replace(bench, context=EvalContext(progress=said))
     time_in_turns(bench, models("unmodified", "a"), kept=tmp_path / "turns.json")
     assert len(RAN) == 8
+    assert said.lines == ["warning: timings: the rounds of an earlier sitting were damaged, and were taken again"]
+    note = "speed: the rounds of an earlier sitting were damaged, and were taken again"
+    assert bench.store.take_json(key("a"))["notes"] == [note]
 
 
 def test_rounds_without_one_of_the_models_are_taken_again(bench: Bench, tmp_path: Path) -> None:
