@@ -65,6 +65,8 @@ class Result(Frozen):
     first: str
     """Heading of the names."""
     columns: dict[str, str]
+    hidden: tuple[str, ...] = ()
+    """Columns that are data alone: a table has at most five."""
     sources: Annotated[dict[str, Source], Field(min_length=1)]
     rows: Annotated[tuple[Row, ...], Field(min_length=1)]
 
@@ -94,12 +96,15 @@ def read_results() -> dict[str, Result]:
 def table(result: Result) -> str:
     """Return the Markdown of a result: its protocol, its rows and what made them."""
     marks = {name: f" [{number}]" if number > 1 else "" for number, name in enumerate(result.sources, 1)}
-    lines = [f"| {' | '.join([result.first, *result.columns.values()])} |", "|---" * (len(result.columns) + 1) + "|"]
+    columns = {key: heading for key, heading in result.columns.items() if key not in result.hidden}
+    lines = [f"| {' | '.join([result.first, *columns.values()])} |", "|---" * (len(columns) + 1) + "|"]
     for row in result.rows:
         mark = marks[result.source(row)]
-        cells = [shown(row.values.get(key, "")) for key in result.columns]
+        cells = [shown(row.values.get(key, "")) for key in columns]
         lines.append(f"| {' | '.join([row.name + mark, *cells])} |")
     said = [wrapped(f"{result.model}. {result.protocol}" if result.model else result.protocol), "", *lines, ""]
+    if result.hidden:
+        said += [wrapped(f"Its data also have: {', '.join(result.columns[key] for key in result.hidden)}."), ""]
     first = next(iter(result.sources.values()))
     said += [wrapped(f"-{marks[name]} {made_by(source, first)}", "  ") for name, source in result.sources.items()]
     return "\n".join(said)
