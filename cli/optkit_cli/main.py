@@ -33,6 +33,7 @@ COMMANDS = (
     "roofline",
     "profile",
     "list",
+    "explain",
     "store",
     "env",
     "doctor",
@@ -77,7 +78,7 @@ def optkit() -> None:
     \b
     optkit init                 write a first recipe
     optkit run llama_int4       make the artifact, measure it, print the scorecard
-    optkit list stages          what a recipe can say
+    optkit list stages          what a recipe can say; optkit explain NAME
 
     Exit status: 0 pass, 1 error, 2 usage or recipe error, 3 a gate or a proof failed, 4 a gate is
     inconclusive.

@@ -21,6 +21,7 @@ def reference_pages() -> dict[str, str]:
         "scorecard": scorecard_page(),
         "errors": errors_page(),
         "devices": devices_page(),
+        "metrics": metrics_page(),
     }
     return {name: text.rstrip() + "\n" for name, text in pages.items()}
 
@@ -55,6 +56,20 @@ def devices_page() -> str:
         for name, each in DEVICES.items()
     )
     return f"# Devices\n\nRates are dense, with float32 sums, by the makers' datasheets.\n\n{definitions(rows)}"
+
+
+def metrics_page() -> str:
+    """Return what each metric of the evals means."""
+    from optkit_evals.meanings import MEANINGS
+
+    from optkit.recipe.registry import EVALS, eval_class
+
+    units = {name: unit for kind in EVALS for name, unit in eval_class(kind).metrics.items()}
+    rows = (
+        (f"`{name}`", f"{_escaped(each.text)} Unit: {units[name]}; {each.better} is better.")
+        for name, each in MEANINGS.items()
+    )
+    return f"# Metrics\n\n`optkit explain METRIC` prints the same.\n\n{definitions(rows)}"
 
 
 def errors_page() -> str:

@@ -22,6 +22,13 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
+def glossary() -> str:
+    """Return the text of the glossary (Markdown)."""
+    package = Path(__file__).parents[1]
+    folder = package / "_docs" if (package / "_docs").is_dir() else package.parent / "docs"
+    return (folder / "glossary.md").read_text(encoding="utf-8")
+
+
 def find_recipe(source: Path | str) -> Path:
     """Return the file of a recipe, given its path or the name of a shipped one.
     Raises RecipeError with the nearest names.

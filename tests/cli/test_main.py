@@ -57,7 +57,15 @@ def test_help_answers_at_once_because_it_imports_little() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("list", "stages"), ("list", "evals"), ("list", "datasets"), ("list", "models"), ("list", "recipes"), ("schema",)],
+    [
+        ("list", "stages"),
+        ("list", "evals"),
+        ("list", "datasets"),
+        ("list", "models"),
+        ("list", "recipes"),
+        ("schema",),
+        ("explain", "gptq"),
+    ],
 )
 def test_listing_imports_no_torch(words: tuple[str, ...]) -> None:
     assert loaded_by(*words).isdisjoint({"torch", "transformers"})

@@ -1,0 +1,170 @@
+"""`optkit explain`: what a stage, an eval, a metric, an error, an exit status or a word means."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+
+import click
+
+from optkit_cli.options import Command
+
+WIDTH = 100
+EXIT_STATUSES = {
+    0: "Done; every gate passed.",
+    1: "An error. Its message says where, what, why and what to do.",
+    2: "The command line or the recipe is wrong. Every problem is named at once, as file:line:column.",
+    3: "A gate FAILed; or `verify` found damage, or an engine that refuses the artifact or computes something else.",
+    4: "No gate FAILed, and one is INCONCLUSIVE: the measurement cannot tell. Measure more, or on a quiet machine.",
+    130: "Interrupted by Ctrl-C. The same command goes on from the last finished step.",
+    143: "Terminated (SIGTERM). The same command goes on from the last finished step.",
+}
+
+
+@click.command(cls=Command, short_help="Say what a stage, metric, error or word means.")
+@click.argument("name", metavar="NAME", nargs=-1, required=True)
+def command(name: tuple[str, ...]) -> None:
+    """Print what NAME means: a stage, a setting, an eval, a metric, an error, an exit status, a word.
+
+    Of an error, give some words of its message too: optkit explain "no .safetensors file".
+    """
+    from optkit.common.visible import visible_lines
+
+    for index, page in enumerate(pages(" ".join(name))):
+        click.echo(visible_lines(("\n" if index else "") + page))
+
+
+def pages(name: str) -> list[str]:
+    """Return what is known of a name, a page for each of its meanings.
+    Raises UsageError with the nearest names.
+    """
+    from optkit.errors import UsageError
+
+    found = [page for read in READERS for page in read(name)]
+    if not found:
+        known = {word.lower(): word for word in known_names()}
+        near = [f"'{known[word]}'" for word in difflib.get_close_matches(name.lower(), known, n=3)]
+        remedy = (
+            f"Did you mean {' or '.join(near)}?" if near else "`optkit list stages`, or evals, has what recipes name"
+        )
+        raise UsageError(f"nothing is called '{name}'", where="explain", remedy=remedy)
+    return found
+
+
+def known_names() -> list[str]:
+    """Return every name that has a page, but for parts of messages."""
+    from optkit.recipe.registry import PRESETS, eval_names, stage_names
+    from optkit_cli.messages import error_classes
+
+    errors = [each.__name__ for each in error_classes()]
+    return [*stage_names(), *eval_names(), *PRESETS, *_metrics(), *errors, *map(str, EXIT_STATUSES), *_words()]
+
+
+def _entry(name: str) -> Iterator[str]:
+    from optkit.recipe.reference import entry
+    from optkit.recipe.registry import PRESETS, eval_names, stage_names
+
+    if name in PRESETS:
+        yield f"{name} (preset): short for `- {json.dumps(PRESETS[name])[1:-1].replace(chr(34), '')}`"
+        name = next(iter(PRESETS[name]))
+    for role, names in (("stage", stage_names()), ("eval", eval_names())):
+        if name in names:
+            yield f"{name} ({role})\n\n{plain(entry(role, name))}"
+
+
+def _metric(name: str) -> Iterator[str]:
+    from optkit_evals.meanings import MEANINGS
+
+    if name in (metrics := _metrics()):
+        (unit, evals), meaning = metrics[name], MEANINGS.get(name)
+        better = f"; {meaning.better} is better" if meaning and meaning.better else ""
+        text = meaning.text if meaning else "Its eval says what it means."
+        measured = f"Measured by {', '.join(evals)}: `optkit explain {evals[-1]}`."
+        sign = ">=" if meaning and meaning.better == "higher" else "<="
+        gate = f'A gate: `{name}: "{sign} 1x"` (x: times the baseline).'
+        yield "\n\n".join([f"{name} (metric): {unit}{better}", *map(_wrapped, (text, measured, gate))])
+
+
+def _metrics() -> dict[str, tuple[str, list[str]]]:
+    """Return metric -> its unit and the evals that measure it; a broken plug-in hides no others."""
+    from optkit.errors import OptkitError
+    from optkit.recipe.registry import eval_class, eval_names
+
+    found: dict[str, tuple[str, list[str]]] = {}
+    for kind in eval_names():
+        try:
+            metrics = eval_class(kind).metrics
+        except OptkitError:
+            continue
+        for metric, unit in metrics.items():
+            found.setdefault(metric, (unit, []))[1].append(kind)
+    return found
+
+
+def _error(name: str) -> Iterator[str]:
+    from optkit_cli.messages import error_classes, messages
+
+    for each in error_classes():
+        if name.lower() == each.__name__.lower():
+            about = _wrapped(inspect.cleandoc(each.__doc__ or ""))
+            count = sum(message.error == each.__name__ for message in messages())
+            told = f"{count} messages: `optkit explain WORDS OF YOURS`." if count else ""
+            yield "\n\n".join([f"{each.__name__} (error): exit status {each.exit_status}", about, told]).strip()
+    words = name.lower()
+    if len(words) > 3 and " " in words:
+        for message in [each for each in messages() if words in re.sub(r"‹.*?›", "…", each.what).lower()][:5]:
+            cure = " ".join(f"{part.rstrip('.')}." for part in (message.why, message.remedy) if part)
+            yield f"{message.error}: {message.what}\n\n{_wrapped(cure or 'It says all that is known.')}"
+
+
+def _status(name: str) -> Iterator[str]:
+    if name.isdecimal() and int(name) in EXIT_STATUSES:
+        yield f"{name} (exit status)\n\n{_wrapped(EXIT_STATUSES[int(name)])}"
+
+
+def _word(name: str) -> Iterator[str]:
+    words = {word.lower(): (word, text) for word, text in _words().items()}
+    if name.lower() in words:
+        word, text = words[name.lower()]
+        yield f"{word}\n\n{_wrapped(text)}"
+
+
+def _words() -> Mapping[str, str]:
+    """Return the words of the glossary."""
+    from optkit.recipe.files import glossary
+
+    found = re.findall(r"^\*\*(.+?)\*\*\{[^}]*\}\n:   (.+(?:\n    .+)*)", glossary(), re.MULTILINE)
+    return {word: plain(" ".join(text.split())) for word, text in found}
+
+
+READERS: tuple[Callable[[str], Iterator[str]], ...] = (_entry, _metric, _error, _status, _word)
+
+
+def plain(markdown: str) -> str:
+    """Return Markdown as text for a terminal: examples indented, meanings below their words."""
+    lines, fenced = list[str](), False
+    for line in re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", markdown).splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced:
+            lines.append(f"    {line}")
+        elif line.startswith(":   "):
+            lines.append(_wrapped(line[4:], "    "))
+        else:
+            lines.append(_wrapped(line.replace("\\", "")))
+    return "\n".join(lines).strip()
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    paragraphs = text.split("\n\n")
+    filled = (
+        textwrap.fill(
+            part, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        for part in paragraphs
+    )
+    return "\n\n".join(filled)

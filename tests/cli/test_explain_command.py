@@ -1,0 +1,74 @@
+"""`optkit explain`: every name has a page that says something; unknown ones are answered with near ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from optkit_cli.explain import EXIT_STATUSES, known_names, pages
+from optkit_cli.main import main
+from optkit_evals.meanings import MEANINGS
+
+from optkit.errors import UsageError
+from optkit.recipe.registry import EVALS, eval_class
+from optkit.scorecard import read_json
+from optkit.scorecard.scorecard import EXIT_STATUS
+from tests.support.command_line import spoken
+
+RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("name", sorted(set(known_names())))
+def test_every_name_has_a_page_for_a_terminal(name: str) -> None:
+    for page in pages(name):
+        assert len(page.splitlines()) >= (1 if "(preset)" in page else 3)
+        assert "](" not in page
+        assert "```" not in page
+
+
+def test_every_metric_has_a_meaning_and_every_meaning_a_metric() -> None:
+    assert MEANINGS.keys() == {name for kind in EVALS for name in eval_class(kind).metrics}
+
+
+def test_the_better_direction_is_the_one_that_is_measured() -> None:
+    rows = [row.metric for path in RESULTS.rglob("sweep*/*.json") for row in read_json(path).rows]
+    assert len({metric.name for metric in rows}) > 12
+    assert {metric.name: MEANINGS[metric.name].better for metric in rows} == {
+        metric.name: "higher" if metric.higher_is_better else "lower" for metric in rows
+    }
+
+
+def test_a_name_with_several_meanings_has_several_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = spoken(capsys, "explain", "perplexity")
+    assert out.startswith("perplexity (eval)\n\n")
+    assert "\nperplexity (metric): perplexity; lower is better\n\nHow surprised" in out
+    assert 'A gate: `perplexity: "<= 1x"`' in out
+    assert "`optkit explain throughput`" in spoken(capsys, "explain", "decode_tokens_per_s")[0]
+
+
+def test_a_stage_has_its_fields_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = spoken(capsys, "explain", "gptq")
+    assert "    stages:\n      - gptq: {bits: 4" in out
+    assert "`bits`: `2`, `3`, `4` or `8`, default `4`\n    Bits of a weight.\n" in out
+    assert spoken(capsys, "explain", "sdpa")[0].startswith(
+        "sdpa (preset): short for `- attention: {implementation: sdpa}`"
+    )
+
+
+def test_errors_are_explained_by_class_and_by_words_of_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = spoken(capsys, "explain", "storeerror")
+    assert out.startswith("StoreError (error): exit status 1\n\nThe store or an output directory")
+    out, _ = spoken(capsys, "explain", "there", "is", "a", "file", "of", "this", "name")
+    assert out == "UsageError: there is a file of this name\n\nName another, or add --force.\n"
+
+
+def test_exit_statuses_are_those_of_the_code() -> None:
+    assert {*EXIT_STATUS.values(), 1, 2, 130, 143} == EXIT_STATUSES.keys()
+    assert pages("4")[0].startswith("4 (exit status)\n\nNo gate FAILed, and one is INCONCLUSIVE")
+
+
+def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "gptk"]) == 2
+    assert "explain: nothing is called 'gptk'. Did you mean 'GPTQ'" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="nothing is called 'zzzzzzzz'. `optkit list stages`, or evals, has what"):
+        pages("zzzzzzzz")
