@@ -16,15 +16,10 @@ import pytest
 from junitparser import JUnitXml
 from ruamel.yaml import YAML
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "start" / "ci.md").read_text(encoding="utf-8")
-RECIPE, GITHUB, GITLAB = (YAML(typ="safe").load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+from tests.support.pages import ROOT, blocks, scripts, yaml_of
 
-
-def commands(pipeline: dict[str, Any]) -> str:
-    """Return the script of a pipeline."""
-    job = pipeline["optimize"] if "optimize" in pipeline else pipeline["jobs"]["optimize"]
-    return "\n".join(job.get("script") or [step["run"] for step in job["steps"] if "run" in step])
+PAGE = ROOT / "docs" / "start" / "ci.md"
+RECIPE, GITHUB, GITLAB = (yaml_of(block) for block in blocks(PAGE, "yaml"))
 
 
 @pytest.fixture
@@ -48,7 +43,7 @@ def ran(checkout: Path, pipeline: dict[str, Any], **environment: str) -> subproc
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GITHUB_")}
     path = f"{checkout / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", "-e", "-c", commands(pipeline)],
+        ["bash", "-e", "-c", "\n".join(scripts(pipeline))],
         cwd=checkout,
         env={**kept, "PYTHONPATH": paths, "PATH": path, "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
