@@ -96,7 +96,7 @@ def place(
         source = small_artifact
         if "onnx" in name and page.stem == "serve-onnx":
             source = request.getfixturevalue("tiny_onnx")("llama", "int4")
-        _copy(source, file.parent if file.suffix == ".json" else file)
+        _copy(source, file.parent if file.suffix in {".json", ".onnx"} else file)
     for name in re.findall(r"(?:--model |model[:=] ?\"?)(\./[\w./-]*[\w-])", text):
         _copy(tiny_model("mixtral" if "moe" in name else "llama"), tmp_path / name)
         config = tmp_path / name / "config.json"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,11 +13,13 @@ from ruamel.yaml import YAML
 from optkit.recipe.matrix_reading import load_matrix
 from optkit.sweep import run as sweeping
 from optkit.sweep.record import read_record
+from tests.support.pages import ROOT, blocks, optkit_commands
 from tests.support.sweeps import Here
 
-PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "sweep.md").read_text(encoding="utf-8")
-(RECIPE,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-COMMANDS = [shlex.split(line)[1:] for line in re.findall(r"^\$ (optkit sweep search.*)$", PAGE, re.MULTILINE)]
+SWEEP = ROOT / "docs" / "howto" / "sweep.md"
+PAGE = SWEEP.read_text(encoding="utf-8")
+(RECIPE,) = (block.text for block in blocks(SWEEP, "yaml"))
+COMMANDS = [words[1:] for words in optkit_commands(SWEEP) if words[1:3] == ["sweep", "search.yaml"]]
 
 
 def test_the_page_counts_the_combinations() -> None:
