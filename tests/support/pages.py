@@ -23,6 +23,8 @@ FENCE = re.compile(
     r"^(?P<indent>[ ]*)```(?P<language>[\w+#-]*)(?P<rest>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$",
     re.DOTALL | re.MULTILINE,
 )
+SNIPPET = re.compile(r'^--8<-- "(.*)"$', re.MULTILINE)
+"""A file that the site shows in its place."""
 SHELLS = {"console", "bash", "sh", "shell"}
 
 
@@ -52,7 +54,7 @@ def blocks(page: Path, *languages: str) -> list[Block]:
             text.count("\n", 0, match.start("language")) + 1,
             match["language"],
             title[1] if (title := re.search(r'title="([^"]*)"', match["rest"])) else "",
-            dedent(match["text"]),
+            SNIPPET.sub(lambda said: (ROOT / said[1]).read_text(encoding="utf-8"), dedent(match["text"])),
             not (match["mark"] or "").startswith("not run"),
         )
         for match in FENCE.finditer(text)
