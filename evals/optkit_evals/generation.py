@@ -27,9 +27,9 @@ JSON_LINES = "application/jsonl"
 class Generation(Eval):
     """How the greedy answers to prompts changed: how long they stay the same, and how they repeat.
 
-    `common_prefix` is the mean number of tokens before two answers differ, `same_answers` the share
-    of answers that never do, `repetition` the share of 4-grams of an answer that stood in it
-    before. Both models' answers are in a file, side by side.
+    `common_prefix` is the mean number of tokens before two answers differ; `same_answers` is the
+    share of answers that never do. `repetition` is the share of 4-grams of an answer that stood in
+    it before. Both models' answers are in a file, side by side.
     """
 
     kind: ClassVar[str] = "generation"

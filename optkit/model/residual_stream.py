@@ -78,9 +78,8 @@ def stream_parts(modules: Mapping[str, nn.Module], width: int, run: Callable[[],
         raise StageError(
             f"no linear layer reads what this {type(norms[unread[-1]]).__name__} makes",
             where=f"rotate: {unread[-1]}",
-            why="A norm behind the attention or the feed-forward layers scales what they add to the "
-            "residual stream, and these scales"
-            " cannot be folded into a layer",
+            why="A norm behind the attention or the feed-forward layers scales what they add to the residual "
+            "stream; its scales cannot be folded into a layer",
             remedy="Set rotate.residual to false for this architecture",
         )
     if not found:

@@ -77,7 +77,7 @@ def entry(role: str, kind: str) -> str:
     if model.example:
         notes.append(f"```yaml\n{role}s:\n{textwrap.indent(model.example, '  ')}\n```")
     if issubclass(model, Eval):
-        notes.append("Metrics: " + ", ".join(f"`{name}` ({unit})" for name, unit in model.metrics.items()) + ".")
+        notes.append("\n".join(["Metrics:\n", *(f"- `{name}`: {unit}" for name, unit in model.metrics.items())]))
         notes += ["Compares the artifact with the unmodified model."] if model.compares else []
         notes += ["Measures the unmodified model alone."] if model.of_unmodified else []
         notes += ["Timed for both models in the same run."] if model.timed else []

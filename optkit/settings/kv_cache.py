@@ -32,8 +32,8 @@ class KvCache(Setting):
 
     dtype: Literal["int8", "int4", "fp8"] | None = None
     """null: floats. `int8`, `int4`: a scale and a zero point for each token's head or group of
-    channels. `fp8`: E4M3 with one scale for the keys and one for the values of a layer, those of
-    `kv_scales` if the checkpoint holds them, else 1, as in vLLM."""
+    channels. `fp8`: E4M3 with one scale for the keys and one for the values of a layer, as in
+    vLLM: those of `kv_scales` if the checkpoint holds them, else 1."""
     group_size: GroupSize | None = None
     """Channels of a head that share a scale, for int8 and int4. null: all of them."""
     window: SequenceLength | None = None

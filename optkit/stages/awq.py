@@ -33,8 +33,8 @@ class Awq(InputScaling, Backed):
     """Scale inputs so that weights that meet large activations are rounded more finely.
     After AWQ (arXiv:2306.00978); then they are rounded to nearest.
 
-    The scales are folded into the norm or linear layer that makes the input, found by running each
-    block, so the model has no new layer. They are searched with the second moments of the inputs,
+    The scales are folded into the norm or linear layer that makes the input, so the model has no new
+    layer; running each block finds it. They are searched with the second moments of the inputs,
     which are gathered once a block. At most one block is in memory.
     """
 

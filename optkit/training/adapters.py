@@ -182,7 +182,7 @@ class Origin:
             raise StageError(
                 f"the layer is {list(shape)}, and the recipe's first model {there}",
                 where=f"lora_recover.initialization: {name}",
-                why="loftq makes up for what was lost of the first model's weights",
+                why="loftq compensates for the rounding of the first model's weights",
                 remedy="Set initialization: zero",
             )
         stored = self.checkpoint.read_finite(tensor).float()
@@ -210,8 +210,7 @@ def start_from_errors_(model: nn.Module, origin: Origin) -> dict[str, float]:
                 f"its weights are {float(error.norm() / theirs.norm()):.2f} of their norm away from those "
                 "of the recipe's first model",
                 where=f"lora_recover.initialization: {name}",
-                why="loftq makes up for what was lost of them, and these were changed by more than "
-                "rounding (rotated, or scaled)",
+                why="loftq compensates for rounding, and these weights were changed by more (rotated, or scaled)",
                 remedy="Set initialization: zero",
             )
         if not bool(error.any()):  # both halves would be 0, and never learn

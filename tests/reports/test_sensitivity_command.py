@@ -129,8 +129,8 @@ def test_forms_are_read_as_they_are_written() -> None:
     [
         (
             "4g64,5",
-            "--choices: '5' is no form of a layer. A form is 2, 3, 4 or 8 bits, g and a group size of at "
-            "least 8 (64 if left out), and a"
+            "--choices: '5' is no form of a layer. A form is 2, 3, 4 or 8 bits; g and a group size of at "
+            "least 8 (64 if left out); a"
             " for zero points. Write it as 4g64,3g32a,8.",
         ),
         ("4g4", "--choices: '4g4' is no form of a layer."),

@@ -61,8 +61,8 @@ class WidthFields(Frozen):
     the hardware.
     """
     compensate: bool = True
-    """Change the layers that read what is left of feed-forward channels and heads so that they
-    compensate for the rest, by least squares on the text.
+    """Compensate for removed feed-forward channels and heads in the layers that read the others, by
+    least squares on the text.
     """
 
     @field_validator("intermediate_size", "hidden_size")

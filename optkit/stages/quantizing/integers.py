@@ -49,9 +49,9 @@ class WeightQuantizer(LayerQuantizer):
     embedding stays as it is.
     """
     overrides: Overrides = {}
-    """Glob pattern on full names -> what is different for the layers that it matches (`bits`,
-    `group_size`, `symmetric`, `method: rtn`), or `keep` to leave them as they are. The longest
-    pattern that matches a layer decides."""
+    """What is different for some layers: glob pattern on full names -> `bits`, `group_size`,
+    `symmetric` or `method: rtn`. `keep` leaves them as they are. The longest pattern that matches a
+    layer decides."""
 
     @field_validator("group_size", mode="before")
     @classmethod
