@@ -93,9 +93,9 @@ def read_results() -> dict[str, Result]:
     }
 
 
-def table(result: Result) -> str:
+def table(name: str, result: Result) -> str:
     """Return the Markdown of a result: its protocol, its rows and what made them."""
-    marks = {name: f" [{number}]" if number > 1 else "" for number, name in enumerate(result.sources, 1)}
+    marks = {key: f" [{number}]" if number > 1 else "" for number, key in enumerate(result.sources, 1)}
     columns = {key: heading for key, heading in result.columns.items() if key not in result.hidden}
     lines = [f"| {' | '.join([result.first, *columns.values()])} |", "|---" * (len(columns) + 1) + "|"]
     for row in result.rows:
@@ -103,10 +103,10 @@ def table(result: Result) -> str:
         cells = [shown(row.values.get(key, "")) for key in columns]
         lines.append(f"| {' | '.join([row.name + mark, *cells])} |")
     said = [wrapped(f"{result.model}. {result.protocol}" if result.model else result.protocol), "", *lines, ""]
-    if result.hidden:
-        said += [wrapped(f"Its data also have: {', '.join(result.columns[key] for key in result.hidden)}."), ""]
     first = next(iter(result.sources.values()))
-    said += [wrapped(f"-{marks[name]} {made_by(source, first)}", "  ") for name, source in result.sources.items()]
+    said += [wrapped(f"-{marks[key]} {made_by(source, first)}", "  ") for key, source in result.sources.items()]
+    more = f" also have: {', '.join(result.columns[key] for key in result.hidden)}" if result.hidden else ""
+    said.append(wrapped(f"- [The data](results/{name}.json){more}.", "  "))
     return "\n".join(said)
 
 
@@ -153,7 +153,7 @@ def filled(page: str, tables: Mapping[str, Result], figure: Callable[[str], str]
 
     def made(found: re.Match[str]) -> str:
         kind, name = found.groups()
-        text = table(tables[name]) if kind == "table" else figure(name)
+        text = table(name, tables[name]) if kind == "table" else figure(name)
         return f"<!-- {kind} {name} -->\n{text}\n<!-- end -->\n"
 
     return BLOCK.sub(made, page)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from docs.benchmarks.charts import PICTURES, figures, markdown
-from docs.benchmarks.tables import BLOCK, HERE, Interval, Result, filled, pages, read_results, table
+from docs.benchmarks.tables import BLOCK, HERE, Interval, Result, filled, pages, read_results, shown, table
 from optkit.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -36,10 +37,12 @@ RESULT: dict[str, Any] = {
 
 
 def test_a_table_says_what_made_each_row() -> None:
-    text = table(Result.model_validate(RESULT))
-    assert "| method | A | B |\n|---|---|---|\n| x | 1,234 [1,200, 1,300] | 5.0e-5 |\n| y [2] | none |  |\n" in text
+    text = table("speed", Result.model_validate(RESULT | {"hidden": ["b"]}))
+    assert "| method | A |\n|---|---|\n| x | 1,234 [1,200, 1,300] |\n| y [2] | none |\n" in text
     assert "- `optkit --help`; cpu; versions not recorded; 2026-11-20; 4d58899.\n" in text
-    assert text.endswith("- [2] `optkit --help` (by hand: a script); torch 2.13.")
+    assert "\n- [2] `optkit --help` (by hand: a script); torch 2.13.\n" in text
+    assert text.endswith("\n- [The data](results/speed.json) also have: B.")
+    assert shown(Decimal("0.00005")) == "5.0e-5"
 
 
 @pytest.mark.parametrize(
@@ -85,21 +88,21 @@ def test_each_date_is_that_of_its_commit() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("no history here")
     for commit, when in {(source.commit, source.date) for _, source in SOURCES}:
-        shown = subprocess.run(["git", "show", "-s", "--format=%as", commit], cwd=ROOT, capture_output=True, text=True)
-        if shown.returncode:
+        said = subprocess.run(["git", "show", "-s", "--format=%as", commit], cwd=ROOT, capture_output=True, text=True)
+        if said.returncode:
             pytest.skip("the history is cut off")
-        assert date.fromisoformat(shown.stdout.strip()) == when, commit
+        assert date.fromisoformat(said.stdout.strip()) == when, commit
 
 
 def test_pages_show_all_that_is_there_as_it_is() -> None:
-    shown, found = figures(), set()
+    drawn, found = figures(), set()
     for page in pages():
         text = page.read_text(encoding="utf-8")
         found |= {match.groups() for match in BLOCK.finditer(text)}
-        made = filled(text, RESULTS, lambda name: markdown(name, shown[name]))
+        made = filled(text, RESULTS, lambda name: markdown(name, drawn[name]))
         assert text == made, f"{page.name} is stale: python -m docs.benchmarks"
-    assert found == {("table", name) for name in RESULTS} | {("figure", name) for name in shown}
-    for name, figure in shown.items():
+    assert found == {("table", name) for name in RESULTS} | {("figure", name) for name in drawn}
+    for name, figure in drawn.items():
         picture = (PICTURES / f"{name}.svg").read_text(encoding="utf-8")
         assert figure.mark in picture, f"{name}.svg is stale: python -m docs.benchmarks"
         assert "prefers-color-scheme: dark" in picture or isinstance(figure.picture, str)
