@@ -10,6 +10,8 @@ from optkit.reports.doctor.doctor import Diagnosis, Part
 from optkit.scorecard.numbers import format_value
 from optkit_cli.tables import heading, indented, size_text
 
+COMMANDS = ("pip ", "optkit ", "apt ")
+"""How a remedy begins that can be copied."""
 ROLES = ("stage", "eval", "engine", "backend", "kernel")
 
 
@@ -21,6 +23,7 @@ def diagnosis_view(diagnosis: Diagnosis) -> list[RenderableType]:
         *((f"{role}s", indented([_line(part) for part in diagnosis.parts if part.role == role])) for role in ROLES),
         (f"shapes of {diagnosis.model}", indented(_shapes(diagnosis)) if diagnosis.model else None),
         ("all-reduce of all GPUs", indented(_links(diagnosis))),
+        ("to install what is missing", indented(_commands(diagnosis))),
         ("problems", indented([(Text("!!", style="bold red"), problem) for problem in diagnosis.problems])),
     ]
     return [part for title, section in sections if section is not None for part in (heading(title), section)]
@@ -61,6 +64,15 @@ def _links(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 def _packages(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     here = {"optkit": diagnosis.optkit, "python": diagnosis.python, **diagnosis.packages}
     return [(name, version or "not installed") for name, version in here.items()]
+
+
+def _commands(diagnosis: Diagnosis) -> list[tuple[Text, str]]:
+    """Return each command that makes something run here, and what."""
+    found: dict[str, list[str]] = {}
+    for part in diagnosis.parts:
+        if not part.works and part.remedy.startswith(COMMANDS):
+            found.setdefault(part.remedy, []).append(part.name)
+    return [(Text(command, style="cyan"), f"# {', '.join(names)}") for command, names in found.items()]
 
 
 def _line(part: Part) -> tuple[Text, Text]:

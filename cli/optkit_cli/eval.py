@@ -7,6 +7,7 @@ from typing import Unpack
 
 import click
 
+from optkit_cli.completion import artifacts
 from optkit_cli.options import (
     Command,
     Place,
@@ -23,7 +24,7 @@ from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 
 
 @click.command(cls=Command, short_help="Measure a model or an artifact.")
-@click.argument("model", metavar="MODEL_OR_ARTIFACT")
+@click.argument("model", metavar="MODEL_OR_ARTIFACT", shell_complete=artifacts)
 @click.option("--evals", metavar="FILE", required=True, help="A recipe, or any YAML file with a list `evals:`.")
 @click.option(
     "--model",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import click
 
+from optkit_cli import completion
 from optkit_cli.options import Command
 
 WIDTH = 100
@@ -26,7 +27,7 @@ EXIT_STATUSES = {
 
 
 @click.command(cls=Command, short_help="Say what a stage, metric, error or word means.")
-@click.argument("name", metavar="NAME", nargs=-1, required=True)
+@click.argument("name", metavar="NAME", nargs=-1, required=True, shell_complete=completion.names)
 def command(name: tuple[str, ...]) -> None:
     """Print what NAME means: a stage, a setting, an eval, a metric, an error, an exit status, a word.
 

@@ -42,6 +42,10 @@ COMMANDS = (
 """In the order in which a newcomer meets them; each is a module of this package with a `command`."""
 
 
+COMPLETE = "_OPTKIT_COMPLETE"
+"""The variable by which shells ask for completions."""
+
+
 class Commands(Group):
     """A group whose commands are imported when they are asked for."""
 
@@ -109,8 +113,9 @@ def _status_of(words: list[str], invocation: Invocation, as_json: bool) -> int:
     try:
         status = optkit.main(args=words, prog_name="optkit", standalone_mode=False, obj=invocation)
     except BaseException as caught:
-        if isinstance(caught, SystemExit) and isinstance(caught.__context__, BrokenPipeError):
-            raise  # click's, if nobody reads stdout any more
+        completing = COMPLETE in os.environ
+        if isinstance(caught, SystemExit) and (completing or isinstance(caught.__context__, BrokenPipeError)):
+            raise  # click's, if it completes words for a shell or nobody reads stdout any more
         # click hides which it was
         error = caught.__cause__ if isinstance(caught, click.Abort) and caught.__cause__ else caught
     if signals.asked() and not isinstance(error, KeyboardInterrupt):

@@ -11,6 +11,7 @@ from typing import Any, TypedDict, TypeVar
 import click
 
 from optkit.errors import did_you_mean
+from optkit_cli import completion
 
 CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -114,7 +115,7 @@ def number_option(flag: str, default: int, help: str, least: int = 1) -> Callabl
 
 
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
-recipe_argument = click.argument("recipe", metavar="RECIPE")
+recipe_argument = click.argument("recipe", metavar="RECIPE", shell_complete=completion.recipes)
 model_option = click.option(
     "--model",
     metavar="MODEL",

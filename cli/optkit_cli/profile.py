@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from optkit_cli.completion import artifacts
 from optkit_cli.options import (
     DIRECTORY,
     Command,
@@ -24,7 +25,7 @@ QUIET_KINETO = "99"
 
 
 @click.command(cls=Command, short_help="Say where the time of a model goes.")
-@click.argument("model", metavar="MODEL_OR_ARTIFACT")
+@click.argument("model", metavar="MODEL_OR_ARTIFACT", shell_complete=artifacts)
 @number_option("--batch", 1, "Sequences at once.")
 @number_option("--prompt", 128, "Tokens of a prompt.")
 @number_option("--new-tokens", 16, "Tokens generated after it.", least=2)

@@ -58,7 +58,7 @@ def short_scorecard(scorecard: Scorecard, directory: Path | None = None) -> list
         "warnings": len(told[MOST_NOTES:]),
         "notes": len(other_notes(scorecard)),
     }
-    counted = [*(f"{count} {name}" for name, count in more.items() if count), "protocols"]
+    counted = [*(f"{count} {name[: -1 if count == 1 else None]}" for name, count in more.items() if count), "protocols"]
     place = (
         f"optkit show {shlex.quote(str(directory))} --verbose, or scorecard.html there" if directory else "--verbose"
     )

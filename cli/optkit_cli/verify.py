@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from optkit.verification.registry import engine_names
+from optkit_cli.completion import artifacts
 from optkit_cli.options import Command, all_of, device_option, json_option, number_option, quiet_option, trust_option
 
 
@@ -45,7 +46,7 @@ class EnginePython(click.ParamType[tuple[str, str]]):
 
 
 @click.command(cls=Command, short_help="Prove that other programs open an artifact.")
-@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path))
+@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=artifacts)
 @click.option("--engine", "engines", type=EngineName(), multiple=True, help="Ask this engine only; repeatable.")
 @click.option(
     "--engine-python",

@@ -57,6 +57,21 @@ def test_a_missing_package_comes_with_the_command_that_installs_it(monkeypatch: 
     assert part.remedy == "pip install 'no-such-package>=1.0' 'numpy>=99'"
 
 
+def test_it_ends_in_the_commands_that_install_what_is_missing(here: Diagnosis) -> None:
+    parts = (
+        Part("stage", "nf4", False, "needs bitsandbytes", "pip install 'bitsandbytes>=0.50'"),
+        Part("stage", "int8", False, "needs bitsandbytes", "pip install 'bitsandbytes>=0.50'"),
+        Part("stage", "compile", False, "needs a compiler", "apt install g++"),
+        Part("engine", "onnxruntime", False, "cannot be imported", "see the problems below"),
+        Part("eval", "footprint", True, "", "pip install nothing"),
+    )
+    lines = plain_text(*diagnosis_view(here.model_copy(update={"parts": parts, "problems": ()}))).splitlines()
+    assert lines[lines.index("to install what is missing") + 1 :] == [
+        "  pip install 'bitsandbytes>=0.50'  # nf4, int8",
+        "  apt install g++                   # compile",
+    ]
+
+
 def test_a_broken_plug_in_is_told_and_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.EVALS, "broken", "no_such_module:Broken")
     parts = {part.name: part for part in diagnose().parts}
