@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from docs.benchmarks.charts import PICTURES, figures, markdown
-from docs.benchmarks.tables import BLOCK, HERE, Interval, Result, filled, pages, read_results, shown, table
+from docs.benchmarks.tables import BLOCK, Interval, Result, filled, pages, read_results, shown, table
 from optkit.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -107,10 +107,3 @@ def test_pages_show_all_that_is_there_as_it_is() -> None:
         assert figure.mark in picture, f"{name}.svg is stale: python -m docs.benchmarks"
         assert "prefers-color-scheme: dark" in picture or isinstance(figure.picture, str)
         assert "url(http" not in picture.replace('"', "")
-
-
-def test_pages_are_short() -> None:
-    for page in HERE.glob("*.md"):
-        text = page.read_text(encoding="utf-8")
-        assert len(text.split()) <= 1200, page
-        assert [line for line in text.splitlines() if len(line) > 100 and not line.startswith("|")] == [], page
