@@ -70,18 +70,17 @@ def test_a_run_of_many_recipes_points_to_the_sweep(desk: Path, capsys: pytest.Ca
     assert "a recipe with a matrix is many recipes. Run it with `optkit sweep`." in err
 
 
-def test_a_kill_loses_nothing_and_the_same_command_goes_on(desk: Path) -> None:
+def test_a_kill_loses_nothing_and_the_same_command_goes_on(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
-    words = [sys.executable, "-m", "optkit_cli.main", "sweep", "s.json", "--device", "cpu"]
-    words += ["--set", "stages.1.rtn.group_size=16"]
-    with subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+    words = ["sweep", "s.json", "--device", "cpu", "--set", "stages.1.rtn.group_size=16"]
+    command = [sys.executable, "-m", "optkit_cli.main", *words]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         record = desk / "artifacts" / "s" / "sweep.json"
         assert wait_until(lambda: record.is_file() and '"done"' in record.read_text())
         first.send_signal(signal.SIGKILL)
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "1/2  bits8-group_size16" in done.stderr
-    assert "bits4-group_size16: " not in done.stderr
+    _, said = spoken(capsys, *words)
+    assert "1/2  bits8-group_size16" in said
+    assert "bits4-group_size16: " not in said
     whole = sweeping.sweep(
         "s.json", overrides=words[-1:], out=desk / "whole", store=desk / "other", device="cpu", executor=Here()
     )
