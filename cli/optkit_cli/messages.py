@@ -14,6 +14,9 @@ import optkit
 import optkit_cli
 from optkit.errors import OptkitError
 
+RECIPES = {"optkit_evals", "recipe", "settings", "source", "stages", "training"}
+"""Folders whose classes have the fields of recipes."""
+
 
 class Message(NamedTuple):
     """What one place in the sources says; `‹name›` stands for a value."""
@@ -35,7 +38,7 @@ def messages() -> tuple[Message, ...]:
         message
         for root in roots
         for path in root.rglob("*.py")
-        for message in _of_module(ast.parse(path.read_text(encoding="utf-8")), errors)
+        for message in _of_module(ast.parse(path.read_text(encoding="utf-8")), errors, bool(RECIPES & {*path.parts}))
     }
     once = {(message.error, message.what): message for message in sorted(found)}
     return tuple(once.values())
@@ -49,20 +52,24 @@ def error_classes(base: type[OptkitError] = OptkitError) -> Iterator[type[Optkit
             yield from error_classes(derived)
 
 
-def _of_module(module: ast.Module, errors: set[str]) -> Iterator[Message]:
+def _of_module(module: ast.Module, errors: set[str], of_recipes: bool) -> Iterator[Message]:
     constants = _assigned(module.body)
-    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
-    for function in functions:
+    for function in ast.walk(module):
+        if not isinstance(function, ast.FunctionDef):
+            continue
         names = {**constants, **_assigned(ast.walk(function))}
+        said_as = {name: name for name in errors} | {"Problem": "RecipeError"}
+        if of_recipes and any("validator" in ast.unparse(each) for each in function.decorator_list):
+            said_as["ValueError"] = "RecipeError"  # pydantic catches it, and the recipe's reader gives it a place
         for call in ast.walk(function):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in errors and call.args:
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in said_as and call.args:
                 said = {word.arg: _text(word.value, names) for word in call.keywords if word.arg}
                 what, why, remedy = (
                     text if any(letter.isalpha() for letter in _without_values(text)) else ""
                     for text in (_text(call.args[0], names), said.get("why", ""), said.get("remedy", ""))
                 )
                 if what:
-                    yield Message(call.func.id, what, why, remedy)
+                    yield Message(said_as[call.func.id], what, why, remedy)
 
 
 def _assigned(nodes: Iterator[ast.AST] | list[ast.stmt]) -> dict[str, ast.expr]:

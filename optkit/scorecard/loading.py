@@ -19,6 +19,7 @@ class Loading(Frozen):
     """What one engine made of an artifact."""
 
     engine: str
+    """Name of the engine, e.g. `vllm`."""
     version: str = ""
     """Empty if it is not installed."""
     packages: dict[str, str] = {}
@@ -28,11 +29,13 @@ class Loading(Frozen):
     reason: str = ""
     """Why not, if it does not agree."""
     device: str = ""
+    """On which the engine computed."""
     dtype: str = ""
     """In which the engine computed."""
     compared: str = ""
     """What of the logits was compared, on which tokens, with which tolerance."""
     max_logit_difference: float | None = None
+    """The largest between two logits at one place."""
     mean_kl: float | None = None
     """KL(optkit || engine) in nats, mean over the tokens."""
     stepped_kl: float | None = None

@@ -34,7 +34,9 @@ class StepLine(Frozen):
     model_config = ConfigDict(from_attributes=True)
 
     kind: str
+    """Kind of the stage."""
     key: str
+    """SHA-256 under which the store has it."""
     cached: bool
     """It lay in the store already."""
     seconds: float
@@ -74,10 +76,13 @@ class GateResult(Frozen):
     """One limit of the recipe and whether this number keeps it."""
 
     key: str
+    """The metric as the recipe names it, e.g. `decode_tokens_per_s[batch=1]`."""
     limit: str
+    """Operator and number, e.g. `<= 1.10x`."""
     of: Of = ""
     """What the limit is relative to."""
     verdict: Verdict
+    """The whole interval keeps the limit, breaks it, or the limit lies inside."""
     why: str = ""
     """Why the number, or that of the other model, could not be measured or compared."""
 
@@ -86,10 +91,13 @@ class Beside(Frozen):
     """The same number of another model than the unmodified one."""
 
     of: Other
+    """Which model."""
     metric: Metric
+    """Its number, by the same protocol."""
     ratio: float | None = None
     """Of the artifact's number to this one."""
     ratio_interval: tuple[float, float] | None = None
+    """95%; None if the ratio has no error."""
 
 
 class Measured(Frozen):
@@ -98,14 +106,17 @@ class Measured(Frozen):
     model_config = ConfigDict(allow_inf_nan=False)
 
     metric: Metric
+    """The artifact's number."""
     baseline: Metric | None = None
     """None if the baseline has no such number, or one of another protocol."""
     ratio: float | None = None
+    """Of the artifact's number to the baseline's."""
     ratio_interval: tuple[float, float] | None = None
     """95%; None if there is no ratio, or it has no error."""
     beside: tuple[Beside, ...] = ()
     """The number of further models, as far as it was measured by the same protocol."""
     gates: tuple[GateResult, ...] = ()
+    """The recipe's limits to this number."""
 
     def number(self, of: Of) -> Estimate | None:
         """Return what a limit is set to: the artifact's number, or its ratio to another model's.
@@ -121,8 +132,11 @@ class Release(Frozen):
     """An artifact of before, whose scorecard this one is judged by."""
 
     name: str
+    """Name of its recipe."""
     artifact_key: str
+    """SHA-256 of its weights' key and settings."""
     created: str
+    """ISO 8601, UTC."""
 
 
 class Rung(Frozen):
@@ -144,8 +158,11 @@ class FileLine(Frozen):
     path: str
     """Below the artifact's directory."""
     media_type: str
+    """Media type, e.g. `application/x-ndjson`."""
     size_bytes: int
+    """Bytes of the file."""
     sha256: str
+    """Digest of its bytes."""
 
 
 class Scorecard(Frozen):
@@ -154,13 +171,17 @@ class Scorecard(Frozen):
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
+    """Version of the meaning of these fields."""
     name: str
+    """Name of the recipe."""
     artifact_key: str
+    """SHA-256 of the weights' key and the settings."""
     created: str
     """ISO 8601, UTC."""
     recipe: dict[str, Any]
     """As resolved and pinned."""
     steps: tuple[StepLine, ...] = ()
+    """The transforms that made the weights, in order."""
     attribution: tuple[Rung, ...] = ()
     """The model, then after each stage, in order; empty if one stage alone changed the numbers."""
     speed: tuple[Rung, ...] = ()
@@ -170,14 +191,17 @@ class Scorecard(Frozen):
     notes: tuple[str, ...] = ()
     """What the artifact's session said: what is in force, what fell back."""
     baseline_notes: tuple[str, ...] = ()
+    """What the baseline's session said."""
     warnings: tuple[str, ...] = ()
     """Those of the notes that ask someone to act: what stages tell whoever deploys the artifact, and
     what evals warn of. `baseline: ` stands before those about it.
     """
     environment: dict[str, Any] = {}
+    """Versions, device, driver and cores of the machine."""
     previous: Release | None = None
     """The earlier release, if the run was told of one (`--against`)."""
     rows: tuple[Measured, ...] = ()
+    """The numbers, each beside the baseline's."""
     files: tuple[FileLine, ...] = ()
     """What evals and trainings left beside their numbers."""
     loading: tuple[Loading, ...] = ()
