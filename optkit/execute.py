@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from optkit.artifact import is_artifact, read_artifact
 from optkit.common.byte_sizes import size_text
+from optkit.devices.memory_watch import MemoryWatch
 from optkit.environment import describe_environment, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
@@ -37,6 +38,8 @@ class StepOutcome:
     """It lay in the store; `seconds` is what it took when it was made."""
     seconds: float
     report: Mapping[str, Any]
+    memory: Mapping[str, Any] | None = None
+    """The `MemoryTrace` of when it was made; None if it was not read."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +109,9 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
         with store.write(step.key) as draft:
             start = time.perf_counter()
             origin = materialize(plan, 0, store, context, made) if step.stage and step.stage.reads_origin else None
-            report = run_step(
-                plan,
-                step,
-                source,
-                draft.model,
-                replace(context, origin=origin, workspace=store.workspace(step.key), may_link=index > 1),
-            )
+            its = replace(context, origin=origin, workspace=store.workspace(step.key), may_link=index > 1)
+            with MemoryWatch(step.kind, context.device) as memory:
+                report = run_step(plan, step, source, draft.model, its)
             draft.record.update(
                 kind=step.kind,
                 fields=step.stage.model_dump(mode="json") if step.stage else plan.recipe.model.model_dump(mode="json"),
@@ -122,6 +121,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 environment=describe_environment(context.device),
                 report=asdict(report),
+                memory=memory.traces[0].model_dump(mode="json"),
                 earlier=[asdict(each) for each in _outcomes(plan.steps[1:index], store, set())],
             )
         # Only now: a kill before the step lies in the store loses it, however many of its blocks
@@ -223,8 +223,9 @@ def _outcomes(steps: Sequence[Step], store: Store, made: set[str]) -> list[StepO
             told[step.key] = record
             told |= {each["key"]: each for each in record.get("earlier", ()) if each["key"] not in told}
     return [
-        StepOutcome(step.kind, step.key, step.key not in made, told[step.key]["seconds"], told[step.key]["report"])
+        StepOutcome(step.kind, step.key, step.key not in made, its["seconds"], its["report"], its.get("memory"))
         for step in steps
+        for its in (told[step.key],)
     ]
 
 

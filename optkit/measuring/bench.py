@@ -6,11 +6,12 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from optkit.devices.memory_watch import OPEN, MemoryTrace, MemoryWatch
 from optkit.environment import describe_environment
 from optkit.measure import EvalContext, Found, Opened
 from optkit.plan import PlannedEval
@@ -41,6 +42,8 @@ class Bench:
     context: EvalContext
     size_bytes: int
     """Bytes of the unmodified model's weights."""
+    openings: dict[int, tuple[MemoryTrace, ...]] = field(default_factory=dict)
+    """What opening a session needed, by its `id`, until an eval is kept that measured it."""
 
     def measure(self, session: Opened, wanted: Wanted, beside: Opened | None = None) -> None:
         """Run evals on one opened model, and keep each under its key.
@@ -50,9 +53,12 @@ class Bench:
             signals.check()
             context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[], warnings=[])
             start = time.perf_counter()
-            found = Found.of(each.eval, session, context)
+            with MemoryWatch(each.kind, self.device) as memory:
+                found = Found.of(each.eval, session, context)
             seconds = time.perf_counter() - start
-            self.keep(key, each, found, [*session.notes, *context.notes], seconds, warnings=context.warnings)
+            traces = (*self.openings.pop(id(session), ()), *memory.traces)
+            notes = [*session.notes, *context.notes]
+            self.keep(key, each, found, notes, seconds, warnings=context.warnings, memory=traces)
 
     def keep(
         self,
@@ -63,6 +69,7 @@ class Bench:
         seconds: float,
         environment: Mapping[str, Any] | None = None,
         warnings: Sequence[str] = (),
+        memory: Sequence[MemoryTrace] = (),
     ) -> None:
         """Keep what an eval measured, with what the scorecard must say beside it. Those of the notes
         that ask someone to act are `warnings`. `environment` is this process's if it is not given.
@@ -73,6 +80,7 @@ class Bench:
                 **found.to_json(),
                 "notes": list(notes),
                 "warnings": list(warnings),
+                "memory": [trace.model_dump(mode="json") for trace in memory],
                 "environment": environment or describe_environment(self.device),
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 "seconds": round(seconds, 3),
@@ -85,16 +93,20 @@ class Bench:
         """Open a session and give its memory back afterwards."""
         from optkit.session import open_session
 
-        session = open_session(
-            subject.weights(),
-            subject.settings,
-            device=self.device,
-            progress=self.context.progress,
-            trust_remote_code=subject.trust_remote_code,
-        )
+        weights = subject.weights()
+        with MemoryWatch(OPEN, self.device) as memory:
+            session = open_session(
+                weights,
+                subject.settings,
+                device=self.device,
+                progress=self.context.progress,
+                trust_remote_code=subject.trust_remote_code,
+            )
+        self.openings[id(session)] = memory.traces
         try:
             yield session
         finally:
+            self.openings.pop(id(session), None)
             session.close()
             gc.collect()
 

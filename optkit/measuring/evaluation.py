@@ -140,6 +140,7 @@ def measure_plan(
         baseline=measured.baseline,
         gates=todo.recipe.gates,
         steps=steps,
+        memory=measured.memory,
         settings=[setting.describe(todo.device) for setting in settings],
         notes=[*todo.steps[0].cost.notes, *measured.notes],
         baseline_notes=measured.baseline_notes,

@@ -9,12 +9,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from optkit.common.frozen import described
 from optkit.common.out_of_resources import is_out_of_memory
+from optkit.devices.memory_watch import OPEN, MemoryTrace, MemoryWatch, PhasedProgress
 from optkit.devices.nvml import WAITING
 from optkit.errors import EvalError, OptkitError, ResourceError
 from optkit.measure import Eval, EvalContext, Found
@@ -38,12 +40,15 @@ class Answer:
     environment: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
     """Those of the notes that ask someone to act."""
+    memory: tuple[MemoryTrace, ...] = ()
+    """Of the process that measured, in the first turn; of several evals the first has it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         said = {"notes": self.notes, "session_notes": self.session_notes, "warnings": self.warnings}
         notes = {name: list(lines) for name, lines in said.items()}
-        return {**self.found.to_json(), **notes, "environment": dict(self.environment)}
+        memory = [trace.model_dump(mode="json") for trace in self.memory]
+        return {**self.found.to_json(), **notes, "environment": dict(self.environment), "memory": memory}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Answer:
@@ -54,6 +59,7 @@ class Answer:
             session_notes=tuple(said["session_notes"]),
             environment=said["environment"],
             warnings=tuple(said.get("warnings", ())),
+            memory=tuple(map(MemoryTrace.model_validate, said.get("memory", ()))),
         )
 
 
@@ -84,13 +90,18 @@ def measure_apart(
         "turn": index,
         "threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None,
     }
-    with Child(MODULE, name="the process that measured", env=_variables(), patience_s=PATIENCE_S) as child:
+    env = _variables()
+    with (
+        MemoryWatch(OPEN, own=False) if index == 0 else nullcontext() as memory,
+        Child(MODULE, name="the process that measured", env=env, patience_s=PATIENCE_S) as child,
+    ):
         child.send(order)
         try:
-            said = child.result(context.progress)
+            said = child.result(PhasedProgress(context.progress, memory) if memory else context.progress)
         except ChildEndedError as error:
             raise _ended(error, ", ".join(each.kind for each in evals)) from error
-    return [Answer.from_json(each) for each in said]
+    first, *others = (Answer.from_json(each) for each in said)
+    return [replace(first, memory=memory.traces) if memory else first, *others]
 
 
 def _variables() -> dict[str, str]:

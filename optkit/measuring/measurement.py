@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from optkit.devices.memory_watch import MemoryTrace
 from optkit.environment import describe_environment
 from optkit.errors import EvalError, OptkitError, ResourceError
 from optkit.measure import Attachment, EvalContext, Found, Metric
@@ -33,6 +34,8 @@ class Measurement:
     environment: dict[str, Any]
     warnings: tuple[str, ...] = ()
     """Those of the notes that ask someone to act; `baseline: ` stands before those about it."""
+    memory: tuple[MemoryTrace, ...] = ()
+    """What opening and measuring them needed; of numbers of an earlier optkit there is none."""
     further: tuple[tuple[str, tuple[Metric, ...]], ...] = ()
     """Name and numbers of each further model; no numbers if it could not be timed."""
 
@@ -130,6 +133,10 @@ def measure(
         ),
         environment=environment,
         warnings=_warnings(ours, theirs),
+        memory=(
+            *_memory([entry for _, entry in of_once] + theirs, "unmodified"),
+            *_memory([entry for each, entry in evals if each not in once], "artifact"),
+        ),
         further=tuple((each.name, _numbers(each, store)) for each in further),
     )
 
@@ -189,6 +196,13 @@ def _attachments(folders: Sequence[str], found: Sequence[Found]) -> dict[str, At
     return {
         f"{folder}/{file.name}": file for folder, each in zip(folders, found, strict=True) for file in each.attachments
     }
+
+
+def _memory(entries: Sequence[Mapping[str, Any]], of: str) -> tuple[MemoryTrace, ...]:
+    """Return the traces that lie in entries of the store."""
+    return tuple(
+        MemoryTrace.model_validate({**each, "of": of}) for entry in entries for each in entry.get("memory", ())
+    )
 
 
 def _notes(

@@ -193,8 +193,8 @@ def _pool(bench: Bench, key: str, planned: PlannedEval, rounds: Rounds) -> None:
     pooled = Found(tuple(planned.eval.pool(run.turns, context)), run.answers[-1].found.attachments)
     stopped = [f"{planned.kind}: its turns were taken in {rounds.sittings} sittings"] if rounds.sittings > 1 else []
     lost = [f"{planned.kind}: {LOST}"] if rounds.lost else []
-    notes = [*run.session_notes, *context.notes, *stopped, *lost]
-    bench.keep(key, planned, pooled, notes, sum(run.seconds), run.answers[0].environment, context.warnings)
+    notes, first = [*run.session_notes, *context.notes, *stopped, *lost], run.answers[0]
+    bench.keep(key, planned, pooled, notes, sum(run.seconds), first.environment, context.warnings, first.memory)
 
 
 def _apart(bench: Bench, subject: Subject, index: int, evals: Sequence[Eval]) -> list[Answer]:

@@ -12,6 +12,7 @@ from optkit.page.answers import answers
 from optkit.page.charts.chart import Chart, printed
 from optkit.page.charts.layers import layers
 from optkit.page.charts.losses import losses
+from optkit.page.charts.memory import memory
 from optkit.page.charts.ratios import ratios
 from optkit.page.charts.roofline import roofline
 from optkit.page.charts.timings import timings
@@ -44,6 +45,7 @@ SECTIONS = (
     ("What changed", (ratios,)),
     ("Quality, stage by stage", (damage,)),
     ("Speed", (speed, timings, roofline)),
+    ("Memory", (memory,)),
     ("Layers", (layers,)),
     ("Training", (losses,)),
 )

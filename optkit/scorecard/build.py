@@ -8,10 +8,13 @@ from datetime import UTC, datetime
 from typing import Any, cast
 
 from optkit.common.statistics import Estimate
+from optkit.devices.memory_watch import MemoryTrace, thinned
 from optkit.measure import Metric
 from optkit.recipe.gates import Gate, Of, Other, Verdict, metric_key, parse_gate
 from optkit.scorecard.ratios import metric_identity, protocol_difference, ratio_to_baseline, ratio_to_earlier
 from optkit.scorecard.scorecard import Beside, GateResult, Measured, Release, Rung, Scorecard, StepLine
+
+MOST_READINGS = 300
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ def build_scorecard(
     baseline: Sequence[Metric] = (),
     gates: Mapping[str, str] | None = None,
     steps: Iterable[Any] = (),
+    memory: Sequence[MemoryTrace] = (),
     attribution: Sequence[Rung] = (),
     settings: Sequence[str] = (),
     notes: Sequence[str] = (),
@@ -89,7 +93,7 @@ def build_scorecard(
     if same_engine is not None or any(gate.of == "same engine" for gate in limits):
         references.append(_in_same_engine(baseline if same_engine is None else same_engine))
     references += [_earlier(previous, recipe, comparing)] if previous else []
-    lines = tuple(StepLine.model_validate(step, from_attributes=True) for step in steps)
+    lines, traces = _thinned([StepLine.model_validate(step, from_attributes=True) for step in steps], memory)
     of_stages = [f"{line.kind}: {note}" for line in lines for note in line.report.get("notes", ())]
     return Scorecard(
         name=name,
@@ -97,6 +101,7 @@ def build_scorecard(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         recipe=dict(recipe),
         steps=lines,
+        memory=traces,
         attribution=tuple(attribution),
         speed=tuple(speed),
         settings=tuple(settings),
@@ -107,6 +112,16 @@ def build_scorecard(
         previous=_release(previous) if previous else None,
         rows=tuple(_row(metric, references, limits) for metric in (*metrics, *missing)),
     )
+
+
+def _thinned(
+    steps: Sequence[StepLine], memory: Sequence[MemoryTrace]
+) -> tuple[tuple[StepLine, ...], tuple[MemoryTrace, ...]]:
+    """Return steps and traces with at most `MOST_READINGS` of memory together."""
+    made = [step.memory for step in steps if step.memory]
+    found = iter(thinned([*made, *memory], MOST_READINGS))
+    lines = [step.model_copy(update={"memory": next(found)}) if step.memory else step for step in steps]
+    return tuple(lines), tuple(found)
 
 
 def _release(scorecard: Scorecard) -> Release:

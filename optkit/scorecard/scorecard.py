@@ -15,6 +15,7 @@ from optkit.common.files import read_object, reading, shown, texts_of
 from optkit.common.frozen import Frozen
 from optkit.common.own_files import ATTACHMENTS
 from optkit.common.statistics import Estimate
+from optkit.devices.memory_watch import MemoryTrace
 from optkit.errors import ArtifactError
 from optkit.measure import Metric
 from optkit.recipe.gates import Of, Other, Verdict, overall
@@ -43,6 +44,8 @@ class StepLine(Frozen):
     """What it took when it was made."""
     report: dict[str, Any] = {}
     """Its `Report`: changed, skipped, details, calibrated_on."""
+    memory: MemoryTrace | None = None
+    """What it needed when it was made; None if an earlier optkit made it."""
 
     @field_validator("report")
     @classmethod
@@ -186,6 +189,8 @@ class Scorecard(Frozen):
     """The model, then after each stage, in order; empty if one stage alone changed the numbers."""
     speed: tuple[Rung, ...] = ()
     """The same of the speed; empty if engine and settings are those of the unmodified model."""
+    memory: tuple[MemoryTrace, ...] = ()
+    """What opening and measuring the models needed; with the steps' about 300 readings at most."""
     settings: tuple[str, ...] = ()
     """One line for each setting: what is in force on this device."""
     notes: tuple[str, ...] = ()

@@ -109,6 +109,10 @@ def test_timings_come_first_in_turns_then_each_model_then_both(measured):
     assert found.notes == found.baseline_notes == ("said by the session",)
     assert found.environment["device"] == "cpu"
     assert OPEN == []
+    of = [(trace.of, trace.name) for trace in found.memory]
+    unmodified, artifact = ["open", "plain"], ["open", "plain", "pair"]
+    assert of == [*(("unmodified", name) for name in unmodified), *(("artifact", name) for name in artifact)]
+    assert measured("plain", "pair", "timed").memory == found.memory, "it is in the store"
 
 
 def test_without_a_pair_the_two_models_are_never_open_together(measured, monkeypatch):

@@ -51,9 +51,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parent, "MODULE", "tests.support.turn_stand_in")
 
 
-def turn(directory: Path, context: EvalContext, evals: int = 1) -> list[parent.Answer]:
+def turn(directory: Path, context: EvalContext, evals: int = 1, index: int = 1) -> list[parent.Answer]:
     return measure_apart(
-        directory, [Attention(implementation="eager")], [Throughput()] * evals, "cpu", True, context, 1
+        directory, [Attention(implementation="eager")], [Throughput()] * evals, "cpu", True, context, index
     )
 
 
@@ -80,6 +80,14 @@ def test_what_goes_there_and_comes_back(stand_in: None, tmp_path: Path) -> None:
         "calibrated_on": [{"dataset": "d"}],
     }
     assert progress.lines == ["opened"]
+
+
+def test_the_memory_of_the_process_is_read_in_the_first_turn(stand_in: None, tmp_path: Path) -> None:
+    first, second = turn(tmp_path / "good", EvalContext(), evals=2, index=0)
+    assert [(each.name, each.allocated_bytes) for each in first.memory] == [("open", ()), ("throughput", ())]
+    assert parent.Answer.from_json(first.to_json()) == first
+    assert second.memory == ()
+    assert [each.memory for each in turn(tmp_path / "good", EvalContext())] == [()]
 
 
 def test_its_errors_are_ours(stand_in: None, tmp_path: Path) -> None:

@@ -136,6 +136,15 @@ def test_a_second_run_computes_nothing_and_a_common_prefix_is_shared(planned):
     assert RUNS == [0.5, 0.25, 3]
 
 
+def test_the_memory_that_a_step_needed_stays_with_it_in_the_store(planned):
+    (made,) = execute(*planned({"halve": {}}), Context()).steps
+    assert made.memory["name"] == "halve"
+    assert min(made.memory["resident_bytes"]) > 2**20
+    (stored,) = execute(*planned({"halve": {}}), Context()).steps
+    assert stored.cached
+    assert stored.memory == made.memory
+
+
 def test_after_a_failure_the_next_run_goes_on_from_the_last_finished_step(planned):
     with pytest.raises(ResourceError, match=r"dies: memory ran out\. Lower the samples"):
         execute(*planned({"halve": {}}, {"dies": {}}), Context())

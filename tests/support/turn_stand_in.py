@@ -33,6 +33,9 @@ def work(parent: Parent) -> Any:
     match Path(order["directory"]).name:
         case "good":
             parent.say("opened")
+            if order["turn"] == 0:
+                with parent.task("throughput, turn 1 of 2", 1):
+                    time.sleep(0.05)
             environment = {
                 "threads": order["threads"],
                 "waiting": os.environ["OPTKIT_PARENT_ON_GPU"],

@@ -17,6 +17,9 @@ CHANGES: Mapping[str, Colour] = {"better": "blue", "worse": "vermillion", "": "g
 """What a change for the better, for the worse and of unknown direction is drawn in."""
 
 
+MODELS: tuple[tuple[str, Colour], ...] = (("unmodified", "orange"), ("artifact", "blue"))
+
+
 def paint(colour: Colour) -> str:
     """Return what a mark's `fill` or `stroke` is set to."""
     return f"var(--{colour})"
@@ -96,6 +99,18 @@ def printed(charts: Iterable[Chart], most: float = 1800) -> set[str]:
 def reference(value: float, across: bool = True) -> Mark:
     """Return the line of what everything else is compared with."""
     return Mark("ruleX" if across else "ruleY", [{"at": value}], {"x" if across else "y": "at", "stroke": paint("ink")})
+
+
+def estimates(points: Sequence[Mapping[str, Any]], colour: Colour, x: str, y: str) -> list[Mark]:
+    """Return a dot for each point at its field `x`, in the row of its field `y`, and the line of its
+    interval from `low` to `high` if it has one; `hint` is shown.
+    """
+    sure = [point for point in points if point["low"] is not None]
+    line = {"x1": "low", "x2": "high", "y": y, "stroke": paint(colour), "strokeWidth": 3, "strokeOpacity": 0.5}
+    return [
+        Mark("link", sure, line),
+        Mark("dot", points, {"x": x, "y": y, "fill": paint(colour), "r": 5, "title": "hint"}),
+    ]
 
 
 def _visible(record: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from optkit.comparison import Column, Comparison, Difference, Floor, Group
 from optkit.comparison.choice import difference_text
 from optkit.comparison.table import compared_with
-from optkit.page.charts.chart import Chart, Colour, Key, Mark, paint, reference
+from optkit.page.charts.chart import Chart, Colour, Key, Mark, estimates, paint, reference
 from optkit.scorecard import format_ratio, format_value
 
 MOST = 30
@@ -39,11 +39,7 @@ def _chart(column: Column, found: dict[str, Difference], other: str, floor: Floo
     marks.append(reference(centre))
     for relation, colour in RELATIONS.items():
         own = [point for point in points if point["relation"] == relation]
-        sure = [point for point in own if point["low"] is not None]
-        marks += [
-            Mark("link", sure, {"x1": "low", "x2": "high", "y": "label", "stroke": paint(colour), "strokeWidth": 3}),
-            Mark("dot", own, {"x": "value", "y": "label", "fill": paint(colour), "r": 5, "title": "hint"}),
-        ]
+        marks += estimates(own, colour, "value", "label")
     wide = relative and max(each["value"] for each in points) / min(each["value"] for each in points) > 3
     words = f"times that of {other}" if relative else f"more than {other}, {column.unit}"
     return Chart(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from optkit.page.charts.chart import CHANGES, Chart, Key, Mark, paint, reference
+from optkit.page.charts.chart import CHANGES, Chart, Key, Mark, estimates, paint, reference
 from optkit.page.titles import Titles
 from optkit.recipe.gates import parse_gate
 from optkit.scorecard import Measured, Scorecard, change_of, format_ratio, metric_label, value_text
@@ -23,21 +23,7 @@ def ratios(scorecard: Scorecard) -> list[Chart]:
     marks = [reference(1)]
     for change, colour in CHANGES.items():
         own = [point for point in points if point["change"] == change]
-        marks.append(
-            Mark(
-                "link",
-                [point for point in own if point["low"] is not None],
-                {
-                    "x1": "low",
-                    "x2": "high",
-                    "y": "metric",
-                    "stroke": paint(colour),
-                    "strokeWidth": 3,
-                    "strokeOpacity": 0.5,
-                },
-            )
-        )
-        marks.append(Mark("dot", own, {"x": "ratio", "y": "metric", "fill": paint(colour), "r": 5, "title": "hint"}))
+        marks += estimates(own, colour, "ratio", "metric")
     limits = [
         {"metric": titles(row.metric), "limit": gate.limit, "hint": f"gate {gate.text}"}
         for row in found[:MOST]

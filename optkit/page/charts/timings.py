@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from optkit.measure import Metric
-from optkit.page.charts.chart import Chart, Colour, Key, Mark, paint
+from optkit.page.charts.chart import MODELS, Chart, Key, Mark, estimates, paint
 from optkit.scorecard import Measured, Scorecard, format_value
 
 MOST = 4
 """Configurations that are drawn; the table has all."""
-MODELS: tuple[tuple[str, Colour], ...] = (("unmodified", "orange"), ("artifact", "blue"))
 
 
 def timings(scorecard: Scorecard) -> list[Chart]:
@@ -30,13 +29,9 @@ def _latencies(index: int, labels: str, rows: list[Measured]) -> Chart:
     for model, colour in MODELS:
         own = [point for point in taken if point["model"] == model]
         means = [point for point in own if point["kind"] == "mean"]
-        line = {"y": "row", "stroke": paint(colour)}
         repeats = [point for point in own if point["kind"] == "repeat"]
-        marks += [
-            Mark("tickX", repeats, {"x": "seconds", **line, "strokeOpacity": 0.45, "inset": 3}),
-            Mark("link", means, {"x1": "low", "x2": "high", **line, "strokeWidth": 3}),
-            Mark("dot", means, {"x": "seconds", "y": "row", "fill": paint(colour), "r": 5, "title": "hint"}),
-        ]
+        ticks = {"x": "seconds", "y": "row", "stroke": paint(colour), "strokeOpacity": 0.45, "inset": 3}
+        marks += [Mark("tickX", repeats, ticks), *estimates(means, colour, "seconds", "row")]
     return Chart(
         f"latency-{index}",
         f"Latency{f': {labels}' if labels else ''}",
