@@ -13,6 +13,7 @@ from optkit.comparison import Column, Comparison, Entry, Floor, Group
 from optkit.comparison.table import (
     UNMODIFIED,
     CellText,
+    all_shown,
     beside_first,
     bests_text,
     cell_text,
@@ -20,11 +21,13 @@ from optkit.comparison.table import (
     floor_text,
     heading,
     left_out_lines,
+    legend,
+    limits,
+    protocol_lines,
     shown_columns,
     standing,
     unmodified_cells,
 )
-from optkit.scorecard import footnotes
 from optkit_cli.tables import VERDICT_STYLES, fits, indented, plain_table
 
 STYLES = {"better": "green", "worse": "", "none": "dim", None: ""}
@@ -53,11 +56,9 @@ def comparison_view(comparison: Comparison) -> list[RenderableType]:
             found += [Text(""), Text(f"beside {compared_with(group)}"), beside]
     notes = [("note", line) for line in (*comparison.notes, *left_out_lines(comparison))]
     notes += [("noise", floor_text(floor, comparison.column(floor.column))) for floor in _floors(comparison)]
-    legend = (
-        "x: ratio to the unmodified model; [ ]: its 95% interval; front: no other is at least as good in all axes and "
-        "measurably better in one; knee: of these the nearest to the best of each axis"
-    )
-    for part in (indented(_protocols(comparison)), indented(notes), Text(legend, style="dim")):
+    protocols = [(f"[{number}]", line) for number, line in enumerate(protocol_lines(comparison), start=1)]
+    words = "\n".join(dict.fromkeys(legend(comparison, group) for group in comparison.groups))
+    for part in (indented(protocols), indented(notes), Text(words, style="dim")):
         if part is not None:
             found += [Text(""), part]
     return found
@@ -82,7 +83,7 @@ class Numbers:
     def _wide(self, columns: list[Column]) -> Table:
         required = bool(self.comparison.require)
         heads = ("", "stands", "gates", *(("required",) if required else ()))
-        table = plain_table(*heads, *map(_head, columns))
+        table = plain_table(*heads, *map(self._head, columns))
         for name, entry, cells in self._lines(columns):
             about = [Text(standing(entry)), _verdict_of(entry)] if entry else [Text(""), Text("")]
             if required:
@@ -91,7 +92,7 @@ class Numbers:
         return table
 
     def _narrow(self, columns: list[Column]) -> Table:
-        table = plain_table("", *map(_head, columns))
+        table = plain_table("", *map(self._head, columns))
         table.columns[0].max_width = WIDEST_NAME
         for name, entry, cells in self._lines(columns):
             if entry:
@@ -103,6 +104,10 @@ class Numbers:
             table.add_row(name, *(_cell(each, "\n") for each in cells))
         return table
 
+    def _head(self, column: Column) -> str:
+        lines = [heading(column).replace("[", "\n[").replace(",", "\n"), *limits(self.comparison, self.group, column)]
+        return ">" + "\n".join(lines)
+
     def _lines(self, columns: list[Column]) -> Iterator[tuple[Text, Entry | None, list[CellText]]]:
         if unmodified := unmodified_cells(self.comparison, self.group, columns):
             yield Text(UNMODIFIED, style="dim"), None, unmodified
@@ -113,10 +118,6 @@ class Numbers:
 
 def _entries(comparison: Comparison, group: Group) -> list[Entry]:
     return [comparison.entry(label) for label in group.entries[:MOST_LINES]]
-
-
-def _head(column: Column) -> str:
-    return ">" + heading(column).replace("[", "\n[").replace(",", "\n")
 
 
 def _cell(cell: CellText, gap: str) -> Text:
@@ -138,20 +139,6 @@ def _verdict(group: Group) -> Text:
     return Text.assemble(("pick  " if group.pick else "no pick  ", "dim"), (group.why, "bold"))
 
 
-def _shown(comparison: Comparison) -> list[Column]:
-    return [column for group in comparison.groups for column in shown_columns(comparison, group)]
-
-
-def _protocols(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return a footnote for each protocol, with the columns that were measured by it."""
-    titles: dict[str, list[str]] = {}
-    for column in _shown(comparison):
-        its = titles.setdefault(column.protocol, [])
-        its += [column.title] if column.title not in its else []
-    lines = zip(titles.values(), footnotes([*titles]), strict=True)
-    return [(f"[{number}]", f"{', '.join(its)}: {line}") for number, (its, line) in enumerate(lines, start=1)]
-
-
 def _floors(comparison: Comparison) -> list[Floor]:
-    shown = {column.key for column in _shown(comparison)}
+    shown = {column.key for column in all_shown(comparison)}
     return [floor for floor in comparison.floors if floor.column in shown]

@@ -23,7 +23,7 @@ from optkit.scorecard import (
     StepLine,
     first_rows,
     footnotes,
-    format_value,
+    interval_text,
     other_notes,
     protocols,
     table_rows,
@@ -154,7 +154,7 @@ def _cells(measured: Measured, row: Row, *, narrow: bool) -> tuple[Text, ...]:
     if row.ratio != "-":
         uncertain = Text(row.ratio.replace(" [", f"{gap}["), style=RATIO_STYLES[row.change])
     elif metric.interval and first:
-        uncertain = Text(f"± {format_value(metric.value, metric.unit, metric.interval).split(' ± ')[1].split(' ')[0]}")
+        uncertain = Text(interval_text(metric.value, metric.unit, metric.interval))
     gates = [
         Text.assemble(
             gate.limit,

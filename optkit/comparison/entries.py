@@ -40,7 +40,7 @@ def entries_of(
                 ),
                 fields=its,
                 verdict=card.verdict,
-                gated=any(row.gates for row in card.rows),
+                gates=tuple(gate for row in card.rows for gate in row.gates),
                 requirements=results,
                 meets=overall([each.verdict for each in results]),
                 passes=overall([card.verdict, *(each.verdict for each in results)]),

@@ -83,8 +83,8 @@ class Entry(Frozen):
     """The fields of its recipe that differ among the entries, e.g. `stages.0.rtn.bits: 4`."""
     verdict: Verdict
     """Of its recipe's gates."""
-    gated: bool
-    """The recipe has gates."""
+    gates: tuple[GateResult, ...] = ()
+    """Of its recipe."""
     requirements: tuple[GateResult, ...] = ()
     """What `--require` asked; the worst row of each."""
     meets: Verdict = Verdict.PASS
@@ -104,6 +104,12 @@ class Entry(Frozen):
     differences: tuple[Difference, ...] = ()
     """To the pick of its group, else to its knee, else to the first; empty of that one itself."""
     cells: tuple[Cell, ...] = ()
+
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def gated(self) -> bool:
+        """Its recipe has gates."""
+        return bool(self.gates)
 
     def cell(self, column: str) -> Cell | None:
         """Return the cell of a column, by its key."""

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from optkit.common.markdown import markdown_table
 from optkit.comparison.choice import difference_text
 from optkit.comparison.result import Cell, Column, Comparison, Entry, Floor, Group, Relation
-from optkit.scorecard.numbers import format_ratio, format_value, significant
+from optkit.recipe.gates import parse_gate
+from optkit.scorecard.numbers import format_ratio, format_value, interval_text, significant
 from optkit.scorecard.table import FAILED, NOTHING, footnotes, numbered
 
 EXTRAS = ("kl_divergence", "top1_agreement", "prefill_tokens_per_s", "peak_memory_bytes")
 """Metrics that are shown beside the axes if there is room, and those of tasks before them."""
 UNMODIFIED = "unmodified"
+PICK, KNEE = "pick", "knee"
+"""How an entry stands."""
 CELL_FIELDS = ("value", "low", "high", "ratio", "ratio_low", "ratio_high", "change", "failure")
 
 
@@ -26,7 +29,7 @@ class CellText:
     value: str
     ratio: str = ""
     interval: str = ""
-    """Of the ratio; of the value if there is no ratio."""
+    """Of the ratio; of the value if there is no ratio. Of the unmodified model's size the bits per weight."""
     change: Relation | None = None
 
     def __str__(self) -> str:
@@ -53,8 +56,7 @@ def cell_text(cell: Cell | None, column: Column) -> CellText:
         return CellText(NOTHING if cell is None else FAILED)
     value = format_value(cell.value, column.unit)
     if cell.ratio is None:
-        whole = format_value(cell.value, column.unit, cell.interval)
-        return CellText(value, "", f"± {whole.split(' ± ')[1].split(' ')[0]}" if cell.interval else "", cell.change)
+        return CellText(value, "", interval_text(cell.value, column.unit, cell.interval), cell.change)
     ratio, _, interval = format_ratio(cell.ratio, cell.ratio_interval).partition(" ")
     return CellText(value, ratio, interval, cell.change)
 
@@ -66,10 +68,17 @@ def unmodified_cells(comparison: Comparison, group: Group, columns: list[Column]
     entries = [entry for entry in comparison.entries if entry.label in group.entries]
     if len({entry.model for entry in entries}) > 1:
         return None
+
+    def mean(key: str) -> float | None:
+        known = [cell.baseline for entry in entries if (cell := entry.cell(key)) and cell.baseline is not None]
+        return sum(known) / len(known) if known else None
+
     found = []
     for column in columns:
-        known = [cell.baseline for entry in entries if (cell := entry.cell(column.key)) and cell.baseline is not None]
-        found.append(CellText(format_value(sum(known) / len(known), column.unit) if known else NOTHING))
+        value = mean(column.key)
+        bits = mean("bits_per_weight") if column.unit == "bytes" and column.role == "size" else None
+        text = NOTHING if value is None else format_value(value, column.unit)
+        found.append(CellText(text, "", f"{bits:.3g} bits per weight" if bits else ""))
     return found if any(each.value != NOTHING for each in found) else None
 
 
@@ -83,9 +92,9 @@ def bests_text(comparison: Comparison, group: Group) -> str:
 def standing(entry: Entry) -> str:
     """Return where a scorecard stands: the pick, the knee, on the front, or behind another."""
     if entry.pick:
-        return "pick"
+        return PICK
     if entry.knee:
-        return "knee"
+        return KNEE
     if entry.front:
         return "front"
     return f"behind {entry.dominated_by[0]}" if entry.dominated_by else NOTHING
@@ -116,6 +125,51 @@ def heading(column: Column) -> str:
     return f"{column.title} {'↑' if column.higher_is_better else '↓'}"
 
 
+def limits(comparison: Comparison, group: Group, column: Column) -> list[str]:
+    """Return the limits to a column, e.g. `gate <= 1.10x`: those of recipes, and what is required."""
+    entries = [comparison.entry(label) for label in group.entries]
+    asked = [("gate", gate) for entry in entries for gate in entry.gates]
+    asked += [("required", gate) for entry in entries[:1] for gate in entry.requirements]
+    found = dict.fromkeys((word, gate.key, gate.limit, gate.of) for word, gate in asked)
+    parsed = ((word, parse_gate(key, limit)) for word, key, limit, _ in found)
+    return [
+        f"{word} {gate.text}"
+        for word, gate in parsed
+        if gate.name == column.name and gate.labels.items() <= column.labels.items()
+    ]
+
+
+def all_shown(comparison: Comparison) -> list[Column]:
+    """Return the columns that the tables of all groups show."""
+    return [column for group in comparison.groups for column in shown_columns(comparison, group)]
+
+
+def protocol_lines(comparison: Comparison) -> list[str]:
+    """Return a footnote for each protocol, with the columns that were measured by it before it."""
+    titles: dict[str, dict[str, None]] = {}
+    for column in all_shown(comparison):
+        titles.setdefault(column.protocol, {})[column.title] = None
+    return [f"{', '.join(its)}: {line}" for its, line in zip(titles.values(), footnotes([*titles]), strict=True)]
+
+
+def legend(comparison: Comparison, group: Group) -> str:
+    """Return what the words and signs of a group's table mean."""
+    *most, last = (comparison.column(key).title for key in group.axes)
+    axes = f"{', '.join(most)} and {last}" if most else last
+    near = "of those that pass, the nearest to the best of each"
+    standings = {standing(comparison.entry(label)) for label in group.entries}
+    pick = f"Pick: of those that pass, the best by {comparison.best}." if comparison.best else f"Pick: {near}."
+    words = [
+        "x: ratio to the unmodified model, behind it its 95% interval. ↓: less is better, ↑: more.",
+        f"Behind: another is at least as good in {axes} and measurably better in one; the others are the front."
+        if len(group.entries) > 1
+        else "",
+        pick if PICK in standings else "",
+        f"Knee: {near}." if KNEE in standings else "",
+    ]
+    return " ".join(filter(None, words))
+
+
 def to_markdown(comparison: Comparison) -> str:
     """Return the tables of all groups, the reasons, the noise floor and the protocols."""
     return "\n\n".join(part for part in _parts(comparison) if part) + "\n"
@@ -142,8 +196,8 @@ def _parts(comparison: Comparison) -> Iterator[str]:
     lines = [floor_text(floor, comparison.column(floor.column)) for floor in comparison.floors]
     yield "Noise floor\n\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
     yield "\n".join(f"- {line}" for line in [*comparison.notes, *left_out_lines(comparison)])
-    shown = [column for group in comparison.groups for column in shown_columns(comparison, group)]
-    protocols = footnotes(list(dict.fromkeys(column.protocol for column in shown)))
+    yield "\n\n".join(dict.fromkeys(legend(comparison, group) for group in comparison.groups))
+    protocols = protocol_lines(comparison)
     yield f"Protocols\n\n{numbered(protocols)}" if protocols else ""
 
 

@@ -11,24 +11,28 @@ from optkit.comparison import Column as Metric
 from optkit.comparison import Comparison, Entry, Group
 from optkit.comparison.table import (
     UNMODIFIED,
+    all_shown,
     bests_text,
     cell_text,
     compared_with,
     floor_text,
     heading,
     left_out_lines,
+    legend,
+    limits,
+    protocol_lines,
     shown_columns,
     standing,
     unmodified_cells,
 )
 from optkit.page.charts.chart import Chart, printed
 from optkit.page.charts.differences import differences
-from optkit.page.charts.tradeoffs import recipe_lines, tradeoffs
+from optkit.page.charts.tradeoffs import tradeoffs
 from optkit.page.command import command
 from optkit.page.render import render
 from optkit.page.table import Cell, Column, TableRow, apart
 from optkit.recipe.gates import Verdict
-from optkit.scorecard import Scorecard, footnotes
+from optkit.scorecard import Scorecard
 
 MOST_ROWS = 100
 """Of a group's table, by rank; `optkit compare --csv` has all."""
@@ -41,8 +45,11 @@ class Ranked:
 
     group: Group
     title: str
+    why: str
+    """What follows the name of the pick in a sentence."""
     tiles: list[dict[str, str]]
     columns: list[Column]
+    unmodified: TableRow | None
     rows: list[TableRow]
     more: int
     """Entries that the table leaves out."""
@@ -52,8 +59,8 @@ class Ranked:
     """Whom the differences are to."""
     command: str
     """What makes the pick."""
-    axes: str
-    """What they are ranked by."""
+    legend: str
+    """What the table's words and signs mean."""
     bests: str
     """Which one to take if one of the axes alone counts."""
 
@@ -62,7 +69,6 @@ def comparison_page(comparison: Comparison, picks: Mapping[str, Scorecard] | Non
     """Return the page of a comparison. `picks` are scorecards by their labels, for the commands."""
     groups = [_ranked(comparison, index, picks or {}) for index in range(len(comparison.groups))]
     charts = [chart for each in groups for chart in (*each.tradeoffs, *each.differences)]
-    shown = [column for group in comparison.groups for column in shown_columns(comparison, group)]
     values = {
         "comparison": comparison,
         "title": _title(comparison),
@@ -72,10 +78,10 @@ def comparison_page(comparison: Comparison, picks: Mapping[str, Scorecard] | Non
         "floors": [
             floor_text(floor, column)
             for floor in comparison.floors
-            if (column := comparison.column(floor.column)) in shown
+            if (column := comparison.column(floor.column)) in all_shown(comparison)
         ],
         "notes": [*comparison.notes, *left_out_lines(comparison)],
-        "protocols": footnotes(list(dict.fromkeys(column.protocol for column in shown))),
+        "protocols": protocol_lines(comparison),
         "machines": list(dict.fromkeys(entry.device for entry in comparison.entries if entry.device)),
     }
     return render("comparison.html.j2", charts, values)
@@ -92,20 +98,24 @@ def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) 
     metrics = shown_columns(comparison, group)
     entries = [comparison.entry(label) for label in group.entries]
     pick = next((entry for entry in entries if entry.pick), None)
-    heads = [Column("artifact", words=True), Column("stands", words=True), Column("gates", words=True)]
+    settings = list(dict.fromkeys(name for entry in entries for name in _settings(entry)))
+    said = (", ".join(settings),) if settings else ()
+    heads = [Column("artifact", words=True, small=said), Column("stands", words=True), Column("gates", words=True)]
     heads += [Column("required", words=True)] if comparison.require else []
     return Ranked(
         group,
         f"Group {index + 1}" if len(comparison.groups) > 1 else "All of them",
+        _why(group),
         [_tile(pick, metric) for metric in metrics[:6]] if pick else [],
-        [*heads, *(Column(heading(metric)) for metric in metrics)],
-        [*_unmodified(comparison, group, metrics), *(_row(comparison, each, metrics) for each in entries[:MOST_ROWS])],
+        [*heads, *(_head(comparison, group, metric) for metric in metrics)],
+        _unmodified(comparison, group, metrics),
+        [_row(comparison, each, metrics, settings) for each in entries[:MOST_ROWS]],
         max(0, len(entries) - MOST_ROWS),
         tradeoffs(comparison, group, f"against-{index}"),
         differences(comparison, group, f"beside-{index}"),
         compared_with(group),
         command(picks[pick.label]) if pick and pick.label in picks else "",
-        axes=" and ".join(comparison.column(key).title for key in group.axes),
+        legend=legend(comparison, group),
         bests=bests_text(comparison, group),
     )
 
@@ -118,10 +128,35 @@ def _tile(entry: Entry, metric: Metric) -> dict[str, str]:
     return {"name": metric.title, "number": number, "rest": rest.strip(), "change": change or ""}
 
 
-def _row(comparison: Comparison, entry: Entry, metrics: list[Metric]) -> TableRow:
+def _why(group: Group) -> str:
+    """Return the reason without the name of the pick at its beginning."""
+    if not group.why:
+        return ": it is the only one"
+    rest = group.why.removeprefix(f"{group.pick} ")
+    return f" {rest}" if rest.startswith("over ") else f": it {rest}"
+
+
+def _head(comparison: Comparison, group: Group, metric: Metric) -> Column:
+    protocols = list(dict.fromkeys(column.protocol for column in all_shown(comparison)))
+    number = f"[{protocols.index(metric.protocol) + 1}]"
+    return Column(heading(metric), small=(number, *limits(comparison, group, metric)))
+
+
+def _rank_before(comparison: Comparison, entry: Entry) -> int | None:
+    return comparison.entry(entry.dominated_by[0]).rank
+
+
+def _settings(entry: Entry) -> dict[str, Any]:
+    """Return what its recipe says otherwise than others, by names without the stage's place and kind."""
+    return {re.sub(r"^stages\.\d+(\.\w+\.)?", "", path) or "stage": value for path, value in entry.fields.items()}
+
+
+def _row(comparison: Comparison, entry: Entry, metrics: list[Metric], settings: list[str]) -> TableRow:
+    own = _settings(entry)
+    said = ", ".join(str(own.get(name, "-")) for name in settings)
     cells = [
-        Cell(f"{entry.rank}. {entry.label}" if entry.rank else entry.label, small=", ".join(recipe_lines(entry))),
-        Cell(standing(entry), kind="words"),
+        Cell(f"{entry.rank}. {entry.label}" if entry.rank else entry.label, small=said),
+        Cell(f"behind {_rank_before(comparison, entry)}" if entry.dominated_by else standing(entry), kind="words"),
         Cell(str(entry.verdict) if entry.gated else "-", kind=f"words {entry.verdict if entry.gated else ''}"),
     ]
     if comparison.require:
@@ -137,9 +172,10 @@ def _row(comparison: Comparison, entry: Entry, metrics: list[Metric]) -> TableRo
     return TableRow(tuple(cells), "pick" if entry.pick else "")
 
 
-def _unmodified(comparison: Comparison, group: Group, metrics: list[Metric]) -> list[TableRow]:
+def _unmodified(comparison: Comparison, group: Group, metrics: list[Metric]) -> TableRow | None:
     texts = unmodified_cells(comparison, group, metrics)
     if texts is None:
-        return []
+        return None
     empty: list[Any] = [Cell("", kind="words")] * (3 if comparison.require else 2)
-    return [TableRow((Cell(UNMODIFIED), *empty, *(Cell(text.value, None, number=True) for text in texts)), "bare")]
+    numbers = (Cell(text.value, None, number=True, small=text.interval) for text in texts)
+    return TableRow((Cell(UNMODIFIED), *empty, *numbers), "bare")

@@ -18,6 +18,8 @@ class Column:
     title: str
     words: bool = False
     """It holds texts and no numbers: aligned to the left."""
+    small: tuple[str, ...] = ()
+    """Lines below it."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from optkit.scorecard.attribution import Waterfall, waterfall
 from optkit.scorecard.build import build_scorecard
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
 from optkit.scorecard.markdown import to_markdown
-from optkit.scorecard.numbers import format_ratio, format_value
+from optkit.scorecard.numbers import format_ratio, format_value, interval_text
 from optkit.scorecard.ratios import metric_identity, protocol_difference, ratio_to_baseline, ratio_to_earlier
 from optkit.scorecard.scorecard import (
     Beside,
@@ -49,6 +49,7 @@ __all__ = [
     "footnotes",
     "format_ratio",
     "format_value",
+    "interval_text",
     "loading_cells",
     "loading_columns",
     "loading_notes",

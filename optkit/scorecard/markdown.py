@@ -27,7 +27,8 @@ def to_markdown(scorecard: Scorecard) -> str:
     sections = {
         f"# {scorecard.name}": f"{verdict} · {scorecard.created} · artifact `{scorecard.artifact_key[:12]}`",
         "## Numbers": f"{markdown_table(('metric', 'baseline', 'artifact', 'ratio [95%]', 'gate'), rows)}\n\n"
-        "Baseline: the unmodified model, measured by the same protocol. ±: half of the 95% interval. [n]: protocol."
+        "Baseline: the unmodified model, measured by the same protocol. ±: half of the 95% interval; "
+        "[ ]: its ends. [n]: protocol."
         f"{_previous(scorecard)}"
         if rows
         else "Nothing was measured.",

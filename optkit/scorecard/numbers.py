@@ -23,12 +23,21 @@ SCALES: dict[str, tuple[tuple[float, str], ...]] = {
 
 
 def format_value(value: float, unit: str, interval: tuple[float, float] | None = None) -> str:
-    """Return e.g. `20.52 ± 1.9`, `538.1 MB`, `4.213 ms ± 0.020`, `123.4 ± 2.1 tok/s`."""
+    """Return e.g. `20.52 ± 1.9`, `538.1 MB`, `123.4 ± 2.1 tok/s`, `80.1 [54.5, 100] %`."""
     scale, shown = _scale(value, unit)
-    text = significant(value / scale, 4)
-    if interval is not None:
-        text += f" ± {significant((interval[1] - interval[0]) / 2 / scale, 2)}"
-    return f"{text} {shown}".rstrip()
+    return " ".join(filter(None, (significant(value / scale, 4), interval_text(value, unit, interval), shown)))
+
+
+def interval_text(value: float, unit: str, interval: tuple[float, float] | None) -> str:
+    """Return half of an interval as `± 1.9`, and both ends if it is cut off at 0 or at 100%: half of
+    what is left says nothing. It has no unit, and is empty without an interval.
+    """
+    if interval is None:
+        return ""
+    (low, high), (scale, _) = interval, _scale(value, unit)
+    if low < high and (low == 0 or (unit == "fraction" and high == 1)):
+        return f"[{significant(low / scale, 3)}, {significant(high / scale, 3)}]"
+    return f"± {significant((high - low) / 2 / scale, 2)}"
 
 
 def format_ratio(ratio: float, interval: tuple[float, float] | None = None) -> str:

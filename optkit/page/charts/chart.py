@@ -29,7 +29,10 @@ def paint(colour: Colour) -> str:
 class Mark:
     """Marks of one kind: a record for each, and how its fields are shown."""
 
-    kind: Literal["dot", "lineY", "link", "text", "tickX", "ruleX", "ruleY", "rect", "barX"]
+    kind: Literal["dot", "lineY", "link", "text", "tickX", "ruleX", "ruleY", "rect", "barX", "numbers"]
+    """`numbers` is the script's: a `number` in the `ink` of its record, those of dots that cover each
+    other above them.
+    """
     data: Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
     """Of the mark. A word that is a field of the records says which one; `title` is the field that

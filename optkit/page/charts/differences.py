@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optkit.comparison import Column, Comparison, Difference, Floor, Group
@@ -12,6 +14,8 @@ from optkit.scorecard import format_ratio, format_value
 
 MOST = 30
 """Rows that are drawn, by rank."""
+TICKS = 4
+"""Steps of a scale, about."""
 RELATIONS: dict[str, Colour] = {"better": "blue", "worse": "vermillion", "none": "grey"}
 
 
@@ -42,11 +46,12 @@ def _chart(column: Column, found: dict[str, Difference], other: str, floor: Floo
         marks += estimates(own, colour, "value", "label")
     wide = relative and max(each["value"] for each in points) / min(each["value"] for each in points) > 3
     words = f"times that of {other}" if relative else f"more than {other}, {column.unit}"
+    scale = {"type": "log"} if wide else _even(points, centre)
     return Chart(
         name,
         f"{column.title} beside {other}",
         marks,
-        {"label": words, "grid": True, "tickFormat": "~g", "type": "log" if wide else "linear"},
+        {"label": words, "grid": True, "tickFormat": "~g", **scale},
         rows=[point["label"] for point in points],
         keys=[
             Key("better", "blue"),
@@ -55,6 +60,18 @@ def _chart(column: Column, found: dict[str, Difference], other: str, floor: Floo
             *([Key("noise floor", "floor", "band")] if floor else []),
         ],
     )
+
+
+def _even(points: Sequence[Mapping[str, Any]], centre: float) -> dict[str, Any]:
+    """Return a linear scale with ticks on both sides of the centre, as far as the points reach."""
+    ends = [each[end] for each in points for end in ("low", "value", "high") if each[end] is not None]
+    low, high = min(*ends, centre), max(*ends, centre)
+    rough = (high - low) / TICKS or 1.0
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * leading for leading in (1, 2, 5, 10) if power * leading >= rough)
+    first, last = math.floor((low - centre) / step), math.ceil((high - centre) / step)
+    ticks = [centre + step * index for index in range(first, last + 1)]
+    return {"type": "linear", "domain": [ticks[0], ticks[-1]], "ticks": ticks}
 
 
 def _point(label: str, column: Column, each: Difference) -> dict[str, Any]:

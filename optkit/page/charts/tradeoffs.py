@@ -123,7 +123,11 @@ def _chart(comparison: Comparison, entries: Sequence[Entry], x: Side, y: Side, n
         {**x.scale, "type": _type(drawn, "x"), "insetLeft": 34, "insetRight": 34},
         {**y.scale, "type": _type(drawn, "y"), "insetTop": 22, "insetBottom": 12},
         keys=[
-            *(Key(words, colour, shape) for stands, colour, shape, words in STANDS if _any(points, stands)),
+            *(
+                Key(f"{words}: {point['label']}" if stands == "pick" else words, colour, shape)
+                for stands, colour, shape, words in STANDS
+                if (point := next((each for each in points if each["stands"] == stands), None))
+            ),
             Key("the unmodified model", "orange"),
             *([Key("noise floor", "floor", "band")] if {x.column.key, y.column.key} & floors.keys() else []),
         ],
@@ -159,10 +163,6 @@ def _type(points: Sequence[Mapping[str, Any]], name: str) -> str:
     return "log" if min(values) > 0 and max(values) / min(values) > WIDE_RANGE else "linear"
 
 
-def _any(points: Sequence[Mapping[str, Any]], stands: str) -> bool:
-    return any(point["stands"] == stands for point in points)
-
-
 def _point_marks(points: Sequence[Mapping[str, Any]]) -> list[Mark]:
     front = sorted((each for each in points if each["stands"] in ("pick", "front")), key=lambda each: each["x"])
     line = {"x": "x", "y": "y", "stroke": paint("blue"), "strokeDasharray": "5 4", "strokeOpacity": 0.6}
@@ -178,15 +178,9 @@ def _point_marks(points: Sequence[Mapping[str, Any]]) -> list[Mark]:
         fill = paint(colour) if shape == "dot" else "var(--panel)"
         look = {"fill": fill, "stroke": paint(colour), "strokeWidth": 2, "r": 9 if numbered else 5}
         marks.append(Mark("dot", own, {"x": "x", "y": "y", **look, "title": "hint"}))
-        if numbered:
-            ink = "var(--panel)" if shape == "dot" else paint("ink")
-            marks.append(Mark("text", own, {"x": "x", "y": "y", "text": "rank", "fill": ink, "fontSize": 11}))
-    picked = [point for point in points if point["stands"] == "pick"]
-    across = [point["x"] for point in points]
-    on_the_right = any(2 * point["x"] > min(across) + max(across) for point in picked)
-    beside = {"textAnchor": "end", "dx": -14} if on_the_right else {"textAnchor": "start", "dx": 14}
-    words = {"text": "label", "dy": -12, "fill": paint("ink"), "fontWeight": "bold", **beside}
-    return [*marks, Mark("text", picked, {"x": "x", "y": "y", **words})]
+    inks = {stands: "var(--panel)" if shape == "dot" else paint("ink") for stands, _, shape, _ in STANDS}
+    ranks = [{"x": each["x"], "y": each["y"], "number": each["rank"], "ink": inks[each["stands"]]} for each in points]
+    return [*marks, *([Mark("numbers", ranks, {})] if numbered else [])]
 
 
 def _ends(points: Sequence[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:

@@ -6,6 +6,7 @@
   const PAPER = 520; // pixels, of a chart on paper; the style sheet makes it half a page wide
   const WIDE = 520; // pixels, from which on labels of rows stand beside the marks
   const LETTER = 6.4; // pixels, about the width of one at 12 pixels
+  const COVERS = 14; // pixels between two dots from which on the number of each can be read
 
   const rowLabels = (rows) =>
     Plot.text(rows, { y: (row) => row, text: (row) => row, frameAnchor: "left", textAnchor: "start", dy: -17, fill: "var(--dim)" });
@@ -32,6 +33,32 @@
     };
   }
 
+  // Points of which one covers the next, by the scales of what was drawn.
+  function heaped(svg, points) {
+    const [across, up] = ["x", "y"].map((name) => svg.scale(name).apply);
+    const heaps = [];
+    for (const each of points) {
+      const place = { ...each, left: across(each.x), top: up(each.y) };
+      const near = heaps.filter((heap) => heap.some((other) => Math.hypot(other.left - place.left, other.top - place.top) < COVERS));
+      for (const heap of near) heaps.splice(heaps.indexOf(heap), 1);
+      heaps.push([...near.flat(), place]);
+    }
+    return heaps;
+  }
+  function numbers(svg, points) {
+    const heaps = heaped(svg, points);
+    const alone = heaps.filter((heap) => heap.length === 1).flat();
+    const above = heaps.filter((heap) => heap.length > 1).map((heap) => ({
+      ...heap.reduce((highest, each) => (each.top < highest.top ? each : highest)),
+      number: heap.map((each) => each.number).join("\n"),
+    }));
+    const look = { x: "x", y: "y", text: "number", fontSize: 11 };
+    return [
+      ...[...new Set(alone.map((each) => each.ink))].map((fill) => Plot.text(alone.filter((each) => each.ink === fill), { ...look, fill })),
+      Plot.text(above, { ...look, fill: "var(--ink)", fontWeight: "bold", lineAnchor: "bottom", dy: -11 }),
+    ];
+  }
+
   // One hint at a time, that of the nearest point of all marks.
   function hints(chart) {
     const points = chart.marks.flatMap(({ data, options }) => {
@@ -48,9 +75,10 @@
     if (!chart || width < 40 || Number(figure.dataset.width) === width) return;
     figure.dataset.width = width;
     const { labels = [], ...places } = layout(chart, width);
-    const marks = chart.marks.map(({ kind, data, options: { title, ...options } }) => Plot[kind](data, options));
+    const drawn = chart.marks.filter((mark) => mark.kind !== "numbers");
+    const marks = drawn.map(({ kind, data, options: { title, ...options } }) => Plot[kind](data, options));
     const ticks = { ticks: Math.max(3, Math.min(8, Math.floor((width - places.marginLeft) / 90))) };
-    const svg = Plot.plot({
+    const plan = {
       ...places,
       width,
       marginRight: 18,
@@ -60,7 +88,10 @@
       style: { fontSize: "12px", fontFamily: "inherit", background: "none" },
       x: { labelAnchor: "center", labelArrow: "none", insetLeft: 6, insetRight: 6, ...ticks, ...scaled(chart.x, width) },
       marks: [...labels, ...marks, hints(chart)],
-    });
+    };
+    let svg = Plot.plot(plan);
+    const numbered = chart.marks.filter((mark) => mark.kind === "numbers").flatMap((mark) => mark.data);
+    if (numbered.length) svg = Plot.plot({ ...plan, marks: [...labels, ...marks, ...numbers(svg, numbered), hints(chart)] });
     svg.setAttribute("role", "img");
     figure.replaceChildren(svg);
   }
@@ -74,6 +105,7 @@
   document.querySelectorAll("details").forEach((each) => each.addEventListener("toggle", drawAll));
   drawAll();
 
+  const sorted = (table) => table.tBodies[table.tBodies.length - 1]; // what stands before it stays there
   const valueOf = (row, column) => {
     const cell = row.cells[column];
     const number = cell.dataset.value;
@@ -88,7 +120,7 @@
     table.querySelectorAll("th[aria-sort]").forEach((each) => each.removeAttribute("aria-sort"));
     head.setAttribute("aria-sort", way);
     const sign = way === "ascending" ? 1 : -1;
-    const body = table.tBodies[0];
+    const body = sorted(table);
     const rows = [...body.rows].map((row) => ({ row, value: valueOf(row, head.cellIndex) }));
     rows.sort((a, b) => (a.value === null) - (b.value === null) || sign * order(a.value, b.value)); // what has no number stays last
     body.append(...rows.map(({ row }) => row));
@@ -100,12 +132,13 @@
   document.querySelectorAll("input[data-filters]").forEach((input) => {
     const table = document.getElementById(input.dataset.filters);
     const count = document.getElementById(`${input.dataset.filters}-count`);
+    const things = count.textContent.split(" ").pop();
     input.closest("[hidden]")?.removeAttribute("hidden");
     input.addEventListener("input", () => {
       const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
-      const rows = [...table.tBodies[0].rows];
+      const rows = [...sorted(table).rows];
       rows.forEach((row) => (row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word))));
-      count.textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} rows`;
+      count.textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} ${things}`;
     });
   });
 
