@@ -105,7 +105,6 @@ class Entry(Frozen):
     """To the pick of its group, else to its knee, else to the first; empty of that one itself."""
     cells: tuple[Cell, ...] = ()
 
-    @computed_field  # type: ignore[prop-decorator]
     @property
     def gated(self) -> bool:
         """Its recipe has gates."""

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from optkit_cli.compare_view import comparison_view
 from optkit_cli.main import main
+from rich.console import Console
 
-from optkit.comparison import Comparison, compare_scorecards
+from optkit.comparison import Comparison, compare_scorecards, to_markdown
+from optkit.comparison.table import legend
 from optkit.page import comparison_page, report
 from optkit.scorecard import Scorecard, to_json
 from tests.page.test_scorecard_page import EVIL, Page, numbers
@@ -44,14 +47,7 @@ def test_every_number_is_in_the_comparison(comparison: Comparison, page: Page) -
     known = {*numbers(comparison.model_dump(mode="json"))}
     floors = {floor.column: floor for floor in comparison.floors}
     bands = {end for floor in floors.values() for end in (1 - floor.value, 1 + floor.value)}
-    drawn = {
-        value
-        for chart in page.charts.values()
-        for mark in chart["marks"]
-        for record in mark["data"]
-        for value in record.values()
-        if isinstance(value, int | float)
-    }
+    drawn = set(page.drawn)
     assert len(drawn) > 100
     assert drawn <= known | bands | {0.0, 1.0}
     assert {float(value) for value in page.attributes("data-value") if value} <= known
@@ -61,13 +57,48 @@ def test_the_answer_comes_first_with_its_reason(comparison: Comparison, page: Pa
     (group,) = comparison.groups
     words = " ".join(page.text.split())
     assert "Which of 12 artifacts of smollm2-135m? cpu Intel(R) Xeon(R)" in words
-    assert f"required: perplexity<=1.10x Take {group.pick}: {group.why}." in words
+    assert f"required: perplexity<=1.10x Take {group.why}." in words
     assert words.index(group.why) < words.index("Noise floor")
     assert [chart["x"]["label"] for name, chart in page.charts.items() if name.startswith("against")] == [
         "size_bytes ↓, bytes",
         "decode_tokens_per_s ↑, x unmodified",
         "peak_memory_bytes ↓, x unmodified",
     ]
+
+
+def test_heads_say_limits_and_protocols_and_the_unmodified_model_stands_first(page: Page) -> None:
+    words = " ".join(page.text.split())
+    head, first = words[: words.index("1. gptq-4-128")], words[words.index("1. gptq-4-128") :]
+    assert "artifact stage, bits, group_sizestandsgates" in head
+    assert "perplexity ↓ [1] gate <= 1.1x required <= 1.1xsize_bytes ↓ [2]decode_tokens_per_s ↑ [3]" in head
+    assert "unmodified9.803540.0 MB 32 bits per weight62.93 tok/s" in head
+    assert first.startswith("1. gptq-4-128 gptq, 4, 128pickPASS")
+    assert "12 artifacts" in words
+    assert "perplexity: python-reference test, 12 windows of 1024 tokens" in words
+    assert [tag for tag, _ in page.tags].count("tbody") == 2
+
+
+def test_legend_and_terminal_say_the_same(comparison: Comparison, page: Page) -> None:
+    (group,) = comparison.groups
+    words = legend(comparison, group)
+    assert words in " ".join(page.text.split())
+    assert "at least as good in perplexity, size_bytes and decode_tokens_per_s and measurably better in one" in words
+    assert "Pick: of those that pass, the best by size_bytes." in words
+    assert words in to_markdown(comparison)
+    console = Console(width=400)
+    with console.capture() as said:
+        console.print(*comparison_view(comparison))
+    assert words in said.get()
+
+
+def test_differences_have_ticks_on_both_sides_of_no_difference(page: Page) -> None:
+    scales = [chart["x"] for name, chart in page.charts.items() if name.startswith("beside")]
+    even = [scale for scale in scales if scale["type"] == "linear"]
+    assert even
+    for scale in even:
+        assert 1.0 in scale["ticks"]
+        assert scale["domain"] == [scale["ticks"][0], scale["ticks"][-1]]
+        assert 3 <= len(scale["ticks"]) <= 7
 
 
 def test_points_stand_as_the_comparison_says_and_a_hover_tells_the_recipe(comparison: Comparison, page: Page) -> None:

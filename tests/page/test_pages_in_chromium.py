@@ -45,7 +45,7 @@ def test_it_is_drawn_quietly(browser: Chromium, page: Path, scheme: str, width: 
     assert browser.requests() == [page.as_uri()]
     assert browser.evaluate("document.documentElement.scrollWidth") == width  # nothing sticks out
     drawn = browser.evaluate(DRAWN)
-    assert len(drawn) == 9
+    assert len(drawn) == 11
     assert all(0.6 * min(width, 560) < each <= width for each in drawn)
     paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
@@ -59,6 +59,26 @@ def test_a_comparison_is_drawn_quietly_and_prints_to_two_pages(browser: Chromium
         assert browser.evaluate("document.documentElement.scrollWidth") == width
         assert len(browser.evaluate(DRAWN)) == 6
     assert browser.printed_pages() == 2
+
+
+def test_dots_that_cover_each_other_have_their_numbers_above_them(browser: Chromium, tmp_path: Path) -> None:
+    cards = sweep()
+    again = [
+        (Path(f"b/{index}"), card.model_copy(update={"name": f"b-{index}"})) for index, (_, card) in enumerate(cards)
+    ]
+    path = tmp_path / "report.html"
+    path.write_text(comparison_page(compare_scorecards([*cards, *again])), encoding="utf-8")
+    browser.open(path)
+    assert browser.complaints() == []
+    texts = browser.evaluate(
+        "[...document.querySelectorAll('[data-chart=against-0-0] g[aria-label=text] text')].map((each) =>"
+        " [each.textContent, [...each.querySelectorAll('tspan')].map((line) => line.textContent)])"
+    )
+    heaps = [lines for _, lines in texts if lines]
+    assert all(len(lines) > 1 for lines in heaps)
+    numbers = [number for text, lines in texts for number in (lines or [text]) if number.isdigit()]
+    assert sorted(map(int, numbers)) == list(range(1, 25)), "each once"
+    assert len([number for lines in heaps for number in lines]) == 24, "each lies on its twin"
 
 
 def test_it_prints_to_two_pages(browser: Chromium, page: Path) -> None:

@@ -51,6 +51,18 @@ class Page(HTMLParser):
     def charts(self) -> dict[str, Any]:
         return json.loads(self.scripts[0])
 
+    @property
+    def drawn(self) -> list[float]:
+        """The numbers that are drawn, but for those that say which phase of the memory follows which."""
+        return [
+            value
+            for chart in self.charts.values()
+            for mark in chart["marks"]
+            for record in mark["data"]
+            for name, value in record.items()
+            if isinstance(value, int | float) and name not in ("time", "begin", "end", "phase")
+        ]
+
     def attributes(self, name: str) -> list[str]:
         return [attributes[name] for _, attributes in self.tags if name in attributes]
 
@@ -81,26 +93,20 @@ def numbers(value: Any) -> Iterator[float]:
 
 def test_every_number_that_is_drawn_or_sorted_by_is_in_the_scorecard(card: Scorecard, page: Page) -> None:
     known = {*numbers(json.loads(to_json(card))), 0.0, 1.0}  # a distance from itself; the ratio of no change
-    drawn = [
-        value
-        for chart in page.charts.values()
-        for mark in chart["marks"]
-        for record in mark["data"]
-        for value in record.values()
-        if isinstance(value, int | float)
-    ]
-    assert len(drawn) > 500
-    assert set(drawn) <= known
+    assert len(page.drawn) > 500
+    assert set(page.drawn) <= known
     assert {float(value) for value in page.attributes("data-value") if value} <= known
 
 
 def test_the_verdict_comes_first_and_every_section_follows(page: Page) -> None:
     words = ["llama_int4", "PASS", "3 of 3 gates pass", "Numbers", "What changed", "Quality, stage by stage", "Speed"]
-    places = [page.text.index(word) for word in [*words, "Layers", "Training", "How it was made", "Protocols"]]
+    words += ["Memory", "Layers", "Training", "How it was made", "Protocols"]
+    places = [page.text.index(word) for word in words]
     assert places == sorted(places)
     named = set(page.attributes("data-chart"))
     assert named == set(page.charts)
     drawn = {"ratios", "damage-0", "damage-1", "speed-0", "latency-0", "roofline", "layers-0", "sensitivity", "loss-0"}
+    drawn |= {"memory-made", "memory-measured"}
     assert named == drawn
 
 
@@ -125,6 +131,24 @@ def test_what_has_no_data_is_left_out() -> None:
     assert "Nothing was measured." in small.text
     assert "PASS" not in small.text
     assert not [word for word in ("Speed", "Layers", "Training", "Protocols", "Copy") if word in small.text]
+
+
+def test_memory_follows_phase_by_phase_and_a_pointer_tells_the_peak(page: Page) -> None:
+    made, measured = page.charts["memory-made"], page.charts["memory-measured"]
+    bands = [record for mark in measured["marks"] if mark["kind"] == "rect" for record in mark["data"]]
+    names = ["open", "warming up", "throughput", "perplexity"]
+    assert [(band["of"], band["name"]) for band in bands] == [
+        (of, name) for of in ("unmodified", "artifact") for name in names
+    ]
+    assert [band["begin"] for band in bands] == [0.0, *(band["end"] for band in bands[:-1])]
+    line = next(mark for mark in measured["marks"] if mark["kind"] == "lineY")
+    assert [record["phase"] for record in line["data"]] == sorted(record["phase"] for record in line["data"])
+    assert line["data"][0]["hint"] == "unmodified: open\n3.0 s, at most 900 MB"
+    on_gpu = [mark["data"] for mark in made["marks"] if mark["options"].get("y") == "allocated"]
+    assert [record["allocated"] for record in on_gpu[0]] == [0, 300_000_000, 200_000_000]
+    assert "on the GPU 300 MB" in on_gpu[0][0]["hint"]
+    assert "Not read: lora_recover, made by an earlier optkit." in page.text
+    assert "the process that is timed alone, in the first of its turns" in page.text
 
 
 def test_a_failed_number_and_a_gate_on_it_are_said() -> None:

@@ -6,7 +6,6 @@ import math
 import pytest
 from ruamel.yaml import YAML
 
-from optkit.devices.memory_watch import MemoryTrace
 from optkit.errors import ArtifactError
 from optkit.measure import Metric
 from optkit.recipe.gates import Verdict
@@ -348,21 +347,3 @@ def test_a_limit_relative_to_a_baseline_that_could_not_be_measured_stays_open():
     )
     assert table_rows(scorecard)[0].baseline == "failed"
     assert table_rows(scorecard)[0].gate == ">= 1.2x INCONCLUSIVE (of the baseline, memory ran out on cuda)"
-
-
-def test_what_steps_and_measurements_needed_is_thinned_together():
-    def trace(name, of=""):
-        return MemoryTrace(name=name, of=of, seconds=tuple(range(40)), resident_bytes=tuple(range(40)))
-
-    steps = [
-        {"kind": "old", "key": "a", "cached": True, "seconds": 1.0},
-        {"kind": "rtn", "key": "b", "cached": True, "seconds": 1.0, "memory": trace("rtn").model_dump()},
-    ]
-    measured = [trace(f"open {index}", "artifact") for index in range(19)]
-    card = build_scorecard(
-        name="m", artifact_key="c", recipe=RECIPE, metrics=[speed((1.0, 2.0))], steps=steps, memory=measured
-    )
-    assert [step.memory and step.memory.name for step in card.steps] == [None, "rtn"]
-    assert [(trace.name, trace.of) for trace in card.memory] == [(trace.name, trace.of) for trace in measured]
-    assert 150 < sum(len(trace.seconds) for trace in (card.steps[1].memory, *card.memory)) <= 300
-    assert all(trace.resident_bytes[-1] == 39 for trace in card.memory)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from optkit.devices.memory_watch import MemoryTrace
 from optkit.measure import Metric
 from optkit.scorecard import Rung, Scorecard, StepLine, build_scorecard
 
@@ -108,11 +109,25 @@ def steps(losses: Sequence[float]) -> list[StepLine]:
     training = {"points": points, "judged": judged, "steps": 100, "tokens": 51200, "seconds": 12.0}
     quantized = {"changed": 210, "skipped": {"lm_head": "outside the decoder blocks"}, "details": {"losses": layers}}
     return [
-        StepLine(kind="gptq", key="a" * 64, cached=False, seconds=61.2, report=quantized),
+        StepLine(
+            kind="gptq",
+            key="a" * 64,
+            cached=False,
+            seconds=61.2,
+            report=quantized,
+            memory=memory("gptq", on_gpu=True),
+        ),
         StepLine(
             kind="lora_recover", key="b" * 64, cached=True, seconds=12.0, report={"details": {"training": training}}
         ),
     ]
+
+
+def memory(name: str, of: str = "", on_gpu: bool = False) -> MemoryTrace:
+    """Return the memory of a phase of three seconds."""
+    allocated = (0, 300_000_000, 200_000_000) if on_gpu else ()
+    resident = (500_000_000, 900_000_000, 700_000_000)
+    return MemoryTrace(name=name, of=of, seconds=(0.0, 1.5, 3.0), resident_bytes=resident, allocated_bytes=allocated)
 
 
 def full_scorecard(name: str = "llama_int4", bits: int = 4) -> Scorecard:
@@ -154,6 +169,11 @@ def full_scorecard(name: str = "llama_int4", bits: int = 4) -> Scorecard:
         metrics=measured,
         baseline=[perplexity(2.31), *timings(1.0), count("size_bytes", 5.4e8)],
         gates={"perplexity": "<= 1.10x", "size_bytes": "<= 0.5x", "decode_tokens_per_s": ">= 1.2x"},
+        memory=[
+            memory(name, of)
+            for of in ("unmodified", "artifact")
+            for name in ("open", "warming up", "throughput", "perplexity")
+        ],
         steps=steps([3.0 - 0.5 * math.log10(1 + step) for step in range(100)]),
         attribution=rungs,
         speed=[
@@ -190,8 +210,19 @@ def sweep(count_of: int = 12) -> list[tuple[Path, Scorecard]]:
                     "stages": [{("gptq" if index % 2 else "rtn"): {"bits": bits, "group_size": group}}],
                     "seed": index // 12,
                 },
-                metrics=[found, divergence(harm), *timings(speed), count("size_bytes", size)],
-                baseline=[perplexity(2.31), *timings(1.0), count("size_bytes", 5.4e8)],
+                metrics=[
+                    found,
+                    divergence(harm),
+                    *timings(speed),
+                    count("size_bytes", size),
+                    count("bits_per_weight", bits + 32 / group, "bits"),
+                ],
+                baseline=[
+                    perplexity(2.31),
+                    *timings(1.0),
+                    count("size_bytes", 5.4e8),
+                    count("bits_per_weight", 32.0, "bits"),
+                ],
                 gates={"perplexity": "<= 1.10x"},
                 environment={"device": "cpu", "device_name": "Intel(R) Xeon(R)", "cpu_threads": 2},
             )

@@ -40,13 +40,13 @@ def _chart(name: str, title: str, phases: Sequence[tuple[MemoryTrace, str]], cap
         allocated = trace.allocated_bytes or (None,) * len(trace.seconds)
         hint = f"{words}\n{trace.seconds[-1]:.1f} s, at most {_sizes(trace)}"
         points += [
-            {"at": begin + at, "resident": here, "allocated": gpu, "phase": words, "hint": hint}
+            {"time": begin + at, "resident": here, "allocated": gpu, "phase": len(bands), "hint": hint}
             for at, here, gpu in zip(trace.seconds, trace.resident_bytes, allocated, strict=True)
         ]
         bands.append({"begin": begin, "end": end, "name": trace.name, "of": trace.of})
     wide = [band for band in bands if band["end"] - band["begin"] > NAMED * end]
     on_gpu = [point for point in points if point["allocated"] is not None]
-    line = {"x": "at", "z": "phase", "strokeWidth": 1.8}
+    line = {"x": "time", "z": "phase", "strokeWidth": 1.8}
     marks = [
         *(
             Mark(
@@ -59,7 +59,7 @@ def _chart(name: str, title: str, phases: Sequence[tuple[MemoryTrace, str]], cap
         Mark("lineY", points, {**line, "y": "resident", "stroke": paint("ink")}),
         Mark("lineY", on_gpu, {**line, "y": "allocated", "stroke": paint("purple")}),
         Mark("text", wide, {"x": "begin", "text": "name", "frameAnchor": "top", "textAnchor": "start", "dx": 4}),
-        Mark("dot", points, {"x": "at", "y": "resident", "r": 1.5, "fill": paint("ink"), "title": "hint"}),
+        Mark("dot", points, {"x": "time", "y": "resident", "r": 1.5, "fill": paint("ink"), "title": "hint"}),
     ]
     if bands:
         yield Chart(
