@@ -87,7 +87,9 @@ class MemoryWatch:
         self._read()
 
     def begin(self, name: str) -> None:
-        """End the phase and begin another."""
+        """End the phase and begin another, unless it is called so already."""
+        if self._phases[-1].name == name:
+            return
         self._read()
         with self._lock:
             self._phases.append(_Phase(name, time.perf_counter()))

@@ -88,13 +88,22 @@ def test_bars_are_phases_and_turns_have_no_number() -> None:
     heard = Lines()
     with MemoryWatch("open") as watch:
         progress = PhasedProgress(heard, watch)
+        with progress.task("open", 3, "layers"):
+            pass
         with progress.task("throughput, turn 1 of 4", 2, "runs"):
             with progress.task("warming up, batch 1", 0) as task:
                 task.advance(1, "note")
             progress.say("said")
             progress.warn("warned")
     assert [each.name for each in watch.traces] == ["open", "throughput", "warming up, batch 1", "throughput", "open"]
-    begun = ["throughput, turn 1 of 4 of 2 runs", "warming up, batch 1 of 0", "+1 note", "end"]
+    begun = [
+        "open of 3 layers",
+        "end",
+        "throughput, turn 1 of 4 of 2 runs",
+        "warming up, batch 1 of 0",
+        "+1 note",
+        "end",
+    ]
     assert heard.lines == [*begun, "said", "warning: warned", "end"]
 
 
