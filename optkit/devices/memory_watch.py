@@ -21,7 +21,7 @@ MOST = 40
 """Readings of a phase that are kept, about."""
 OPEN = "open"
 """The phase in which a model is opened."""
-LOOK_EVERY = 10
+LOOK_EVERY = 25
 """Readings after which child processes are looked for: that takes 100 times as long as a reading."""
 TURN = re.compile(r", turn \d+ of \d+$")
 Reading = tuple[float, int, int]
@@ -97,9 +97,10 @@ class MemoryWatch:
 
     @property
     def traces(self) -> tuple[MemoryTrace, ...]:
-        """What was read, phase by phase; without those in which nothing ran."""
+        """What was read, phase by phase; without those in which nothing ran, and those without a name."""
         with self._lock:
-            return tuple(_trace(each, self._device != "cpu") for each in self._phases if any(each.resident))
+            known = [each for each in self._phases if each.name and any(each.resident)]
+            return tuple(_trace(each, self._device != "cpu") for each in known)
 
     def _read_on(self) -> None:
         while not self._over.wait(self._phases[-1].period_s):
@@ -123,7 +124,7 @@ class MemoryWatch:
 
 @dataclass(frozen=True)
 class PhasedProgress:
-    """A progress whose bars are the phases of a memory watch."""
+    """A progress whose bars are the phases of a memory watch; what comes after the last of them has no name."""
 
     progress: Progress
     watch: MemoryWatch
@@ -157,7 +158,8 @@ class _PhasedTask:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.watch.begin(self.before)
+        outermost = self.before in (OPEN, "") and self.name != self.before
+        self.watch.begin("" if outermost else self.before)
         self.task.__exit__(kind, error, trace)
 
     def advance(self, steps: int = 1, note: str = "") -> None:

@@ -95,7 +95,7 @@ def test_bars_are_phases_and_turns_have_no_number() -> None:
                 task.advance(1, "note")
             progress.say("said")
             progress.warn("warned")
-    assert [each.name for each in watch.traces] == ["open", "throughput", "warming up, batch 1", "throughput", "open"]
+    assert [each.name for each in watch.traces] == ["open", "throughput", "warming up, batch 1", "throughput"]
     begun = [
         "open of 3 layers",
         "end",

@@ -12,8 +12,8 @@ from optkit.scorecard import Scorecard
 
 READ = "Resident memory of the run and of the processes that it started"
 COLOURS: dict[str, Colour] = {"": "grey", **dict(MODELS)}
-NAMED = 0.1
-"""Share of a chart's width from which on the name of a phase stands in it."""
+LETTER = 0.018
+"""About the share of a chart's width that a letter takes; a phase that has no room for its name has none."""
 
 
 def memory(scorecard: Scorecard) -> list[Chart]:
@@ -44,7 +44,7 @@ def _chart(name: str, title: str, phases: Sequence[tuple[MemoryTrace, str]], cap
             for at, here, gpu in zip(trace.seconds, trace.resident_bytes, allocated, strict=True)
         ]
         bands.append({"begin": begin, "end": end, "name": trace.name, "of": trace.of})
-    wide = [band for band in bands if band["end"] - band["begin"] > NAMED * end]
+    wide = [band for band in bands if band["end"] - band["begin"] > LETTER * len(band["name"]) * end]
     on_gpu = [point for point in points if point["allocated"] is not None]
     line = {"x": "time", "z": "phase", "strokeWidth": 1.8}
     marks = [
@@ -67,7 +67,7 @@ def _chart(name: str, title: str, phases: Sequence[tuple[MemoryTrace, str]], cap
             title,
             marks,
             {"label": "seconds", "tickFormat": "~g"},
-            {"label": "memory", "grid": True, "suffix": "B", "zero": True},
+            {"label": "memory", "grid": True, "suffix": "B", "zero": True, "insetTop": 16},
             keys=[
                 Key("resident memory", "ink", "line"),
                 *([Key("allocated on the GPU", "purple", "line")] if on_gpu else []),
