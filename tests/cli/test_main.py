@@ -52,7 +52,7 @@ def test_help_answers_at_once_because_it_imports_little() -> None:
     nothing = modules_of("pass")
     packages = {module.partition(".")[0] for module in nothing} | sys.stdlib_module_names
     assert loaded_by("--help") - packages == {"click", "optkit", "optkit_cli"}
-    assert len(modules_of("from optkit_cli.main import main; main(['--help'])") - nothing) < 180
+    assert len(modules_of("from optkit_cli.main import main; main(['--help'])") - nothing) < 190
 
 
 @pytest.mark.parametrize(
