@@ -6,20 +6,22 @@ https://github.com/EleutherAI/lm-evaluation-harness
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 from pydantic import field_validator, model_validator
 
 from optkit.common.field_types import Amount, AtLeastOne, BatchSize, Count
+from optkit.common.frozen import digest
 from optkit.errors import EvalError, OptkitError
 from optkit.measure import Attachment, Eval, EvalContext, Found, Metric, Session
 from optkit.model.session_memory import SessionMemory
 from optkit.model.text_config import text_config
 from optkit.source.text_place import TextPlace
+from optkit_evals.harness.aggregating import Aggregated, Scored, aggregated
 from optkit_evals.harness.asking import Asking, Loaded
-from optkit_evals.harness.definitions import check_harness
 from optkit_evals.harness.flips import COMPARED, contrasts, items_file
+from optkit_evals.harness.names import check_harness
 from optkit_evals.harness.scores import FRACTIONS, UNITS, as_metric, labels_of, metric_name, unit_of
 from optkit_evals.harness.task import HarnessTask
 
@@ -52,7 +54,7 @@ class LmEval(Eval):
     metrics: ClassVar[Mapping[str, str]] = cast("Mapping[str, str]", _Metrics())
 
     tasks: AtLeastOne[HarnessTask]
-    """Names of tasks, or YAML files in the harness' format."""
+    """Names of tasks or of groups such as `mmlu`, or YAML files in the harness' format."""
     few_shot: Amount | None = None
     """Solved examples before each question; the task's own number when null. A task that says 0
     itself keeps it, as in the harness.
@@ -96,9 +98,9 @@ class LmEval(Eval):
                 definition = each.known_definition()
             except OptkitError:
                 return {}
-            for metric, filtered in definition.rows():
-                name = metric_name(metric)
-                found[name] = (*found.get(name, ()), labels_of(definition.name, filtered))
+            for row in definition.rows():
+                name = metric_name(row.metric)
+                found[name] = (*found.get(name, ()), labels_of(row.task, row.group, row.filter))
         return found
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
@@ -107,9 +109,11 @@ class LmEval(Eval):
         return tuple(row for index, row in enumerate(rows) if row not in rows[:index])
 
     def rows_of(self, metric: str) -> tuple[dict[str, int | str], ...]:
-        """Return the rows of a metric: the tasks that have it."""
+        """Return the rows of a metric: the tasks that have it, or what counts as one."""
         if metric == "recovery":
             return ({},)
+        if metric in COMPARED:
+            return tuple(row for row in self.row_labels() if "group" not in row)
         return self.rows().get(metric) or self.row_labels() or tuple({"task": each.name} for each in self.tasks)
 
     def faults(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -119,11 +123,16 @@ class LmEval(Eval):
         except OptkitError as error:
             yield ("tasks",), str(error)
             return
+        owners: dict[str, str] = {}
         for index, each in enumerate(self.tasks):
             try:
-                each.known_definition()
+                names = each.known_definition().tasks()
             except OptkitError as error:
                 yield ("tasks", index, "name"), str(error)
+                continue
+            if twice := next((name for name in names if name in owners), None):
+                yield ("tasks", index, "name"), f"'{twice}' is in '{owners[twice]}' already. Name it once."
+            owners.update(dict.fromkeys(names, each.name))
 
     def check(self, device: str) -> None:
         """Refuse to run without the harness."""
@@ -173,11 +182,15 @@ class LmEval(Eval):
             if self.few_shot is not None and each.shots != self.few_shot:
                 context.warn(f"lm_eval: {each.name} is asked with {each.shots} examples, as its definition says")
         asking.answer(loaded, model)
-        for each, wanted in zip(loaded, self.tasks, strict=True):
+        scored: list[Scored] = []
+        for each in loaded:
             scores = asking.scores(each)
-            for score in scores:
-                yield as_metric(score, each.name, self._protocol(each, wanted))
+            protocol = self._protocol(each)
+            scored += [Scored(each, score, as_metric(score, each.name, each.group, protocol)) for score in scores]
             items += list(asking.items(each, scores))
+        for group in aggregated(scored):
+            yield group.metric(self._protocol_of(group))
+        yield from (each.metric for each in scored)
         yield items_file(items)
 
     def contrast(self, found: Found, baseline: Found) -> Iterable[Metric | Attachment]:
@@ -187,16 +200,31 @@ class LmEval(Eval):
     def _asking(self) -> Asking:
         return Asking(few_shot=self.few_shot, limit=self.limit, chat_template=self.chat_template)
 
-    def _protocol(self, loaded: Loaded, wanted: HarnessTask) -> str:
+    def _protocol(self, loaded: Loaded) -> str:
+        items = f"first {loaded.asked():,} of {loaded.available:,} items"
+        what = f"{loaded.name} {loaded.task.VERSION}{_revision(loaded)}"
+        return self._said(what, items, [loaded])
+
+    def _protocol_of(self, group: Aggregated) -> str:
+        tasks = [part.loaded for part in group.parts]
+        weighted = "by items" if len({*group.sizes}) > 1 or group.sizes[0] > 1 else "alike"
+        items = f"{sum(each.asked() for each in tasks):,} items of {len(tasks)} tasks weighted {weighted}"
+        return self._said(f"group {group.group.name} {group.group.version}{_revision(tasks[0])}", items, tasks)
+
+    def _said(self, what: str, items: str, tasks: Sequence[Loaded]) -> str:
         from lm_eval import __version__
 
-        from optkit_evals.windows import short_revision
-
-        asked = len({request.doc_id for request in loaded.requests})
+        shots = sorted({each.shots for each in tasks})
+        digests = "".join(each.digest() for each in tasks)
+        requests = digests if len(tasks) == 1 else digest(digests)[:12]
         return (
-            f"lm_eval {__version__}, {loaded.name} {loaded.task.VERSION}"
-            f" (revision {short_revision(wanted.revision or '')}), "
-            f"first {asked:,} of {loaded.available:,} items, {loaded.shots} examples, "
+            f"lm_eval {__version__}, {what}, {items}, {' and '.join(map(str, shots))} examples, "
             f"{'chat template' if self.chat_template else 'no chat template'}"
-            f"{', cut off from the left' if self.truncate else ''}, requests {loaded.digest()}"
+            f"{', cut off from the left' if self.truncate else ''}, requests {requests}"
         )
+
+
+def _revision(loaded: Loaded) -> str:
+    from optkit_evals.windows import short_revision
+
+    return f" (revision {short_revision(loaded.wanted.revision or '')})"

@@ -35,7 +35,7 @@ def problems(tmp_path, tasks="[arc_easy]", gates="  {}") -> str:
     [
         ("[piqa, arc_eesy]", "4:21", "no task is named 'arc_eesy'. Did you mean 'arc_easy'?"),
         ("[qqqqqqq]", "4:15", "The harness knows 1"),
-        ("[mmlu]", "4:15", "'mmlu' is a group of tasks. Name its tasks"),
+        ("[mmlu, mmlu_anatomy]", "4:21", "'mmlu_anatomy' is in 'mmlu' already. Name it once."),
         ("[./no.yaml]", "4:15", "there is no file no.yaml. A path counts from the directory in which optkit runs"),
         ("[piqa, piqa]", "4:14", "is here twice. Write it once."),
         ("[]", "4:14", ""),
@@ -86,7 +86,7 @@ def test_gates_that_nothing_measures_are_refused(tmp_path, gate, told):
 
 
 def test_a_harness_that_is_not_installed_is_said_at_its_line_and_before_a_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("optkit_evals.harness.definitions.find_spec", lambda name: None)
+    monkeypatch.setattr("optkit_evals.harness.names.find_spec", lambda name: None)
     assert "4:14: lm_eval: the package `lm_eval` is not installed. Run: pip install 'optkit[lm-eval]'." in problems(
         tmp_path
     )

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optkit.errors import EvalError, SourceError
-from optkit.source.digests import PREFIX
-from optkit.source.hub import without_bars
-from optkit_evals.harness.definitions import BUILT_IN, Definition
-from optkit_evals.harness.task import HarnessTask, built_in_rows
+from optkit.errors import EvalError
+from optkit_evals.harness.opening import opened
+from optkit_evals.harness.task import HarnessTask
 
 if TYPE_CHECKING:
     from optkit_evals.harness.language_model import SessionModel
@@ -33,8 +31,14 @@ class Loaded:
     """A task with the requests of its items."""
 
     name: str
+    wanted: HarnessTask
+    """What the recipe names: the task, or a group that has it."""
+    group: str
+    """The group whose number its own is a part of; empty for none."""
     task: Any
     """`lm_eval.api.task.Task`."""
+    whole: Any
+    """`lm_eval.api.group.Group` of a group, else the task."""
     requests: Sequence[Any]
     """`lm_eval.api.instance.Instance`, in the order of the items."""
     available: int
@@ -47,6 +51,10 @@ class Loaded:
         for request in sorted(self.requests, key=lambda request: request.idx):
             found.setdefault(request.doc_id, []).append(request)
         return found
+
+    def asked(self) -> int:
+        """Return how many items are asked."""
+        return len({request.doc_id for request in self.requests})
 
     def digest(self) -> str:
         """Return a digest of everything that is asked."""
@@ -77,19 +85,23 @@ class Asking:
     chat_template: bool = False
 
     def load(self, wanted: Sequence[HarnessTask], data: Path | None, model: SessionModel) -> list[Loaded]:
-        """Return tasks with the requests of their items.
+        """Return tasks with the requests of their items, those of a group behind each other.
         Raises SourceError for a task that cannot be read, EvalError for one that runs what models
         write.
         """
         with _quiet(), _harness_seeds():
-            return [self._load(each, data, model) for each in wanted]
+            return [loaded for each in wanted for loaded in self._load(each, data, model)]
 
-    def _load(self, wanted: HarnessTask, data: Path | None, model: SessionModel) -> Loaded:
-        definition = wanted.definition(data)
-        task = _task(definition, wanted, data)
+    def _load(self, wanted: HarnessTask, data: Path | None, model: SessionModel) -> list[Loaded]:
+        definition, whole, tasks = opened(wanted, data)
+        groups = {row.task: row.group for row in definition.rows()}
+        return [self._asked(wanted, task, groups.get(name, ""), whole, model) for name, task in tasks.items()]
+
+    def _asked(self, wanted: HarnessTask, task: Any, group: str, whole: Any, model: SessionModel) -> Loaded:
+        name = str(task.task_name)
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             kind = "shows pictures or sound" if getattr(task, "MULTIMODAL", False) else "runs code that models write"
-            raise EvalError(f"it {kind}", where=definition.name, remedy="Run it with the harness itself")
+            raise EvalError(f"it {kind}", where=name, remedy="Run it with the harness itself")
         own = task.get_config("num_fewshot")
         shots = own or 0 if self.few_shot is None or own == 0 else self.few_shot
         task.set_config(key="num_fewshot", value=shots)
@@ -101,7 +113,7 @@ class Asking:
             chat_template=model.apply_chat_template if self.chat_template else None,
             tokenizer_name=model.tokenizer_name if self.chat_template else "",
         )
-        return Loaded(definition.name, task, task.instances, len(task.eval_docs), shots)
+        return Loaded(name, wanted, group, task, whole, task.instances, len(task.eval_docs), shots)
 
     def answer(self, loaded: Sequence[Loaded], model: SessionModel) -> None:
         """Let a model answer all requests, those of one kind together."""
@@ -142,42 +154,6 @@ class Asking:
                     if isinstance(value := each.items[place], int | float)
                 },
             }
-
-
-def _task(definition: Definition, wanted: HarnessTask, data: Path | None) -> Any:
-    """Return the harness' task of a definition, with its data. Raises SourceError."""
-    from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    config = load_yaml(definition.path)
-    for key in ("tag", "group", "task_list"):
-        config.pop(key, None)
-    files = definition.data_files(data)
-    if files:
-        paths = {split: [str(path) for path in found] for split, found in files.items()}
-        config["dataset_kwargs"] = {**config["dataset_kwargs"], "data_files": paths}
-    elif config.get("dataset_path") == BUILT_IN:
-        config["custom_dataset"] = _built_in
-    elif wanted.revision and not wanted.revision.startswith(PREFIX) and wanted.revision != "unpinned":
-        config["dataset_kwargs"] = {**(config.get("dataset_kwargs") or {}), "revision": wanted.revision}
-    try:
-        import datasets
-
-        with without_bars(datasets):
-            return TaskManager(include_defaults=False).load([config])["tasks"][definition.name]
-    except Exception as error:  # of templates, functions and data that are other people's
-        raise SourceError(
-            "the harness cannot load the task",
-            where=definition.name,
-            why=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-            remedy=f"Check its definition, {definition.path}",
-        ) from error
-
-
-def _built_in(**_: Any) -> dict[str, Any]:
-    from datasets import Dataset
-
-    return {"test": Dataset.from_list([{"text": row} for row in built_in_rows("test")])}
 
 
 def _score(task: Any, metric: str, filtered: str, items: list[Any]) -> Score:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from optkit.common.frozen import digest
-from optkit.common.paired_items import flips, is_binary, mcnemar, mean_of_ratios
+from optkit.common.paired_items import flips, mcnemar, mean_of_ratios
 from optkit.measure import Attachment, Found, Metric
 from optkit_evals.harness.scores import main_metric
 
@@ -24,16 +24,17 @@ COMPARED = {
 
 def contrasts(found: Found, baseline: Found) -> Iterator[Metric | Attachment]:
     """Yield the flips of each task's main metric, what is left of all of them, and the list of
-    flips.
+    flips. A group with a number of its own counts as one task.
     """
-    pairs = [pair for pair in _pairs(found.metrics, baseline.metrics) if _is_main(pair[0], found.metrics)]
+    listed = [pair for pair in _pairs(found.metrics, baseline.metrics) if _is_main(pair[0], found.metrics)]
+    pairs = [pair for pair in listed if "group" not in pair[0].labels]
     for ours, theirs in pairs:
-        if is_binary(ours.samples) and is_binary(theirs.samples):
+        if _right_or_wrong(ours.samples, theirs.samples):
             yield from _counted(ours, theirs)
     if pairs and all(theirs.value > 0 for _, theirs in pairs):
         yield _recovery(pairs)
-    listed = list(_listed(pairs, _items(found), _items(baseline)))
-    yield Attachment(FLIPS, _lines(listed), "application/jsonl")
+    turned = list(_listed(listed, _items(found), _items(baseline)))
+    yield Attachment(FLIPS, _lines(turned), "application/jsonl")
 
 
 def items_file(items: Sequence[Mapping[str, Any]]) -> Attachment:
@@ -52,6 +53,11 @@ def _is_main(metric: Metric, metrics: Sequence[Metric]) -> bool:
     same = [each for each in metrics if each.labels.get("task") == metric.labels.get("task")]
     first = [each for each in same if each.labels == same[0].labels]
     return metric.labels == same[0].labels and metric.name == main_metric([each.name for each in first])
+
+
+def _right_or_wrong(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Say whether each item is right or wrong; right ones of a group may have a weight."""
+    return all(one == other or not (one and other) for one, other in zip(ours, theirs, strict=True))
 
 
 def _counted(ours: Metric, theirs: Metric) -> Iterator[Metric]:

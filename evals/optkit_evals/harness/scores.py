@@ -32,9 +32,9 @@ def unit_of(name: str) -> str:
     return UNITS.get(name, "fraction" if name in FRACTIONS else "score")
 
 
-def labels_of(task: str, filtered: str) -> dict[str, int | str]:
+def labels_of(task: str, group: str, filtered: str) -> dict[str, int | str]:
     """Return the labels of a row."""
-    return {"task": task, **({"filter": filtered} if filtered else {})}
+    return {"task": task, **({"group": group} if group else {}), **({"filter": filtered} if filtered else {})}
 
 
 def main_metric(names: Sequence[str]) -> str:
@@ -42,7 +42,7 @@ def main_metric(names: Sequence[str]) -> str:
     return next((name for name in MAIN if name in names), names[0])
 
 
-def as_metric(score: Score, task: str, protocol: str) -> Metric:
+def as_metric(score: Score, task: str, group: str, protocol: str) -> Metric:
     """Return a score as a metric.
     Means and perplexities have a sample for each item, so that ratios are paired. Others have the
     interval of a bootstrap.
@@ -51,7 +51,7 @@ def as_metric(score: Score, task: str, protocol: str) -> Metric:
     samples = _samples(score)
     fields: dict[str, Any] = {
         "name": name,
-        "labels": labels_of(task, score.filter),
+        "labels": labels_of(task, group, score.filter),
         "value": score.value,
         "unit": unit_of(name),
         "higher_is_better": score.higher_is_better,

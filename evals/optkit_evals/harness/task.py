@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,15 +16,9 @@ from optkit.source import python_reference
 from optkit.source.digests import PREFIX
 from optkit.source.hub import HubRepo
 from optkit.source.texts import NAME_DATA
-from optkit_evals.harness.definitions import (
-    BUILT_IN,
-    Definition,
-    definition_of,
-    harness_definition,
-    harness_tasks,
-    is_path,
-    our_definition,
-)
+from optkit_evals.harness.definitions import BUILT_IN, Definition, is_path, read_config
+from optkit_evals.harness.groups import Finder, Group, our_definition
+from optkit_evals.harness.names import harness_names
 
 
 class HarnessTask(Frozen):
@@ -51,23 +45,25 @@ class HarnessTask(Frozen):
         """The path of its definition, of which an artifact says the name alone; empty for none."""
         return self.name if is_path(self.name) else ""
 
-    def known_definition(self) -> Definition:
-        """Return a definition with the same numbers, wherever its data are; raises as `definition`."""
-        return (None if is_path(self.name) else our_definition(self.name)) or definition_of(self.name)
+    def known_definition(self) -> Definition | Group:
+        """Return a definition with the same numbers, wherever its data are; raises as `Finder.find`."""
+        return Finder(our_definition).find(self.name)
 
-    def definition(self, data: Path | None) -> Definition:
-        """Return its definition: ours if its data are here or nothing else defines it.
+    def definition(self, data: Path | None, read: Callable[[Path], dict[str, Any]] = read_config) -> Definition | Group:
+        """Return its definition: of each task ours, if its data are here or nothing else defines it.
         Raises SourceError, MissingPackageError.
         """
-        ours = None if is_path(self.name) else our_definition(self.name)
-        if ours is None or self._is_here(ours, data) or harness_tasks() is None:
-            return ours or definition_of(self.name)
-        if self.revision and self.revision.startswith(PREFIX):
-            return ours
-        try:
-            return harness_definition(self.name)
-        except SourceError:
-            return ours
+        local = bool(self.revision and self.revision.startswith(PREFIX))
+
+        def ours(name: str) -> Path | None:
+            path = our_definition(name)
+            own = local and name == self.name
+            wanted = path and (
+                own or name not in harness_names().defined or _is_here(Definition(path, read(path)), data)
+            )
+            return path if wanted else None
+
+        return Finder(ours, read).find(self.name)
 
     def pinned(self, data: Path | None) -> Self:
         """Return the task with its revision.
@@ -75,16 +71,14 @@ class HarnessTask(Frozen):
         says.
         """
         definition = self.definition(data)
-        files = definition.data_files(data)
-        if not files and definition.config.get("dataset_path") != BUILT_IN:
-            return self.model_copy(update={"revision": self._commit(definition, data)})
-        content: Mapping[str, Any] = {
-            "definition": definition.config,
-            "files": {split: [sha256_of(path) for path in paths] for split, paths in files.items()},
-            **({} if files else {"text": built_in_rows("test")}),
-        }
-        revision = PREFIX + digest(_plain(content))
-        if self.revision not in (None, revision):
+        parts = {name: self.part(each, data) for name, each in definition.tasks().items()}
+        one = isinstance(definition, Definition)
+        content = parts[definition.name] if one else {"group": definition.described(), "tasks": parts}
+        first, *others = parts.values()
+        alike = isinstance(first, str) and all(other == first for other in others)
+        revision = first if isinstance(first, str) and alike else PREFIX + digest(_plain(content))
+        given = self.revision or revision
+        if given != revision and PREFIX in given + revision:
             raise SourceError(
                 f"task and data are {revision} and not {self.revision}",
                 where=self.name,
@@ -93,24 +87,38 @@ class HarnessTask(Frozen):
             )
         return self.model_copy(update={"revision": revision})
 
-    def _commit(self, definition: Definition, data: Path | None) -> str:
-        dataset = definition.config.get("dataset_path")
-        if not isinstance(dataset, str) or "/" not in dataset:
-            return self.revision or "unpinned"
-        ours = our_definition(self.name)
-        looked = ""
-        if ours:
-            wanted = ours.config["dataset_kwargs"]["data_files"]
-            looked = f"A data directory could hold it as {', '.join(wanted.values())}"
-        return HubRepo(dataset, "dataset", looked=looked, remedy=NAME_DATA if ours else "").commit(self.revision)
+    def part(self, definition: Definition, data: Path | None) -> str | Mapping[str, Any]:
+        """Return what pins one of its tasks: the commit of a hub data set, or definition and files.
+        Raises SourceError if its data are not here and cannot be had.
+        """
+        files = definition.data_files(data)
+        if not files and definition.config.get("dataset_path") != BUILT_IN:
+            return self._commit(definition)
+        return {
+            "definition": definition.config,
+            "files": {split: [sha256_of(path) for path in paths] for split, paths in files.items()},
+            **({} if files else {"text": built_in_rows("test")}),
+        }
 
-    @staticmethod
-    def _is_here(definition: Definition, data: Path | None) -> bool:
-        try:
-            definition.data_files(data)
-        except SourceError:
-            return False
-        return True
+    def _commit(self, definition: Definition) -> str:
+        dataset = definition.config.get("dataset_path")
+        commit = None if self.revision and self.revision.startswith(PREFIX) else self.revision
+        if not isinstance(dataset, str) or "/" not in dataset:
+            return commit or "unpinned"
+        path = our_definition(definition.name)
+        looked = ""
+        if path:
+            wanted = read_config(path)["dataset_kwargs"]["data_files"]
+            looked = f"A data directory could hold it as {', '.join(wanted.values())}"
+        return HubRepo(dataset, "dataset", looked=looked, remedy=NAME_DATA if path else "").commit(commit)
+
+
+def _is_here(definition: Definition, data: Path | None) -> bool:
+    try:
+        definition.data_files(data)
+    except SourceError:
+        return False
+    return True
 
 
 def built_in_rows(split: str) -> list[str]:
