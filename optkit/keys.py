@@ -10,8 +10,9 @@ A key is the SHA-256 of the canonical JSON of everything that decides a result, 
                and {seed} if the eval draws something,
                and {baseline: key of the model} if the eval compares,
                and {beside: artifact key of the other, device, cores, threads, torch,
-               transformers} if it is timed, with the versions of `Format.libraries`, and `Eval.circumstances`;
+               transformers} if it is timed, with the versions of `Format.libraries`;
                of several others `beside` is the digest of their keys
+               and `Eval.circumstances`
 """
 
 from __future__ import annotations

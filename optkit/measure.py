@@ -263,9 +263,8 @@ class Eval(Frozen):
         return False
 
     def circumstances(self, device: str) -> dict[str, Any]:
-        """Return what else decides a timed eval's numbers, as JSON values and without torch.
-        Device, threads and library versions decide them anyway. Of an eval `of_unmodified` it is
-        all of that.
+        """Return what else decides the numbers, as JSON values and without torch.
+        Device, threads and library versions decide those of a timed eval anyway.
 
         It is part of their key, and belongs into their protocol.
         """

@@ -261,8 +261,7 @@ def _plan_eval(
     """Return an eval with its keys; each model is the key of its weights and what it is opened with."""
     measured = entry.value
     decisive = {"baseline": baseline[0]} if measured.compares else {}
-    decisive |= {**together.circumstances(device), **measured.circumstances(device)} if measured.timed else {}
-    decisive |= measured.circumstances(device) if measured.of_unmodified else {}
+    decisive |= {**(together.circumstances(device) if measured.timed else {}), **measured.circumstances(device)}
 
     def metric_key(weights: str, settings: list[dict[str, Any]]) -> str:
         beside = {"beside": together.beside(make_artifact_key(weights, settings))} if measured.timed else {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import field_validator, model_validator
 
@@ -24,6 +24,7 @@ from optkit_evals.harness.flips import COMPARED, contrasts, items_file
 from optkit_evals.harness.names import check_harness
 from optkit_evals.harness.scores import FRACTIONS, UNITS, as_metric, labels_of, metric_name, unit_of
 from optkit_evals.harness.task import HarnessTask
+from optkit_evals.vllm import UnderVllm, check_vllm, vllm_text, vllm_versions
 
 USUAL_LENGTH = 256
 """Tokens of a question with its answers, to say how much memory they will need."""
@@ -52,6 +53,7 @@ class LmEval(Eval):
     shorthand: ClassVar[str] = "tasks"
     contrasted: ClassVar[frozenset[str]] = frozenset(COMPARED)
     metrics: ClassVar[Mapping[str, str]] = cast("Mapping[str, str]", _Metrics())
+    reads_weights: ClassVar[bool] = cast("bool", UnderVllm())
 
     tasks: AtLeastOne[HarnessTask]
     """Names of tasks or of groups such as `mmlu`, or YAML files in the harness' format."""
@@ -71,6 +73,10 @@ class LmEval(Eval):
     truncate: bool = False
     """Cut requests that are longer than the model's positions off from the left, as the harness
     does; otherwise they are refused.
+    """
+    engine: Literal["optkit", "vllm"] = "optkit"
+    """`vllm`: both models under vLLM, in the Python that `$OPTKIT_VLLM_PYTHON` names; settings,
+    `batch_size` and `shared_context` do not apply there. Its rows have the label `engine`.
     """
 
     @model_validator(mode="before")
@@ -100,7 +106,8 @@ class LmEval(Eval):
                 return {}
             for row in definition.rows():
                 name = metric_name(row.metric)
-                found[name] = (*found.get(name, ()), labels_of(row.task, row.group, row.filter))
+                labels = {**labels_of(row.task, row.group, row.filter), **self._engine()}
+                found[name] = (*found.get(name, ()), labels)
         return found
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
@@ -111,10 +118,15 @@ class LmEval(Eval):
     def rows_of(self, metric: str) -> tuple[dict[str, int | str], ...]:
         """Return the rows of a metric: the tasks that have it, or what counts as one."""
         if metric == "recovery":
-            return ({},)
+            return (self._engine(),)
         if metric in COMPARED:
             return tuple(row for row in self.row_labels() if "group" not in row)
-        return self.rows().get(metric) or self.row_labels() or tuple({"task": each.name} for each in self.tasks)
+        unknown = tuple({"task": each.name, **self._engine()} for each in self.tasks)
+        return self.rows().get(metric) or self.row_labels() or unknown
+
+    def _engine(self) -> dict[str, int | str]:
+        """Return the label of another engine than ours."""
+        return {} if self.engine == "optkit" else {"engine": self.engine}
 
     def faults(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """Yield the tasks that nothing defines, and a harness that is not installed."""
@@ -135,11 +147,22 @@ class LmEval(Eval):
             owners.update(dict.fromkeys(names, each.name))
 
     def check(self, device: str) -> None:
-        """Refuse to run without the harness."""
+        """Refuse to run without the harness, or without the engine."""
         check_harness(self.kind)
+        if self.engine == "vllm":
+            check_vllm(device)
+
+    def circumstances(self, device: str) -> dict[str, Any]:
+        """Return, of another engine, the Python that has it and its versions there."""
+        if self.engine == "optkit":
+            return {}
+        python, versions = vllm_versions()
+        return {"python": python, **versions}
 
     def working_bytes(self, model: SessionMemory) -> int:
-        """Return the logits of a batch of questions of usual length."""
+        """Return the logits of a batch of questions of usual length; nothing under another engine."""
+        if self.engine == "vllm":
+            return 0
         length = USUAL_LENGTH * (1 + (self.few_shot or 0))
         return model.forward(self.batch_size, length) + 2 * model.logits(self.batch_size * length)
 
@@ -148,7 +171,7 @@ class LmEval(Eval):
         if not place.transformers:
             return
         from optkit.source.calibration import load_tokenizer
-        from optkit_evals.harness.language_model import SessionModel
+        from optkit_evals.harness.language_model import LanguageModel
 
         try:
             config = text_config(json.loads((place.tokenizer / "config.json").read_text(encoding="utf-8")))
@@ -156,42 +179,53 @@ class LmEval(Eval):
         except (OSError, ValueError, KeyError):
             return
         tokenizer = load_tokenizer(place.tokenizer, place.trust_remote_code)
-        model = SessionModel(tokenizer, positions, truncate=self.truncate)
+        model = LanguageModel(tokenizer, positions, truncate=self.truncate)
         asking = self._asking()
         asking.answer(asking.load(self.tasks, place.data, model), model)
 
     def run(self, session: Session, context: EvalContext) -> Iterator[Metric | Attachment]:
         """Ask; raises EvalError for an item that is too long, a tokenizer that is missing or NaN."""
-        from optkit_evals.harness.language_model import SessionModel
-
-        tokenizer = getattr(session, "tokenizer", None)
-        if tokenizer is None:
+        if getattr(session, "tokenizer", None) is None:
             raise EvalError("the session has no tokenizer", where=self.kind, why="The harness asks in words")
-        model = SessionModel(
-            tokenizer,
-            session.positions,
+        asking, items = self._asking(), []
+        loaded = self._answered(asking, session, context)
+        for each in loaded:
+            if self.few_shot is not None and each.shots != self.few_shot:
+                context.warn(f"lm_eval: {each.name} is asked with {each.shots} examples, as its definition says")
+        engine = f", {vllm_text()}" if self.engine == "vllm" else ""
+        scored: list[Scored] = []
+        for each in loaded:
+            scores = asking.scores(each)
+            protocol = self._protocol(each) + engine
+            scored += [Scored(each, score, as_metric(score, each.name, each.group, protocol)) for score in scores]
+            items += list(asking.items(each, scores))
+        groups = [group.metric(self._protocol_of(group) + engine) for group in aggregated(scored)]
+        for metric in (*groups, *(each.metric for each in scored)):
+            yield metric.model_copy(update={"labels": {**metric.labels, **self._engine()}})
+        yield items_file(items)
+
+    def _answered(self, asking: Asking, session: Any, context: EvalContext) -> list[Loaded]:
+        """Return the tasks with the answers of the engine to their requests."""
+        if self.engine == "vllm":
+            from optkit_evals.harness.vllm_model import VllmModel, answer_under_vllm
+
+            model = VllmModel(session.tokenizer, session.positions, truncate=self.truncate)
+            loaded = asking.load(self.tasks, context.data, model)
+            answer_under_vllm(asking, loaded, model, session, context)
+            return loaded
+        from optkit_evals.harness.session_model import SessionModel
+
+        ours = SessionModel(
+            session.tokenizer,
             session,
             batch_size=self.batch_size,
             shared_context=self.shared_context,
             truncate=self.truncate,
             progress=context.progress,
         )
-        asking, items = self._asking(), []
-        loaded = asking.load(self.tasks, context.data, model)
-        for each in loaded:
-            if self.few_shot is not None and each.shots != self.few_shot:
-                context.warn(f"lm_eval: {each.name} is asked with {each.shots} examples, as its definition says")
-        asking.answer(loaded, model)
-        scored: list[Scored] = []
-        for each in loaded:
-            scores = asking.scores(each)
-            protocol = self._protocol(each)
-            scored += [Scored(each, score, as_metric(score, each.name, each.group, protocol)) for score in scores]
-            items += list(asking.items(each, scores))
-        for group in aggregated(scored):
-            yield group.metric(self._protocol_of(group))
-        yield from (each.metric for each in scored)
-        yield items_file(items)
+        loaded = asking.load(self.tasks, context.data, ours)
+        asking.answer(loaded, ours)
+        return loaded
 
     def contrast(self, found: Found, baseline: Found) -> Iterable[Metric | Attachment]:
         """Return what turned between two models, and which items."""

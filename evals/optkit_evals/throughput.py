@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from optkit.common.field_types import AtLeastOne, BatchSize, Count, Duration, Length, SequenceLength, Several, Share
 from optkit.common.statistics import mean, standard_error
@@ -19,6 +19,7 @@ from optkit.model.session_memory import SessionMemory
 from optkit_evals.configurations import measure_each
 from optkit_evals.repeats import CALM, Cell, Effort, Repeats, repeat, together
 from optkit_evals.timing import MOST_REPEATS, SETTLED, device_text
+from optkit_evals.vllm import UnderVllm, vllm_text
 
 WIDE_SPREAD = 0.10
 """Standard deviation over mean of the repeats, from which on the user is warned."""
@@ -33,6 +34,7 @@ class Throughput(TimedEval):
     kind: ClassVar[str] = "throughput"
     example: ClassVar[str] = "- throughput: {batch_sizes: [1, 8], prompts: [512], new_tokens: 128}"
     version: ClassVar[int] = 6
+    reads_weights: ClassVar[bool] = cast("bool", UnderVllm())
     metrics: ClassVar[Mapping[str, str]] = {
         "prefill_tokens_per_s": "tokens/s",
         "decode_tokens_per_s": "tokens/s",
@@ -83,7 +85,7 @@ class Throughput(TimedEval):
         """Return, of another engine, the Python that has it and its versions there."""
         if self.engine == "optkit":
             return {}
-        from optkit_evals.vllm_throughput import vllm_versions
+        from optkit_evals.vllm import vllm_versions
 
         python, versions = vllm_versions()
         return {"python": python, **versions}
@@ -95,7 +97,7 @@ class Throughput(TimedEval):
     def check(self, device: str) -> None:
         """Raise MissingPackageError, before anything runs, if the engine is not installed."""
         if self.engine == "vllm":
-            from optkit_evals.vllm_throughput import check_vllm
+            from optkit_evals.vllm import check_vllm
 
             check_vllm(device)
 
@@ -235,11 +237,8 @@ class Throughput(TimedEval):
         )
 
     def _vllm_protocol(self, seed: int, device: str) -> str:
-        versions = ", ".join(
-            f"{name} {version}" for name, version in self.circumstances("").items() if name != "python"
-        )
         return (
-            f"vLLM{f' ({versions})' if versions else ''}; random token ids (seed {seed}), greedy, no early "
+            f"{vllm_text()}; random token ids (seed {seed}), greedy, no early "
             "stop, prefix caching off (and on"
             f" CPUs its compiler); {self.turns_text()}; in each {self.warmup} warm-up runs and more until "
             "the mean of the last two moves by"

@@ -185,7 +185,7 @@ def _formats(stages: Sequence[Item], evals: Sequence[Item], start: Start, place:
         if message := _setting_of(class_of(item), left, f"{leaves} {left.opened}", last.kind if last else "", start):
             yield item, f"the setting {item.kind} {message}"
     for item in evals:
-        if message := _eval_of(class_of(item), left, f"{leaves} {left.opened}", last.kind if last else ""):
+        if message := _eval_of(item.value, left, f"{leaves} {left.opened}", last.kind if last else ""):
             yield item, f"{item.kind} {message}"
 
 
@@ -205,9 +205,10 @@ def _setting_of(model: type, left: Format, leaves: str, last: str, start: Start)
     return f"is applied to {wanted} when it is opened, {leaves}. {remedy}"
 
 
-def _eval_of(model: type, left: Format, leaves: str, last: str) -> str:
-    """Return what to say of an eval that cannot measure a format that the stage `last` leaves."""
-    assert issubclass(model, Eval)
+def _eval_of(model: Any, left: Format, leaves: str, last: str) -> str:
+    """Return what to say of an eval, or a class of them, that cannot measure a format that the stage
+    `last` leaves.
+    """
     before = "Take it out, or put it in a recipe that ends before"
     if not left.is_checkpoint and model.reads_weights:
         remedy = f"{before} the export." if last else "Take it out."

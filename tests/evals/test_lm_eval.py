@@ -15,65 +15,17 @@ from tests.support.bigram_session import BigramSession
 
 pytest.importorskip("lm_eval")
 
-from optkit_evals.harness.asking import FEW_SHOT_SEED, Asking
-from optkit_evals.harness.language_model import SessionModel
+from optkit_evals.harness.asking import Asking
+from optkit_evals.harness.session_model import SessionModel
 from optkit_evals.harness.task import HarnessTask
 from optkit_evals.lm_eval import LmEval
 
-CHOICES = """task: colours
-dataset_path: json
-dataset_kwargs: {data_files: {test: colours.jsonl}}
-output_type: multiple_choice
-test_split: test
-doc_to_text: "{{question}}"
-doc_to_target: gold
-doc_to_choice: "{{choices}}"
-metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-  - {metric: acc_norm, aggregation: mean, higher_is_better: true}
-metadata: {version: 2.0}
-"""
-ROLLING = """task: prose
-dataset_path: json
-dataset_kwargs: {data_files: {test: colours.jsonl}}
-output_type: loglikelihood_rolling
-test_split: test
-doc_to_text: ""
-doc_to_target: "{{question}}"
-metric_list:
-  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
-  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}
-"""
-WRITING = """task: writing
-dataset_path: json
-dataset_kwargs: {data_files: {test: colours.jsonl}}
-output_type: generate_until
-test_split: test
-doc_to_text: "{{question}}"
-doc_to_target: "{{choices[0]}}"
-generation_kwargs: {until: ["e"], max_gen_toks: 12, do_sample: false}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-"""
-ITEMS = 20
+from tests.support.harness_tasks import ITEMS, by_harness, write_tasks
 
 
 @pytest.fixture
 def tasks(tmp_path) -> dict[str, str]:
-    """A multiple choice, a text and a question that is answered in words, all on the same items."""
-    for name, text in (("colours", CHOICES), ("prose", ROLLING), ("writing", WRITING)):
-        (tmp_path / f"{name}.yaml").write_text(text)
-    names = ["red", "dark blue", "green", "rose", "as white as snow"]
-    rows = [
-        {
-            "question": f"Of number {index} the colour is",
-            "choices": [names[(index * step + step) % 5] for step in range(1, 3 + index % 2)],
-            "gold": index % 2,
-        }
-        for index in range(ITEMS)
-    ]
-    (tmp_path / "colours.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return {name: str(tmp_path / f"{name}.yaml") for name in ("colours", "prose", "writing")}
+    return write_tasks(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -81,24 +33,6 @@ def session(tiny_model):
     opened = open_session(tiny_model("llama"), [], device="cpu")
     yield opened
     opened.close()
-
-
-def by_harness(directory: Path, names: list[str], batch_size: int, asking: Asking, data: Path | None = None):
-    """What the harness itself says of the model as transformers opens it."""
-    import lm_eval
-    import torch
-    from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    peer = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device="cpu")
-    loaded = asking.load([HarnessTask(name=name) for name in names], data, peer)
-    for each in loaded:
-        each.task.set_fewshot_seed(FEW_SHOT_SEED)
-    asked = {each.name: each.task for each in loaded}
-    options = {"apply_chat_template": asking.chat_template, "fewshot_as_multiturn": True}
-    return lm_eval.evaluate(lm=peer, task_dict={"tasks": asked}, limit=asking.limit, bootstrap_iters=0, **options)
 
 
 def measured(eval: LmEval, session, data: Path | None = None) -> Found:
@@ -121,9 +55,7 @@ def test_contexts_computed_once_change_last_digits_alone(session, tasks):
     wanted = [HarnessTask(name=tasks["colours"])]
     answers = []
     for batch_size, shared in ((1, False), (1, True), (6, True)):
-        model = SessionModel(
-            session.tokenizer, session.positions, session, batch_size=batch_size, shared_context=shared
-        )
+        model = SessionModel(session.tokenizer, session, batch_size=batch_size, shared_context=shared)
         calls = []
         model._behind_contexts = lambda *given, calls=calls, real=model._behind_contexts: (
             calls.append(given) or real(*given)
@@ -135,22 +67,6 @@ def test_contexts_computed_once_change_last_digits_alone(session, tasks):
     for other in answers[1:]:
         assert [greedy for _, greedy in other] == [greedy for _, greedy in answers[0]]
         assert [loss for loss, _ in other] == pytest.approx([loss for loss, _ in answers[0]], abs=1e-4)
-
-
-def test_the_chat_template_is_asked_as_the_harness_asks_it(tiny_model, session, tasks, monkeypatch):
-    template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-    )
-    from transformers import PreTrainedTokenizerBase
-
-    monkeypatch.setattr(PreTrainedTokenizerBase, "chat_template", template, raising=False)
-    monkeypatch.setattr(session.tokenizer, "chat_template", template)
-    eval = LmEval(tasks=[tasks["colours"]], few_shot=1, chat_template=True, shared_context=False)
-    found = measured(eval, session)
-    assert "chat template" in found.metrics[0].protocol
-    model = SessionModel(session.tokenizer, session.positions)
-    (loaded,) = Asking(few_shot=1, chat_template=True).load([HarnessTask(name=tasks["colours"])], None, model)
-    assert loaded.requests[0].args[0].count("<user>") == 2
 
 
 def test_items_have_samples_in_their_order_and_a_file_with_their_texts(session, tasks):

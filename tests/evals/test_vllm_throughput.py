@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from optkit_evals.throughput import Throughput
-from optkit_evals.vllm_throughput import check_vllm
+from optkit_evals.vllm import check_vllm
 
 from optkit.errors import EvalError, MissingPackageError, UsageError
 from optkit.measure import EvalContext, Turn

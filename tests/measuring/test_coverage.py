@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from optkit_evals.embedding import FEWEST_FOR_LOW, LOW, Embedding, pairwise, spearman, spearman_estimate
 from optkit_evals.encoding import Encoding
+from optkit_evals.harness.aggregating import Aggregated, Scored
 from optkit_evals.load import FIRST_TOKEN, MEDIAN, Load
 from optkit_evals.speculation import Speculation
 from optkit_evals.throughput import Throughput
@@ -21,6 +23,7 @@ from optkit_evals.throughput import Throughput
 from optkit.common.paired_items import mcnemar, mean_of_ratios, paired_share_ratio
 from optkit.common.statistics import (
     Estimate,
+    binomial_interval,
     neighbours_estimate,
     paired_log_ratio,
     quantile_interval,
@@ -219,6 +222,26 @@ def test_what_is_left_of_several_tasks(chance: numpy.random.Generator, items: in
     ]
     truth = sum(both + won for both, _, won in ways) / sum(both + lost for both, lost, _ in ways)
     assert coverage(found, truth) >= LEAST
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("sizes", [(100, 30, 12), (5,) * 12])
+def test_the_number_of_a_group_of_tasks(chance: numpy.random.Generator, sizes: Any, weighted: bool) -> None:
+    rights = numpy.linspace(0.25, 0.9, len(sizes))
+    truth = float(numpy.average(rights, weights=(weights := sizes if weighted else (1,) * len(sizes))))
+    intervals = cache(binomial_interval)
+
+    def number(hits: list[int]) -> Metric:
+        each = [
+            (metric(hit / size, "independent"), intervals(hit, size)) for hit, size in zip(hits, sizes, strict=True)
+        ]
+        parts = [Scored(None, None, one.model_copy(update={"interval": ends})) for one, ends in each]
+        value = float(numpy.average([part.metric.value for part in parts], weights=weights))
+        return Aggregated(None, {}, value, weights, tuple(parts)).metric("")
+
+    drawn = [chance.binomial(size, right, size=300).tolist() for size, right in zip(sizes, rights, strict=True)]
+    found = [number(hits) for hits in zip(*drawn, strict=True)]
+    assert coverage((Estimate(one.value, one.interval) for one in found), truth) >= LEAST
 
 
 @pytest.mark.parametrize("turning", [0.0, 0.01, 0.1])

