@@ -22,6 +22,7 @@ from optkit.measure import Eval, EvalContext, Found, Metric, Opened, TimedEval
 from optkit.recipe import registry
 from optkit.recipe.recipe import load_recipe
 from optkit.scorecard.published import published_attachments
+from tests.support.command_line import spoken
 
 RECIPE = """\
 name: tiny
@@ -30,6 +31,7 @@ stages: [cast: {{dtype: bfloat16}}]
 evals: [{evals}]
 """
 COUNTED: list[str] = []
+pytestmark = pytest.mark.usefixtures("children_here")
 
 
 class Sketch(Eval):
@@ -112,7 +114,7 @@ def test_an_eval_leaves_files_through_a_run_and_through_a_cached_one(
     assert f"![sketch]({ATTACHMENTS}/sketch/sketch.svg)" in page
     assert f"- [{ATTACHMENTS}/sketch-unmodified/sketch.svg]" in page
     assert f"{ATTACHMENTS}/sketch/sketch.svg: image/svg+xml" in (desk / "out" / "scorecard.html").read_text("utf-8")
-    assert f"file  {ATTACHMENTS}/sketch/sketch.svg" in capsys.readouterr().out
+    assert f"file  {ATTACHMENTS}/sketch/sketch.svg" in spoken(capsys, "show", "out", "--verbose")[0]
     assert COUNTED == ["red", "red"]
     shutil.rmtree(desk / "out")
     assert run(desk, "sketch, footprint")["files"] == card["files"]

@@ -30,6 +30,7 @@ from optkit.verification.registry import ENGINES, engine_of
 from optkit.verification.workers import open_in_vllm
 from tests.conftest import TinyModel
 from tests.support.fake_engine import answer, program, refusal
+from tests.support.here import child_of
 from tests.support.waiting import ended, is_gone, wait_until
 
 
@@ -236,9 +237,12 @@ def test_transformers_gives_the_logits_of_transformers(tiny_model: TinyModel, tm
     assert len(found.said["generated"]) == 5
 
 
-def test_transformers_refuses_with_its_own_words(tmp_path: Path, tiny_model: TinyModel) -> None:
+def test_transformers_refuses_with_its_own_words(
+    tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from safetensors.torch import load_file, save_file
 
+    monkeypatch.setattr("optkit.verification.engines.Child", child_of)
     directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     held = load_file(directory / "model.safetensors")
     del held["model.norm.weight"]
