@@ -2,6 +2,7 @@
 # make docs      the site, in site/: open site/index.html
 # make storm     what is malformed, damaged, killed, signalled and at work together
 # make test      lint, types, import contracts, tests
+# make dist      a wheel and a source archive in dist/
 # make vendor    what the pages are drawn with, bundled from pinned npm packages; needs npm
 # make coverage  the tests, and which lines they run: a table, and htmlcov/index.html
 # All make .venv first, with the exact packages of constraints.txt, and reinstall only when those or pyproject.toml change.
@@ -14,7 +15,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: run test docs coverage storm vendor clean
+.PHONY: run dist test docs coverage storm vendor clean
 .DELETE_ON_ERROR:
 
 run: .venv/installed
@@ -34,6 +35,10 @@ docs: .venv/installed-test
 
 coverage: .venv/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --cov --cov-report term:skip-covered --cov-report html
+
+dist: .venv/installed-test
+	rm -rf dist
+	$(BIN)/hatchling build --directory dist
 
 # For one family, repeated: .venv/bin/python -m tests.storm --only kills --cases 10 --seed 3
 storm: .venv/installed-test

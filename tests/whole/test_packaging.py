@@ -72,6 +72,22 @@ def test_the_license_is_in_the_wheel(wheel: set[str]) -> None:
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in wheel)
 
 
+def test_the_dockerfile_names_what_is_there() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    extras = re.findall(r"\.whl\)\[([\w,-]+)\]", text)
+    assert len(extras) == 2
+    assert {name for each in extras for name in each.split(",")} <= PROJECT["optional-dependencies"].keys()
+    stages = re.findall(r"^FROM (\S+) AS (\w+)$", text, re.MULTILINE)
+    assert [name for _, name in stages] == ["wheel", "base", "cpu", "cuda"]
+    assert {source for source, _ in stages} == {"python:3.11-slim-bookworm", "base"}
+    copied = re.findall(r"^COPY (?!--)(\S+)", text, re.MULTILINE)
+    assert all((ROOT / each).exists() for each in copied)
+
+
+def test_the_glossary_that_explain_reads_is_in_the_wheel(wheel: set[str]) -> None:
+    assert "optkit/_docs/glossary.md" in wheel
+
+
 def test_the_version_is_said_once() -> None:
     import optkit
 
