@@ -155,6 +155,7 @@ against_option = click.option(
     type=click.Path(path_type=Path),
     help="Earlier release (artifact or scorecard.json) for gates `of previous`; none before the first.",
 )
+trials_option = click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Take N of the combinations.")
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on stdout, everything else on stderr."
 )

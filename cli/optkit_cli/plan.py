@@ -15,23 +15,26 @@ from optkit_cli.options import (
     place_options,
     recipe_argument,
     set_option,
+    trials_option,
     trust_option,
 )
 
 
 @click.command(cls=Command, short_help="Say what a run would do and need.")
 @recipe_argument
-@all_of(model_option, set_option, place_options, json_option, trust_option)
+@all_of(model_option, set_option, trials_option, place_options, json_option, trust_option)
 def command(
     recipe: str,
     model: str | None,
     overrides: tuple[str, ...],
+    trials: int | None,
     as_json: bool,
     trust_remote_code: bool,
     **place: Unpack[Place],
 ) -> None:
     """Print RECIPE's steps, hit or miss, with the disk and memory they will need; compute nothing.
-    Of a recipe with a matrix it says what its combinations share.
+    Of a recipe with a matrix it says what its combinations share, with --trials what so many drawn
+    ones do.
     """
     from optkit import pipeline
     from optkit.recipe.matrix_reading import load_matrix
@@ -39,7 +42,8 @@ def command(
     from optkit_cli.plan_view import plan_view
 
     matrix = load_matrix(recipe, overrides, model)
-    combinations = [each.trusting(trust_remote_code) for each in matrix.combinations()]
+    found = matrix.some(trials, seed=0) if trials and matrix.varied else matrix.combinations()
+    combinations = [each.trusting(trust_remote_code) for each in found]
     if matrix.varied:
         from optkit.sweep.plan import plan_sweep
         from optkit_cli.sweep_plan_view import sweep_plan_view

@@ -20,6 +20,7 @@ from optkit_cli.options import (
     recipe_argument,
     retime_option,
     set_option,
+    trials_option,
     trust_option,
 )
 
@@ -36,7 +37,7 @@ from optkit_cli.options import (
 @click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS", help="Begin nothing later.")
 @all_of(against_option, comparison_options)
 @click.option("--keep", metavar="best:N", help="Delete the weights of what is dominated, but for the N best.")
-@click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Make N of the combinations.")
+@trials_option
 @click.option(
     "--sampler",
     metavar="NAME",

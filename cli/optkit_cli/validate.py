@@ -16,6 +16,7 @@ def command(recipes: tuple[str, ...], as_json: bool) -> None:
     """Check each RECIPE and print every problem as file:line:column; exit status 2 if there is one."""
     from optkit.common.visible import visible
     from optkit.errors import Problem
+    from optkit.recipe.matrix import MOST
     from optkit.recipe.matrix_reading import load_matrix
     from optkit_cli.output import print_json
 
@@ -23,9 +24,12 @@ def command(recipes: tuple[str, ...], as_json: bool) -> None:
     for recipe in recipes:
         try:
             matrix = load_matrix(recipe)
-            found = len(matrix.combinations())
+            checked = len(matrix.covering())
+            count = f", {matrix.size if matrix.size > MOST else checked:,} combinations"
+            if matrix.size > MOST:
+                count += f" (each value in one of {checked} that were checked; a sweep of them needs --trials)"
             if not as_json:
-                click.echo(visible(f"{recipe}: ok{f', {found} combinations' if matrix.varied else ''}"))
+                click.echo(visible(f"{recipe}: ok{count if matrix.varied else ''}"))
         except RecipeError as error:
             problems.extend(error.problems)
         except OptkitError as error:

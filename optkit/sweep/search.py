@@ -130,19 +130,30 @@ def chosen(
     """Return the combinations that are made in any case, and who searches for more.
     All of them without `trials`, or if they are no more; else a sampler chooses, `random` by default.
 
-    Raises RecipeError as the matrix does, and what `_search` does.
+    Raises RecipeError as the matrix does, UsageError for a metric that is not measured, and what
+    `_search` does.
     """
     how = sampler or ("grid" if trials is None else "random")
     if trials is None and how != "grid":
         what = "it makes as many combinations as --trials says, and that says nothing"
         raise UsageError(what, where=f"--sampler {how}", remedy="Add --trials 40")
-    if trials is None or matrix.size <= trials:
-        return matrix.combinations(), None
-    if how not in (TPE, NSGA2):
-        return matrix.first(trials) if how == "grid" else matrix.some(trials, seed), None
-    search = _search(matrix, how, trials, seed, best, axes, require, progress)
-    included = matrix.included(trials)
-    return included, replace(search, trials=trials - len(included))
+    if trials is not None and trials < matrix.size and how in (TPE, NSGA2):
+        search = _search(matrix, how, trials, seed, best, axes, require, progress)
+        included = matrix.included(trials)
+        return included, replace(search, trials=trials - len(included))
+    if trials is None or how in (TPE, NSGA2):
+        found = matrix.combinations()
+    else:
+        found = matrix.first(trials) if how == "grid" else matrix.some(trials, seed)
+    evals = {repr(entry.value): entry.value for each in found for entry in each.recipe.evals}
+    for option, gates in (
+        ("--best", [_metric(best, "--best")] if best else []),
+        ("--axis", [_metric(text, "--axis") for text in axes]),
+        ("--require", [parse_requirement(text) for text in require]),
+    ):
+        for gate in gates:
+            _check(gate, [*evals.values()], option)
+    return found, None
 
 
 def _search(
@@ -195,23 +206,33 @@ def _study(sampler: str, seed: int, objectives: int) -> Any:
     return optuna.create_study(sampler=chosen, directions=["minimize"] * objectives)
 
 
+def _check(gate: Gate, evals: Sequence[Eval], option: str) -> None:
+    """Raise UsageError if none of the evals measures what is named."""
+    try:
+        check_named(gate, evals)
+    except ValueError as error:
+        raise UsageError(str(error), where=option) from error
+
+
 def _is_measured(gate: Gate, recipe: Recipe, option: str) -> bool:
     """Say whether a metric is measured with each artifact, and not timed at the end.
     Raises UsageError if it is not measured at all.
     """
+    _check(gate, [entry.value for entry in recipe.evals], option)
+    return bool(_rows(gate, [entry.value for entry in recipe.untimed().evals]))
+
+
+def _metric(text: str, option: str) -> Gate:
+    """Return what names a metric; raises UsageError."""
     try:
-        check_named(gate, [entry.value for entry in recipe.evals])
+        return parse_gate(text, "> 0")
     except ValueError as error:
         raise UsageError(str(error), where=option) from error
-    return bool(_rows(gate, [entry.value for entry in recipe.untimed().evals]))
 
 
 def _objective(text: str, recipe: Recipe, option: str) -> Gate:
     """Return the row that a text names."""
-    try:
-        gate = parse_gate(text, "> 0")
-    except ValueError as error:
-        raise UsageError(str(error), where=option) from error
+    gate = _metric(text, option)
     evals = [entry.value for entry in recipe.untimed().evals]
     if not _is_measured(gate, recipe, option):
         others = list(dict.fromkeys(next(iter(each.metrics)) for each in evals if each.metrics))

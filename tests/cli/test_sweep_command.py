@@ -54,6 +54,18 @@ def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(spoken(capsys, "plan", "s.json", "--device", "cpu", "--json")[0])["shared"] == 6
 
 
+def test_very_many_combinations_are_validated_and_some_are_planned(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = json.loads((desk / "s.json").read_text())
+    (desk / "many.json").write_text(json.dumps(asked | {"matrix": asked["matrix"] | {"seed": [*range(300)]}}))
+    said = "many.json: ok, 1,200 combinations (each value in one of 301 that were checked; a sweep of them needs"
+    assert spoken(capsys, "validate", "many.json")[0] == f"{said} --trials)\n"
+    _, err = spoken(capsys, "plan", "many.json", status=2)
+    assert "the matrix has 1,200 combinations, and no more than 500 are all made. Let some of them be chosen" in err
+    assert "s  3 combinations" in spoken(capsys, "plan", "many.json", "--trials", "3", "--device", "cpu")[0]
+
+
 def test_a_failed_combination_is_shown_and_is_exit_status_1(
     desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,6 +233,21 @@ def test_what_cannot_be_searched_is_refused(how: dict[str, Any], said: str) -> N
     assert str(error.value).startswith(said)
 
 
+@pytest.mark.parametrize("trials", [None, 4])
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"best": "size"}, "--best: no eval of the recipe measures 'size'."),
+        ({"axes": ["perplexty"]}, "--axis: no eval of the recipe measures 'perplexty'. Did you mean 'perplexity'?"),
+        ({"require": ["perplexity[a=1]<2"]}, "--require: 'perplexity' has one row, and no labels to pick it by."),
+    ],
+)
+def test_a_name_is_refused_before_anything_is_made(how: dict[str, Any], said: str, trials: int | None) -> None:
+    with pytest.raises(UsageError) as error:
+        found(trials, **{"sampler": None, "best": None, **how})
+    assert str(error.value).startswith(said)
+
+
 def test_a_metric_of_several_rows_needs_its_labels() -> None:
     text = RECIPE.replace("window: 64}", "window: 64, also: [{dataset: python-reference, split: train}]}")
     with pytest.raises(UsageError, match=r"--best: 'perplexity' has 2 rows\. Name one of them: perplexity"):
