@@ -28,7 +28,7 @@ def reference_pages() -> dict[str, str]:
 
 def cli_page() -> str:
     """Return every command with its options."""
-    context = click.Context(optkit, info_name="optkit")
+    context = click.Context(optkit, info_name="optkit", **optkit.context_settings)
     return f"# Commands\n\n{_about(optkit)}\n\n" + "\n\n".join(_command(each) for each in _commands(context))
 
 

@@ -69,7 +69,7 @@ def test_every_environment_variable_is_told_and_read() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
-        and re.fullmatch(r"[A-Z][A-Z0-9_]+", node.value)
+        and re.fullmatch(r"[A-Z_][A-Z0-9_]+", node.value)
     }
     read = {name for path in sources for name in asked(trees[path])}
     by_engine = {"OPTKIT_VLLM_PYTHON", "OPTKIT_ONNXRUNTIME_GENAI_PYTHON"}
