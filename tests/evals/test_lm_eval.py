@@ -120,6 +120,26 @@ def test_two_models_are_told_apart_by_what_turned(session, tasks, monkeypatch):
         assert each["gold"] == each["unmodified" if each["item"] in lost else "artifact"]
 
 
+def test_a_task_may_leave_items_out_of_a_number_and_name_one_without_aggregation(tiny_model, session, tasks, tmp_path):
+    (tmp_path / "left_out.py").write_text(
+        "def results(doc, results):\n"
+        "    loss = results[0][0] - results[1][0]\n"
+        "    return {'first': loss} | ({'acc': float(loss > 0)} if doc['gold'] else {})\n"
+    )
+    path = Path(tasks["colours"])
+    path.write_text(path.read_text() + "process_results: !function left_out.results\n")
+    eval = LmEval(tasks=[str(path)], shared_context=False)
+    found = measured(eval, session)
+    theirs = by_harness(tiny_model("llama"), [str(path)], 1, Asking())["results"]["colours"]
+    assert {each.name: each.value for each in found.metrics} == {
+        name: theirs[f"{name},none"] for name in ("first", "acc")
+    }
+    acc = next(each for each in found.metrics if each.name == "acc")
+    turned = Found((acc.model_copy(update={"samples": tuple(1 - each for each in acc.samples)}),), found.attachments)
+    listed = [json.loads(line) for line in list(eval.contrast(found, turned))[-1].content.decode().splitlines()]
+    assert [each["item"] for each in listed] == list(range(1, ITEMS, 2))
+
+
 def test_a_model_beside_itself_turned_nothing_and_lost_nothing(session, tasks):
     eval = LmEval(tasks=[tasks["colours"]])
     ours = measured(eval, session)

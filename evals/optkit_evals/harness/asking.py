@@ -72,8 +72,15 @@ class Score:
     value: float
     higher_is_better: bool
     aggregation: Any
-    items: tuple[Any, ...]
-    """In the order of the items: a number, or what the harness aggregates."""
+    by_item: Mapping[int, Any]
+    """What each item has of it, in their order: a number, or what the harness aggregates. A task may
+    leave items out.
+    """
+
+    @property
+    def items(self) -> tuple[Any, ...]:
+        """What is aggregated."""
+        return tuple(self.by_item.values())
 
 
 @dataclass(frozen=True)
@@ -131,18 +138,18 @@ class Asking:
             task.apply_filters()
             by_item = loaded.by_item()
             for filtered in loaded.requests[0].filtered_resps:
-                values: dict[str, list[Any]] = {}
+                values: dict[str, dict[int, Any]] = {}
                 for item, doc in task.doc_iterator(limit=self.limit):
                     answers = [request.filtered_resps[filtered] for request in by_item[item]]
                     for metric, value in task.process_results(doc, answers).items():
-                        values.setdefault(metric, []).append(value)
-                found += [_score(task, metric, filtered, items) for metric, items in values.items()]
+                        values.setdefault(metric, {})[item] = value
+                found += [_score(task, metric, filtered, by_item) for metric, by_item in values.items()]
         return found
 
     def items(self, loaded: Loaded, scores: Sequence[Score]) -> Iterator[dict[str, Any]]:
         """Yield each item as JSON values: question, choices, answer, gold and what it scored."""
         task, by_item = loaded.task, loaded.by_item()
-        for place, (item, doc) in enumerate(task.doc_iterator(limit=self.limit)):
+        for item, doc in task.doc_iterator(limit=self.limit):
             yield {
                 "task": loaded.name,
                 "item": item,
@@ -151,20 +158,23 @@ class Asking:
                 "scores": {
                     each.metric + (f",{each.filter}" if each.filter else ""): value
                     for each in scores
-                    if isinstance(value := each.items[place], int | float)
+                    if isinstance(value := each.by_item.get(item), int | float)
                 },
             }
 
 
-def _score(task: Any, metric: str, filtered: str, items: list[Any]) -> Score:
-    aggregation = task.aggregation()[metric]
+def _score(task: Any, metric: str, filtered: str, by_item: Mapping[int, Any]) -> Score:
+    """Return a number of a task; one that no definition aggregates is a mean, as in the harness."""
+    from lm_eval.api.metrics import mean
+
+    aggregation = task.aggregation().get(metric, mean)
     return Score(
         metric=metric,
         filter="" if filtered == "none" else filtered,
-        value=float(aggregation(items)),
-        higher_is_better=bool(task.higher_is_better()[metric]),
+        value=float(aggregation(list(by_item.values()))),
+        higher_is_better=bool(task.higher_is_better().get(metric, True)),
         aggregation=aggregation,
-        items=tuple(items),
+        by_item=by_item,
     )
 
 

@@ -109,7 +109,10 @@ def _listed(
     for metric, other in pairs:
         task = str(metric.labels["task"])
         normed = metric.name == "acc_norm"
-        places = zip(metric.samples, other.samples, ours.get(task, ()), theirs.get(task, ()), strict=False)
+        filtered = metric.labels.get("filter")
+        key = f"{metric.name},{filtered}" if filtered else metric.name
+        scored = ([item for item in items.get(task, ()) if key in item["scores"]] for items in (ours, theirs))
+        places = zip(metric.samples, other.samples, *scored, strict=False)
         for score, before, item, unmodified in places:
             if math.isclose(score, before):
                 continue
