@@ -28,6 +28,7 @@ from optkit.store.out_directory import place, settle_beside
 from optkit.store.store import Store, explain_os_error
 
 SCHEMA = 1
+ASKED = "Name a directory that `optkit run` wrote, such as artifacts/llama_int4"
 AGAIN = "Delete the directory and run its recipe again"
 FACTS = {"size_bytes": int, "mtime_ns": int, "sha256": str}
 """What is known of each file."""
@@ -203,9 +204,10 @@ def read_artifact(directory: Path) -> Artifact:
     """
     path = directory / RECORD
     if not directory.is_dir():
-        raise ArtifactError("no such directory", where=str(directory))
+        raise ArtifactError("no such directory", where=str(directory), remedy=ASKED)
     if not path.is_file():
-        raise ArtifactError(f"there is no {RECORD}", where=str(directory), why="It was not made by `optkit run`")
+        why, remedy = "It was not made by `optkit run`", "To measure any other model: optkit eval"
+        raise ArtifactError(f"there is no {RECORD}", where=str(directory), why=why, remedy=remedy)
     data = read_object(path, ArtifactError, AGAIN)
     schema = data.get("optkit_artifact")
     if isinstance(schema, int) and schema > SCHEMA:

@@ -31,12 +31,14 @@ def command(
     form: str | None,
     as_json: bool,
 ) -> int:
-    """Compare artifacts, scorecard.json files and what lies below directories.
+    """Rank artifacts beside the unmodified model, and say which one to take.
+    Name artifacts, scorecard.json files, or directories with any of them below.
 
     \b
     optkit compare artifacts/sweep_int4 --require "perplexity<=1.05x" --best size_bytes
 
-    Exit status: with --require or --best 3 if none passes those and its own gates, 4 if one may.
+    With --require or --best the exit status is 3 if no artifact passes, 4 if one may. An artifact
+    passes if it keeps its own gates and each --require.
     """
     from optkit.common.visible import visible_lines
     from optkit.comparison import compare, to_csv, to_markdown

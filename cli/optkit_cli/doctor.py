@@ -11,7 +11,7 @@ from optkit_cli.options import Command, json_option, store_option
 
 @click.command(cls=Command, short_help="Say what can run here, and what is missing.")
 @click.option(
-    "--model", metavar="MODEL", help="Also say which of its matrices tensor cores and packed kernels do not like."
+    "--model", metavar="MODEL", help="Also list matrices of shapes that tensor cores or packed kernels do not take."
 )
 @click.option(
     "--links", is_flag=True, help="Also measure how fast the GPUs of this host exchange data (NCCL all-reduce)."

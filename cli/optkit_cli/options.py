@@ -153,7 +153,7 @@ against_option = click.option(
     "--against",
     metavar="ARTIFACT",
     type=click.Path(path_type=Path),
-    help="Earlier release (artifact or scorecard.json) for gates `of previous`; none before the first.",
+    help="Artifact or scorecard.json of the last release, for gates `of previous`; `none` before the first release.",
 )
 trials_option = click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Take N of the combinations.")
 json_option = click.option(

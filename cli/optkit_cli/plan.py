@@ -32,9 +32,9 @@ def command(
     trust_remote_code: bool,
     **place: Unpack[Place],
 ) -> None:
-    """Print RECIPE's steps, hit or miss, with the disk and memory they will need; compute nothing.
-    Of a recipe with a matrix it says what its combinations share, with --trials what so many drawn
-    ones do.
+    """Print RECIPE's steps, with the disk, memory and time that they will need; compute nothing.
+    A step is a hit if the store has it, else a miss. Of a recipe with a matrix it says what its
+    combinations share, with --trials what so many drawn ones do.
     """
     from optkit import pipeline
     from optkit.recipe.matrix_reading import load_matrix

@@ -37,8 +37,9 @@ def command(
     axes: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Write one HTML file of artifacts, scorecard.json files and what lies below directories.
-    It works offline; of one artifact it is the page that lies beside it.
+    """Write one HTML page that says which artifact to take; it works offline.
+    Name artifacts, scorecard.json files, or directories with any of them below. Of one artifact it
+    is the page that lies beside it.
 
     \b
     optkit report artifacts/sweep_int4 --require "perplexity<=1.05x" --best size_bytes

@@ -29,8 +29,10 @@ def _schema(what: str) -> dict[str, Any]:
 @click.command(cls=Command, short_help="Print the JSON Schema of recipes, scorecards or comparisons.")
 @click.argument("what", metavar=f"[{'|'.join(DOCUMENTS)}]", type=click.Choice(list(DOCUMENTS)), default="recipe")
 def command(what: str) -> None:
-    """Print the JSON Schema of recipes, so that an editor completes and checks them, or of another
-    document: what its fields are is said there. Its `$id` ends with the version of its meaning.
+    """Print the JSON Schema of recipes, so that an editor completes and checks them.
+    `scorecard` and `comparison` name what `scorecard.json` and `optkit compare --json` hold.
+
+    The last part of `$id` is the version of the meaning of the fields.
     """
     from optkit_cli.output import print_json
 

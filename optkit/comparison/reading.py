@@ -62,7 +62,8 @@ def read_scorecards(places: Sequence[Path]) -> Reading:
 def _is_one(place: Path) -> bool:
     """Say whether a place is one scorecard, not a directory of many."""
     if not place.exists():
-        raise ArtifactError("no such file or directory", where=str(place))
+        remedy = "Name artifacts, scorecard.json files, or directories with any of them below"
+        raise ArtifactError("no such file or directory", where=str(place), remedy=remedy)
     return not place.is_dir() or any((place / name).exists() for name in OWN)
 
 

@@ -96,7 +96,11 @@ def _read_item(recipe: PlacedData, role: str, steps: Steps, written: Any) -> tup
         return None, [place.problem(str(error))]
     steps = (*steps, kind)
     if not isinstance(fields, dict):
-        message = f"{kind} takes a mapping of its fields ({', '.join(model.model_fields)}), not {shown(fields)}."
+        names = ", ".join(model.model_fields)
+        taken = (
+            f"takes a mapping of its fields ({names}), not {shown(fields)}." if names else f"has no fields: `- {kind}`."
+        )
+        message = f"{kind} {taken}"
         return Item(steps, kind, model), [recipe.value_place(steps).problem(message)]
     checked = check_fields(recipe, steps, model, fields)
     return (Item(steps, kind, model), checked) if isinstance(checked, list) else (Item(steps, kind, checked), [])

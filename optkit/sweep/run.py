@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from optkit.artifact import read_artifact, read_finished
+from optkit.artifact import is_artifact, read_artifact, read_finished
 from optkit.common.cache import default_store
 from optkit.common.frozen import digest
+from optkit.common.own_files import SCORECARD_JSON
 from optkit.environment import usable_device
 from optkit.errors import ArtifactError, OptkitError, UsageError
 from optkit.measuring.earlier_release import earlier_release
@@ -138,11 +139,10 @@ class Sweep:
 
     def _is_there(self, entry: Entry, plan: Plan) -> bool:
         directory = self.place(entry.name)
-        if entry.artifact_key != plan.artifact_key:
+        if entry.artifact_key != plan.artifact_key or not (directory / SCORECARD_JSON).is_file():
             return False
         try:
-            read_scorecard(directory)
-            return read_finished(directory).record.key == plan.artifact_key
+            return is_artifact(directory) and read_finished(directory).record.key == plan.artifact_key
         except ArtifactError:
             return False
 

@@ -170,7 +170,8 @@ def test_report_says_what_is_wrong(artifacts: Path, tmp_path: Path, capsys: pyte
         return main(["report", *words]), capsys.readouterr().err
 
     status, said = refused(str(tmp_path / "none"))
-    assert (status, said) == (1, f"error: {tmp_path}/none: no such file or directory.\n")
+    remedy = "Name artifacts, scorecard.json files, or directories with any of them below."
+    assert (status, said) == (1, f"error: {tmp_path}/none: no such file or directory. {remedy}\n")
     status, said = refused(str(artifacts), "--best", "perplexty", "--out", str(tmp_path / "a.html"))
     assert status == 2
     assert "no scorecard has 'perplexty'" in said

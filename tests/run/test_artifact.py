@@ -242,9 +242,9 @@ def test_an_artifact_and_the_store_never_lie_in_each_other(tmp_path, out, how):
 
 
 def test_what_is_no_artifact_is_said(tmp_path):
-    with pytest.raises(ArtifactError, match="no such directory"):
+    with pytest.raises(ArtifactError, match="no such directory. Name a directory that `optkit run` wrote"):
         read_artifact(tmp_path / "nowhere")
-    with pytest.raises(ArtifactError, match=r"there is no optkit.json\. It was not made by `optkit run`"):
+    with pytest.raises(ArtifactError, match=r"there is no optkit.json\. It was not made by `optkit run`\. To measure"):
         read_artifact(tmp_path)
     (tmp_path / RECORD).write_text("{half")
     assert is_artifact(tmp_path)

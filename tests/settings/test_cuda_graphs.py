@@ -136,3 +136,8 @@ def test_it_is_off_on_the_cpu(tiny_model: Callable[[str], Path]) -> None:
     plain, graphs = open_session(tiny_model("llama")), open_session(tiny_model("llama"), [CudaGraphs()])
     tokens = torch.arange(12).reshape(2, 6)
     assert graphs.generate(tokens, 4).equal(plain.generate(tokens, 4))  # type: ignore[union-attr]
+
+
+def test_a_field_is_refused_since_there_are_none() -> None:
+    with pytest.raises(RecipeError, match=r"cuda_graphs has no fields: `- cuda_graphs`\.$"):
+        load_recipe("model: x/y\nstages: [{cuda_graphs: true}]\n")
