@@ -40,19 +40,21 @@ def command(
     With --require or --best the exit status is 3 if no artifact passes, 4 if one may. An artifact
     passes if it keeps its own gates and each --require.
     """
+    from optkit.common.garbage import uncollected
     from optkit.common.visible import visible_lines
     from optkit.comparison import compare, to_csv, to_markdown
     from optkit_cli.output import print_json, show
 
     if as_json and form:
         raise click.UsageError(f"--json and --{form} exclude each other. Name one of them.")
-    comparison = compare(places, require=require, best=best, axes=axes)
-    if as_json:
-        print_json(comparison.model_dump(mode="json"))
-    elif form:
-        click.echo(visible_lines(to_csv(comparison) if form == "csv" else to_markdown(comparison)), nl=False)
-    else:
-        from optkit_cli.compare_view import comparison_view
+    with uncollected():  # all that is read stays until the end
+        comparison = compare(places, require=require, best=best, axes=axes)
+        if as_json:
+            print_json(comparison.model_dump(mode="json"))
+        elif form:
+            click.echo(visible_lines(to_csv(comparison) if form == "csv" else to_markdown(comparison)), nl=False)
+        else:
+            from optkit_cli.compare_view import comparison_view
 
-        show(*comparison_view(comparison))
+            show(*comparison_view(comparison))
     return comparison.exit_status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
@@ -71,6 +72,13 @@ class Numbers:
     comparison: Comparison
     group: Group
 
+    @cached_property
+    def _unmodified(self) -> dict[str, CellText]:
+        """What is known of the unmodified model, by the keys of columns."""
+        columns = shown_columns(self.comparison, self.group)
+        cells = unmodified_cells(self.comparison, self.group, columns) or []
+        return {column.key: cell for column, cell in zip(columns, cells, strict=False)}
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the axes with as many further columns as fit: on one line, else in several."""
         columns = shown_columns(self.comparison, self.group)
@@ -109,15 +117,15 @@ class Numbers:
         return ">" + "\n".join(lines)
 
     def _lines(self, columns: list[Column]) -> Iterator[tuple[Text, Entry | None, list[CellText]]]:
-        if unmodified := unmodified_cells(self.comparison, self.group, columns):
-            yield Text(UNMODIFIED, style="dim"), None, unmodified
+        if self._unmodified:
+            yield Text(UNMODIFIED, style="dim"), None, [self._unmodified[each.key] for each in columns]
         for entry in _entries(self.comparison, self.group):
             name = Text(entry.label, style="bold" if entry.pick else "")
             yield name, entry, [cell_text(entry.cell(each.key), each) for each in columns]
 
 
 def _entries(comparison: Comparison, group: Group) -> list[Entry]:
-    return [comparison.entry(label) for label in group.entries[:MOST_LINES]]
+    return comparison.members(group)[:MOST_LINES]
 
 
 def _cell(cell: CellText, gap: str) -> Text:

@@ -69,10 +69,15 @@ class Axis:
     def against(self, other: int) -> tuple[Any, Any, Any]:
         """Return place less that of another, and its 95% interval, float64 [scorecards] each."""
         differences = self.places - self.places[other]
-        down = numpy.hypot(self._below, self._above[other])
-        up = numpy.hypot(self._above, self._below[other])
+        paired: Any = numpy.zeros(len(differences), dtype=bool)
+        down: Any = 0.0
+        up: Any = 0.0
         if self._paired.sets[other] >= 0:
-            paired, below, above = self._paired.ends(other, differences)
+            paired, down, up = self._paired.ends(other, differences)
+        if not paired.all():
+            below, above = down, up
+            down = numpy.hypot(self._below, self._above[other])
+            up = numpy.hypot(self._above, self._below[other])
             down[paired], up[paired] = below, above
         return differences, differences - down * self.widening, differences + up * self.widening
 

@@ -45,10 +45,14 @@ class Table:
             for axis in axes
         ]
         rows = self.rows if members is None else [self.rows[index] for index in members]
-        return [
-            tuple(next((key for key in its if key in row and not row[key].metric.failure), None) for its in keys)
-            for row in rows
-        ]
+
+        def first(its: Sequence[str], row: Mapping[str, Measured]) -> str | None:
+            for key in its:
+                if key in row and not row[key].metric.failure:
+                    return key
+            return None
+
+        return [tuple([first(its, row) for its in keys]) for row in rows]
 
 
 def table_of(cards: Sequence[Scorecard]) -> Table:

@@ -195,3 +195,8 @@ class Comparison(Frozen):
     def entry(self, label: str) -> Entry:
         """Return the entry of a label."""
         return next(entry for entry in self.entries if entry.label == label)
+
+    def members(self, group: Group) -> list[Entry]:
+        """Return the entries of a group, in the order of their ranks."""
+        index = next(index for index, each in enumerate(self.groups) if each is group or each == group)
+        return [entry for entry in self.entries if entry.group == index]

@@ -38,7 +38,7 @@ class CellText:
 
 def shown_columns(comparison: Comparison, group: Group) -> list[Column]:
     """Return the axes of a group, then what else is worth a column, the most asked for first."""
-    held = {cell.column for entry in comparison.entries if entry.label in group.entries for cell in entry.cells}
+    held = {cell.column for entry in comparison.members(group) for cell in entry.cells}
     columns = [column for column in comparison.columns if column.key in held]
     extras = [
         column
@@ -65,7 +65,7 @@ def unmodified_cells(comparison: Comparison, group: Group, columns: list[Column]
     """Return the line of the unmodified model, None if there are several or nothing is known of it.
     A timing is the mean of all measurements of it.
     """
-    entries = [entry for entry in comparison.entries if entry.label in group.entries]
+    entries = comparison.members(group)
     if len({entry.model for entry in entries}) > 1:
         return None
 
@@ -127,7 +127,7 @@ def heading(column: Column) -> str:
 
 def limits(comparison: Comparison, group: Group, column: Column) -> list[str]:
     """Return the limits to a column, e.g. `gate <= 1.10x`: those of recipes, and what is required."""
-    entries = [comparison.entry(label) for label in group.entries]
+    entries = comparison.members(group)
     asked = [("gate", gate) for entry in entries for gate in entry.gates]
     asked += [("required", gate) for entry in entries[:1] for gate in entry.requirements]
     found = dict.fromkeys((word, gate.key, gate.limit, gate.of) for word, gate in asked)
@@ -157,7 +157,7 @@ def legend(comparison: Comparison, group: Group) -> str:
     *most, last = (comparison.column(key).title for key in group.axes)
     axes = f"{', '.join(most)} and {last}" if most else last
     near = "of those that pass, the nearest to the best of each"
-    standings = {standing(comparison.entry(label)) for label in group.entries}
+    standings = {standing(entry) for entry in comparison.members(group)}
     pick = f"Pick: of those that pass, the best by {comparison.best}." if comparison.best else f"Pick: {near}."
     words = [
         "x: ratio to the unmodified model, behind it its 95% interval. ↓: less is better, ↑: more.",
@@ -184,7 +184,7 @@ def _parts(comparison: Comparison) -> Iterator[str]:
         body = []
         if unmodified := unmodified_cells(comparison, group, columns):
             body.append((UNMODIFIED, "", "", *(("",) if required else ()), *map(str, unmodified)))
-        for entry in (comparison.entry(label) for label in group.entries):
+        for entry in comparison.members(group):
             name = f"**{entry.label}**" if entry.pick else entry.label
             gates = str(entry.verdict) if entry.gated else NOTHING
             cells = [str(cell_text(entry.cell(column.key), column)) for column in columns]

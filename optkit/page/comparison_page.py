@@ -96,7 +96,7 @@ def _title(comparison: Comparison) -> str:
 def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) -> Ranked:
     group = comparison.groups[index]
     metrics = shown_columns(comparison, group)
-    entries = [comparison.entry(label) for label in group.entries]
+    entries = comparison.members(group)
     pick = next((entry for entry in entries if entry.pick), None)
     settings = list(dict.fromkeys(name for entry in entries for name in _settings(entry)))
     said = (", ".join(settings),) if settings else ()

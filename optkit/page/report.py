@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from optkit.common.garbage import uncollected
 from optkit.comparison import compare_scorecards
 from optkit.comparison.reading import read_scorecards
 from optkit.page.comparison_page import comparison_page
@@ -32,7 +33,12 @@ def report(
 
     Raises ArtifactError for what cannot be read, UsageError for an unknown metric.
     """
-    found = read_scorecards([Path(place) for place in places])
+    with uncollected():
+        return _report([Path(place) for place in places], require, best, axes)
+
+
+def _report(places: Sequence[Path], require: Sequence[str], best: str | None, axes: Sequence[str]) -> Report:
+    found = read_scorecards(places)
     comparison = compare_scorecards(
         found.cards, require=require, best=best, axes=axes, left_out=found.left_out, notes=found.notes
     )

@@ -22,7 +22,7 @@ RELATIONS: dict[str, Colour] = {"better": "blue", "worse": "vermillion", "none":
 def differences(comparison: Comparison, group: Group, name: str) -> list[Chart]:
     """Return a chart for each axis of a group, none if it has one member."""
     other = compared_with(group)
-    members = [comparison.entry(label) for label in group.entries if label != other][:MOST]
+    members = [entry for entry in comparison.members(group) if entry.label != other][:MOST]
     charts = []
     for index, key in enumerate(group.axes):
         found = {entry.label: each for entry in members for each in entry.differences if each.axis == key}

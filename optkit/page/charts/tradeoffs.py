@@ -66,7 +66,7 @@ class Side:
 
 def tradeoffs(comparison: Comparison, group: Group, name: str) -> list[Chart]:
     """Return a chart for each axis of a group beside quality, and for memory."""
-    entries = [comparison.entry(label) for label in group.entries][:MOST]
+    entries = comparison.members(group)[:MOST]
     up = next((column for column in _columns(comparison, group) if column.role == "quality"), None)
     if up is None:
         return []
@@ -81,7 +81,7 @@ def tradeoffs(comparison: Comparison, group: Group, name: str) -> list[Chart]:
 def _columns(comparison: Comparison, group: Group) -> list[Column]:
     """Return the axes of a group, and the memory that all of it were measured by."""
     axes = [comparison.column(key) for key in group.axes]
-    entries = [comparison.entry(label) for label in group.entries]
+    entries = comparison.members(group)
     memory = (
         column
         for column in comparison.columns
