@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,9 +11,6 @@ import click
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
-
-MARK = "optkit.json"
-"""What a directory holds that is an artifact."""
 
 
 def recipes(_context: click.Context, _parameter: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -26,9 +24,11 @@ def artifacts(_context: click.Context, _parameter: click.Parameter, typed: str) 
     """Return the artifacts in a directory that begin so, and those below artifacts/ before one is
     named; directories, if there are none.
     """
+    from optkit.common.own_files import RECORD
+
     folder, start = (Path(typed), "") if typed.endswith("/") else (Path(typed).parent, Path(typed).name)
     places = [folder, Path("artifacts")] if not typed else [folder]
-    found = [str(each.parent) for place in places for each in sorted(place.glob(f"{start}*/{MARK}"))]
+    found = [str(each.parent) for place in places for each in sorted(place.glob(f"{glob.escape(start)}*/{RECORD}"))]
     return _items(found) or _items([typed], "dir")
 
 

@@ -24,6 +24,7 @@ EXIT_STATUSES = {
     130: "Interrupted by Ctrl-C. The same command goes on from the last finished step.",
     143: "Terminated (SIGTERM). The same command goes on from the last finished step.",
 }
+RELATIVE = "1x", "x: times the baseline"
 
 
 @click.command(cls=Command, short_help="Say what a stage, metric, error or word means.")
@@ -31,7 +32,7 @@ EXIT_STATUSES = {
 def command(name: tuple[str, ...]) -> None:
     """Print what NAME means: a stage, a setting, an eval, a metric, an error, an exit status, a word.
 
-    Of an error, give some words of its message too: optkit explain "no .safetensors file".
+    Of an error, give some words of its message too: optkit explain "no such model".
     """
     from optkit.common.visible import visible_lines
 
@@ -80,13 +81,17 @@ def _entry(name: str) -> Iterator[str]:
 def _metric(name: str) -> Iterator[str]:
     from optkit_evals.meanings import MEANINGS
 
+    from optkit.recipe.gates import compares
+    from optkit.recipe.registry import eval_class
+
     if name in (metrics := _metrics()):
         (unit, evals), meaning = metrics[name], MEANINGS.get(name)
         better = f"; {meaning.better} is better" if meaning and meaning.better else ""
         text = meaning.text if meaning else "Its eval says what it means."
         measured = f"Measured by {', '.join(evals)}: `optkit explain {evals[-1]}`."
         sign = ">=" if meaning and meaning.better == "higher" else "<="
-        gate = f'A gate: `{name}: "{sign} 1x"` (x: times the baseline).'
+        limit, how = ("LIMIT", "it compares with the baseline") if compares(name, eval_class(evals[0])) else RELATIVE
+        gate = f'A gate: `{name}: "{sign} {limit}"` ({how}).'
         yield "\n\n".join([f"{name} (metric): {unit}{better}", *map(_wrapped, (text, measured, gate))])
 
 
@@ -118,8 +123,7 @@ def _error(name: str) -> Iterator[str]:
     words = name.lower()
     if len(words) > 3 and " " in words:
         for message in [each for each in messages() if words in re.sub(r"‹.*?›", "…", each.what).lower()][:5]:
-            cure = " ".join(f"{part.rstrip('.')}." for part in (message.why, message.remedy) if part)
-            yield f"{message.error}: {message.what}\n\n{_wrapped(cure or 'It says all that is known.')}"
+            yield f"{message.error}: {message.what}\n\n{_wrapped(message.cure or 'It says all that is known.')}"
 
 
 def _status(name: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ def command(file: Path, force: bool, **given: str | None) -> None:
         raise UsageError("there is a file of this name", where=str(file), remedy="Name another, or add --force")
     answers = Answers(**_asked(given))
     text, plan = _fitting(answers, file)
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(file, text)
     show(f"{visible(str(file))}: {plan.recipe.description}", cost_line(plan), *plan.doomed, *plan.forecasts)
     show(f"\nRead it, then: optkit run {visible(str(file))}")
@@ -103,7 +105,7 @@ def _fitting(answers: Answers, file: Path) -> tuple[str, Plan]:
     smallest: tuple[int, str] | None = None
     refused: StageError | None = None
     for form in answers.forms():
-        text = answers.recipe(form).replace("FILE", file.name)
+        text = answers.recipe(form, shlex.quote(file.name))
         try:
             plan = pipeline.plan(load_recipe(text))
         except StageError as error:

@@ -26,6 +26,11 @@ class Message(NamedTuple):
     why: str
     remedy: str
 
+    @property
+    def cure(self) -> str:
+        """Why it is so and what to do, as sentences."""
+        return " ".join(f"{part.rstrip('.')}." for part in (self.why, self.remedy) if part)
+
 
 @cache
 def messages() -> tuple[Message, ...]:
@@ -38,7 +43,8 @@ def messages() -> tuple[Message, ...]:
         message
         for root in roots
         for path in root.rglob("*.py")
-        for message in _of_module(ast.parse(path.read_text(encoding="utf-8")), errors, bool(RECIPES & {*path.parts}))
+        for of_recipes in (bool(RECIPES & {root.name, *path.relative_to(root).parts}),)
+        for message in _of_module(ast.parse(path.read_text(encoding="utf-8")), errors, of_recipes)
     }
     once = {(message.error, message.what): message for message in sorted(found)}
     return tuple(once.values())

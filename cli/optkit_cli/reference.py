@@ -11,7 +11,7 @@ import click
 
 from optkit.recipe.reference import definitions, fields_of, inner_models, recipe_pages, sections
 from optkit_cli.main import optkit
-from optkit_cli.messages import Message, error_classes, messages
+from optkit_cli.messages import error_classes, messages
 
 
 def reference_pages() -> dict[str, str]:
@@ -82,15 +82,9 @@ def errors_page() -> str:
     ]
     for each in error_classes():
         about = inspect.cleandoc(each.__doc__ or "")
-        rows = definitions(
-            (_escaped(message.what), _escaped(_cure(message))) for message in said.get(each.__name__, [])
-        )
+        rows = definitions((_escaped(message.what), _escaped(message.cure)) for message in said.get(each.__name__, []))
         parts.append(f"## `{each.__name__}`\n\n{about} Exit status {each.exit_status}.\n\n{rows}")
     return "\n".join(parts)
-
-
-def _cure(message: Message) -> str:
-    return " ".join(f"{part.rstrip('.')}." for part in (message.why, message.remedy) if part)
 
 
 def _escaped(text: str) -> str:

@@ -1,5 +1,5 @@
 """A first recipe from a few answers: the forms that each target opens, those that lose least first.
-What is known of them is in docs/howto/choose.md; each is a line of `FORMS`.
+What is known of them is in docs/howto/choose-a-recipe.md; each is a line of `FORMS`.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ DEPLOYED = {
 PAGE = """\
 # Written by `optkit init`: it is yours now. What a line means: `optkit explain STAGE` (or METRIC).
 #
-#   optkit plan FILE     disk, memory and time that it needs here; computes nothing
-#   optkit run FILE      the artifact, and its scorecard beside the unmodified model
+#   optkit plan {file}     disk, memory and time that it needs here; computes nothing
+#   optkit run {file}      the artifact, and its scorecard beside the unmodified model
 #
 # The artifact opens with {opens}.
 description: {form} for {target} on {device}.
@@ -188,14 +188,15 @@ class Answers:
         text = CALIBRATION[self.effort]
         return tuple(line.replace("TEXT", text).replace("DEVICE", self.device) for line in made)
 
-    def recipe(self, form: Form) -> str:
-        """Return the text of the recipe that makes a form."""
+    def recipe(self, form: Form, file: str) -> str:
+        """Return the text of the recipe that makes a form; `file` is the name of its file."""
         quick, stages = self.effort == "quick", self.stages(form)
         settings = [] if self.target == "onnx" else ["attention: sdpa"]
         if self.target == "transformers" and self.device == "cuda":
             settings.append("compile: {mode: reduce-overhead, devices: [cuda]}")
         comment = YOUR_TEXT if any("calibration" in line for line in stages) else NO_TEXT
         return PAGE.format(
+            file=file,
             opens=DEPLOYED[self.target],
             form=form.name.replace(", ", " in "),
             target={"vllm": "vLLM", "onnx": "ONNX Runtime"}.get(self.target, self.target),

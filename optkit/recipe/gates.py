@@ -202,12 +202,17 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
     if gate.of == "same engine" and len(instances) == len(measuring) and not any(map(_is_told_apart, instances)):
         plain = f"{gate.operator} {gate.limit:.12g}x"
         raise ValueError(f"'{gate.name}' is no timing of decoding, which engines decide. Write \"{plain}\".")
-    if gate.of == "baseline" and (measures[gate.name].compares or gate.name in measures[gate.name].contrasted):
+    if gate.of == "baseline" and compares(gate.name, measures[gate.name]):
         absolute = f"{gate.operator} {gate.limit:.12g}"
         raise ValueError(
             f"'{gate.name}' compares with the baseline already. Give its limit without x, as in \"{absolute}\"."
         )
     _check_range(gate, RATIO if gate.of else RANGES.get(measures[gate.name].metrics[gate.name]))
+
+
+def compares(name: str, measured: Eval | type[Eval]) -> bool:
+    """Say whether a metric of an eval compares with the unmodified model, so that no limit is relative to it."""
+    return measured.compares or name in measured.contrasted
 
 
 def check_named(gate: Gate, evals: Sequence[Eval | type[Eval]]) -> None:

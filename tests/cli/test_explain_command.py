@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from optkit_cli import explain
 from optkit_cli.explain import EXIT_STATUSES, known_names, pages
 from optkit_cli.main import main
 from optkit_evals.meanings import MEANINGS
 
 from optkit.errors import UsageError
+from optkit.recipe.gates import check_gate, parse_gate
 from optkit.recipe.registry import EVALS, eval_class
 from optkit.scorecard import read_json
 from optkit.scorecard.scorecard import EXIT_STATUS
@@ -36,6 +39,19 @@ def test_the_better_direction_is_the_one_that_is_measured() -> None:
     assert {metric.name: MEANINGS[metric.name].better for metric in rows} == {
         metric.name: "higher" if metric.higher_is_better else "lower" for metric in rows
     }
+
+
+@pytest.mark.parametrize("name", sorted(MEANINGS))
+def test_the_gate_that_is_shown_is_taken(name: str) -> None:
+    (page,) = [page for page in pages(name) if page.startswith(f"{name} (metric)")]
+    (limit,) = re.findall(rf'`{name}: "(.*)"`', page)
+    evals = [each for kind in EVALS if name in (each := eval_class(kind)).metrics]
+    check_gate(parse_gate(name, limit.replace("LIMIT", "0.5")), evals)
+
+
+def test_the_example_of_the_help_is_a_message() -> None:
+    (words,) = re.findall(r'optkit explain "(.*?)"', explain.command.help or "")
+    assert pages(words)
 
 
 def test_a_name_with_several_meanings_has_several_pages(capsys: pytest.CaptureFixture[str]) -> None:

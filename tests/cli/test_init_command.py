@@ -48,6 +48,14 @@ def test_the_form_that_loses_least_and_fits_is_taken(
     assert "Take a larger size" in said
 
 
+def test_the_recipe_names_its_file_where_it_is_to_be_typed(here: Path, tiny_model: Callable[[str], Path]) -> None:
+    given = ["init", "new/my int4.yaml", "--model", str(tiny_model("llama")), "--device", "cpu"]
+    assert main([*given, "--effort", "thorough"]) == 0
+    text = (here / "new" / "my int4.yaml").read_text(encoding="utf-8")
+    assert "#   optkit run 'my int4.yaml'  " in text
+    assert "(`dataset: FILE.jsonl`)" in text
+
+
 def test_on_a_terminal_it_asks_for_what_no_option_says(
     here: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,11 +24,11 @@ def test_every_answer_gives_recipes_that_are_valid(answers: Answers) -> None:
     forms = list(answers.forms())
     assert forms
     for form in forms:
-        recipe = load_recipe(answers.recipe(form))
+        recipe = load_recipe(answers.recipe(form, "recipe.yaml"))
         kinds = [entry.kind for entry in recipe.stages]
         assert (kinds[-1] == "onnx") == (answers.target == "onnx")
         assert recipe.gates["size_bytes"] == f"<= {answers.size or form.size + 'x'}"
-        assert max(map(len, answers.recipe(form).splitlines())) <= 112
+        assert max(map(len, answers.recipe(form, "recipe.yaml").splitlines())) <= 112
 
 
 def test_every_form_is_opened_by_somebody() -> None:
@@ -39,7 +39,7 @@ def test_every_form_is_opened_by_somebody() -> None:
 def test_the_model_is_the_one_that_was_named(model: str) -> None:
     answers = Answers("vllm", "cpu", "quick", model)
     (form,) = answers.forms()
-    assert read_yaml(answers.recipe(form), "").data["model"] == model
+    assert read_yaml(answers.recipe(form, "recipe.yaml"), "").data["model"] == model
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_it_runs(
     overrides = ["evals=[footprint]", "gates={}", "attribution=false"]
     if effort == "thorough":
         overrides.append(f"stages.1.gptq.calibration={{dataset: {letters}, samples: 4, sequence_length: 32}}")
-    recipe = load_recipe(answers.recipe(FORMS[form]), overrides)
+    recipe = load_recipe(answers.recipe(FORMS[form], "recipe.yaml"), overrides)
     made = optkit.run(recipe, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
     (size,) = [row for row in made.rows if row.metric.name == "size_bytes"]
     assert size.ratio is not None
