@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from optkit.measure import Metric
-from optkit.page.charts.chart import Chart, Key, Mark, paint
+from optkit.page.charts.chart import MODELS, Chart, Key, Mark, estimates, paint
 from optkit.scorecard import Scorecard, format_value
 
 PHASES = ("decode", "prefill")
@@ -17,13 +17,11 @@ def roofline(scorecard: Scorecard) -> list[Chart]:
     rows = [point for phase in PHASES for point in _points(scorecard, phase)]
     if not rows:
         return []
+    own = {colour: [row for row in rows if row["model"] == model] for model, colour in MODELS}
     marks = [
-        Mark("link", rows, {"x1": "rate", "x2": "limit", "y": "row", "stroke": paint("grey"), "strokeWidth": 2}),
-        Mark("tickX", rows, {"x": "limit", "y": "row", "stroke": paint("ink"), "strokeWidth": 3}),
+        *(mark for colour, points in own.items() for mark in estimates(points, colour, "rate", "row")),
+        Mark("tickX", rows, {"x": "high", "y": "row", "stroke": paint("ink"), "strokeWidth": 3}),
     ]
-    for model, colour in (("unmodified", "orange"), ("artifact", "blue")):
-        own = [row for row in rows if row["model"] == model]
-        marks.append(Mark("dot", own, {"x": "rate", "y": "row", "fill": f"var(--{colour})", "r": 5, "title": "hint"}))
     return [
         Chart(
             "roofline",
@@ -31,7 +29,7 @@ def roofline(scorecard: Scorecard) -> list[Chart]:
             marks,
             {"type": "log", "label": "tokens per second", "grid": True, "tickFormat": "~s"},
             rows=[row["row"] for row in rows],
-            keys=[Key("unmodified", "orange"), Key("artifact", "blue"), Key("limit of the device", "ink", "tick")],
+            keys=[*(Key(*each) for each in MODELS), Key("limit of the device", "ink", "tick")],
             caption="The limit counts the bytes and operations of a token against the bandwidth and arithmetic "
             "measured on this device.",
         )
@@ -49,7 +47,7 @@ def _points(scorecard: Scorecard, phase: str) -> Iterator[dict[str, Any]]:
             continue
         labels = row.metric.labels
         words = ", ".join([phase, *(f"{name.replace('_', ' ')} {value}" for name, value in labels.items())])
-        for model in ("unmodified", "artifact"):
+        for model, _ in MODELS:
             limit = find(row.metric.name, labels, model)
             rate = find(f"{phase}_tokens_per_s", labels, model)
             share = find(f"{phase}_of_limit", labels, model)
@@ -57,4 +55,5 @@ def _points(scorecard: Scorecard, phase: str) -> Iterator[dict[str, Any]]:
                 shown, most = (format_value(each.value, each.unit) for each in (rate, limit))
                 name = f"{words}, {model}"
                 hint = f"{name}\n{shown} of {most}{f', {format_value(share.value, share.unit)}' if share else ''}"
-                yield {"row": name, "model": model, "rate": rate.value, "limit": limit.value, "hint": hint}
+                ends = {"rate": rate.value, "low": rate.value, "high": limit.value}
+                yield {"row": name, "model": model, **ends, "hint": hint}
