@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,8 @@ def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) 
     metrics = shown_columns(comparison, group)
     entries = comparison.members(group)
     pick = next((entry for entry in entries if entry.pick), None)
-    settings = list(dict.fromkeys(name for entry in entries for name in _settings(entry)))
+    names = _setting_names(entries)
+    settings = list(dict.fromkeys(names.values()))
     said = (", ".join(settings),) if settings else ()
     heads = [Column("artifact", words=True, small=said), Column("stands", words=True), Column("gates", words=True)]
     heads += [Column("required", words=True)] if comparison.require else []
@@ -109,7 +111,7 @@ def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) 
         [_tile(pick, metric) for metric in metrics[:6]] if pick else [],
         [*heads, *(_head(comparison, group, metric) for metric in metrics)],
         _unmodified(comparison, group, metrics),
-        [_row(comparison, each, metrics, settings) for each in entries[:MOST_ROWS]],
+        [_row(comparison, each, metrics, names) for each in entries[:MOST_ROWS]],
         max(0, len(entries) - MOST_ROWS),
         tradeoffs(comparison, group, f"against-{index}"),
         differences(comparison, group, f"beside-{index}"),
@@ -142,21 +144,28 @@ def _head(comparison: Comparison, group: Group, metric: Metric) -> Column:
     return Column(heading(metric), small=(number, *limits(comparison, group, metric)))
 
 
-def _rank_before(comparison: Comparison, entry: Entry) -> int | None:
-    return comparison.entry(entry.dominated_by[0]).rank
+def _setting_names(entries: Sequence[Entry]) -> dict[str, str]:
+    """Return path -> name of each field in which recipes differ.
+    A name has the stage's place only if several stages have such a field, and never its kind.
+    """
+    parts = {
+        path: re.fullmatch(r"(?:(stages\.\d+)(?:\.\w+\.)?)?(.*)", path) for each in entries for path in each.fields
+    }
+    places = {path: (found[1] or "", found[2]) for path, found in parts.items() if found}
+    alike = Counter(field for _, field in set(places.values()))
+    return {
+        path: field or "stage" if alike[field] == 1 else ".".join(filter(None, (place, field)))
+        for path, (place, field) in places.items()
+    }
 
 
-def _settings(entry: Entry) -> dict[str, Any]:
-    """Return what its recipe says otherwise than others, by names without the stage's place and kind."""
-    return {re.sub(r"^stages\.\d+(\.\w+\.)?", "", path) or "stage": value for path, value in entry.fields.items()}
-
-
-def _row(comparison: Comparison, entry: Entry, metrics: list[Metric], settings: list[str]) -> TableRow:
-    own = _settings(entry)
-    said = ", ".join(str(own.get(name, "-")) for name in settings)
+def _row(comparison: Comparison, entry: Entry, metrics: list[Metric], names: Mapping[str, str]) -> TableRow:
+    own = {names[path]: value for path, value in entry.fields.items()}
+    said = ", ".join(str(own.get(name, "-")) for name in dict.fromkeys(names.values()))
+    better = comparison.entry(entry.dominated_by[0]) if entry.dominated_by else None
     cells = [
         Cell(f"{entry.rank}. {entry.label}" if entry.rank else entry.label, small=said),
-        Cell(f"behind {_rank_before(comparison, entry)}" if entry.dominated_by else standing(entry), kind="words"),
+        Cell(f"behind {better.rank}" if better else standing(entry), kind="words"),
         Cell(str(entry.verdict) if entry.gated else "-", kind=f"words {entry.verdict if entry.gated else ''}"),
     ]
     if comparison.require:

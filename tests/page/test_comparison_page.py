@@ -129,6 +129,22 @@ def test_groups_that_cannot_be_ranked_together_say_what_differs(cards: Cards) ->
     assert {name.split("-")[1] for name in page.charts} == {"0", "1"}
 
 
+def test_fields_of_two_stages_are_told_apart(cards: Cards) -> None:
+    pruned = [
+        (
+            place,
+            card.model_copy(
+                update={"recipe": {**card.recipe, "stages": [{"prune": {"bits": at}}, *card.recipe["stages"]]}}
+            ),
+        )
+        for at, (place, card) in enumerate(cards[:2])
+    ]
+    text = " ".join(Page(comparison_page(compare_scorecards(pruned))).text.split())
+    assert "stages.0.bits, stage, stages.1.bits" in text
+    assert "0, rtn, 8" in text
+    assert "1, gptq, 4" in text
+
+
 def test_any_number_of_scorecards_fits() -> None:
     page = comparison_page(compare_scorecards(sweep(160)))
     assert len(page.encode()) < 1_400_000

@@ -205,6 +205,7 @@ def test_a_limit_to_a_timing_is_for_the_choice_at_the_end() -> None:
             {"trials": None},
             "--sampler tpe: it makes as many combinations as --trials says, and that says nothing. Add --trials 40.",
         ),
+        ({"sampler": "TPE"}, "sweep: 'TPE' is no sampler. Take one of grid, random, tpe, nsga2."),
         ({"best": None}, "--sampler tpe: it searches for one metric, and none is named. Add --best perplexity."),
         (
             {"sampler": "nsga2", "axes": ["perplexity", "perplexity"]},
