@@ -206,6 +206,10 @@ class Setting(Stage):
         starts from, if it is here already. Raises StageError, MissingPackageError.
         """
 
+    def fits(self, format: Format) -> bool:
+        """Say whether it can be applied to a format: to any checkpoint if it accepts one."""
+        return any(each == format or (each.is_checkpoint and format.is_checkpoint) for each in self.accepts)
+
     def excludes(self, other: Setting, device: str) -> str:
         """Return why it cannot be honoured beside another setting, without a full stop.
         It is empty if it can.

@@ -120,7 +120,7 @@ def speed_rungs(plan: Plan, *, stages: bool) -> SpeedRungs:
     rungs = [
         SpeedRung(name, index, applied, [(_key(plan, each, plan.steps[index], applied), each) for each in timed])
         for name, index, given in found
-        for applied in [tuple(entry for entry in given if _fits(entry, plan.steps[index].format))]
+        for applied in [tuple(entry for entry in given if entry.value.fits(plan.steps[index].format))]
     ]
     assumed = any(entry.kind == DECODER for entry in engine if entry not in settings)
     return SpeedRungs(tuple(rungs), not (exported or engine or others), assumed)
@@ -139,10 +139,6 @@ def _engine(plan: Plan) -> tuple[SettingEntry, ...]:
     config = model_shape(plan.recipe.model, plan.steps[0].directory).config
     known = why_not_family(config.get("model_type")) is None
     return (decoder,) if known and exclusion(together, plan.device) is None else ()
-
-
-def _fits(entry: SettingEntry, format: Format) -> bool:
-    return any(each == format or (each.is_checkpoint and format.is_checkpoint) for each in entry.value.accepts)
 
 
 def _key(plan: Plan, each: PlannedEval, step: Step, settings: Sequence[SettingEntry]) -> str:

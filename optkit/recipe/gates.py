@@ -199,7 +199,11 @@ def check_gate(gate: Gate, evals: Iterable[Eval | type[Eval]]) -> None:
     measures = {name: each for each in evals for name in each.metrics}
     measuring = [each for each in evals if gate.name in each.metrics]
     instances = [each for each in measuring if isinstance(each, Eval)]
-    if gate.of == "same engine" and len(instances) == len(measuring) and not any(map(_is_told_apart, instances)):
+    if (
+        gate.of == "same engine"
+        and len(instances) == len(measuring)
+        and not any(each.told_apart() for each in instances)
+    ):
         plain = f"{gate.operator} {gate.limit:.12g}x"
         raise ValueError(f"'{gate.name}' is no timing of decoding, which engines decide. Write \"{plain}\".")
     if gate.of == "baseline" and compares(gate.name, measures[gate.name]):
@@ -225,10 +229,6 @@ def check_named(gate: Gate, evals: Sequence[Eval | type[Eval]]) -> None:
     measuring = [each for each in evals if gate.name in each.metrics]
     if all(isinstance(each, Eval) for each in measuring):
         _check_labels(gate, [row for each in measuring if isinstance(each, Eval) for row in each.rows_of(gate.name)])
-
-
-def _is_told_apart(measured: Eval) -> bool:
-    return measured.told_apart()
 
 
 FORESEEN = 0.02

@@ -61,7 +61,7 @@ def _refuse_other_formats(opening: Opening, format: Format) -> None:
     """
     where = str(opening.directory)
     for setting in opening.settings:
-        if not any(each == format or (each.is_checkpoint and format.is_checkpoint) for each in setting.accepts):
+        if not setting.fits(format):
             raise StageError(
                 f"{setting.kind} cannot be applied to {format.opened}",
                 where=where,
