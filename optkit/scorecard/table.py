@@ -58,7 +58,7 @@ def footnotes(protocols: Sequence[str]) -> list[str]:
         shared, _, rest = protocol.partition("; ")
         known = first.setdefault(shared, number)
         shown.append(
-            f"as [{known}] up to its first semicolon; {rest}"
+            f"as [{known}]{' up to its first semicolon' if '; ' in protocols[known - 1] else ''}; {rest}"
             if known < number and 0 < len(rest) < len(shared)
             else protocol
         )

@@ -324,6 +324,7 @@ def test_footnotes_write_out_a_long_beginning_once():
         "greedy; 3 repeats",
         text,
     ]
+    assert footnotes([text, f"{text}; flips"]) == [text, "as [1]; flips"]
 
 
 def test_what_could_not_be_measured_fails_its_gates_and_says_why():
