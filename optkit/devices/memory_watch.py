@@ -67,6 +67,9 @@ class MemoryWatch:
         """Begin with the phase `name`. Without `own` the processes that this one started are read
         alone, without the GPU: nothing of the reading happens in a process that is timed.
         """
+        import psutil
+
+        self._this = psutil.Process()
         self._device, self._own = device if own else "cpu", own
         self._phases = [_Phase(name, time.perf_counter())]
         self._lock, self._over = threading.Lock(), threading.Event()
@@ -113,11 +116,10 @@ class MemoryWatch:
     def _each_resident(self) -> Iterator[int]:
         import psutil
 
-        this = psutil.Process()
         if self._count % LOOK_EVERY == 0 or not (self._own or self._children):
-            self._children = this.children(recursive=True)
+            self._children = self._this.children(recursive=True)
         self._count += 1
-        for process in [*([this] if self._own else []), *self._children]:
+        for process in [*([self._this] if self._own else []), *self._children]:
             with contextlib.suppress(psutil.Error):  # it has ended
                 yield process.memory_info().rss
 
