@@ -58,6 +58,16 @@ def test_errors_are_told_by_class_with_their_exit_status() -> None:
     assert "a compiled step cannot check several tokens\n:   It was compiled for one token at a time" in page
 
 
+def test_the_page_on_bad_artifacts_quotes_what_is_said() -> None:
+    page = (ROOT / "docs" / "howto" / "debug.md").read_text(encoding="utf-8")
+    quoted = [text for text in re.findall(r"^\|[^|`]*`([^`]+)`", page, re.MULTILINE) if " " in text]
+    assert len(quoted) == 4
+    sources = [
+        path.read_text(encoding="utf-8") for folder in ("optkit", "cli") for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert [text for text in quoted if not any(text in source for source in sources)] == []
+
+
 def test_every_environment_variable_is_told_and_read() -> None:
     page = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
     told = {name for line in page.splitlines() if line.startswith("`") for name in re.findall(r"`([A-Z0-9_]+)`", line)}

@@ -65,7 +65,7 @@ def test_a_page_is_read_in_one_go(name: str) -> None:
 
 
 def test_pages_that_are_not_rewritten_yet_still_exist_and_need_it() -> None:
-    assert {*PAGES} >= NOT_YET
+    assert [name for name in NOT_YET if not long_sentences(PAGES[name].read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("name", sorted(GENERATED))
