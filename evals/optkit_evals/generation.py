@@ -25,7 +25,7 @@ JSON_LINES = "application/jsonl"
 
 
 class Generation(Eval):
-    """How the greedy answers to prompts changed: how long they stay the same, and how they repeat.
+    """How greedy answers to prompts differ from the baseline's, and how much they repeat themselves.
 
     `common_prefix` is the mean number of tokens before two answers differ; `same_answers` is the
     share of answers that never do. `repetition` is the share of 4-grams of an answer that stood in

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class NoiseFloor(WindowedText, Eval):
-    """What the unmodified model differs from itself where nothing was done to it.
+    """How much the unmodified model differs from itself when only batch, kernel or dtype change.
 
     It is computed again in batches, with another attention kernel and in another dtype. What an
     artifact differs by less is no difference: `optkit compare` calls it none. Measured once for a

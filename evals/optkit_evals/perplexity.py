@@ -38,7 +38,7 @@ class FurtherText(TextSource):
 
 
 class Perplexity(WindowedText, Eval):
-    """exp of the mean loss of a token.
+    """How surprised the model is by a text: exp of the mean loss of a token.
     Its interval is that of the mean over windows, whose neighbours correlate.
     """
 

@@ -28,8 +28,8 @@ KernelName = Annotated[str, Field(pattern=NAME, max_length=1000)]
 
 
 class Attention(Setting):
-    """Open the model with an attention implementation.
-    `save_pretrained` would forget it, the artifact does not.
+    """Choose the attention implementation that the model is opened with.
+    The artifact remembers it; `save_pretrained` would not.
     """
 
     kind: ClassVar[str] = "attention"

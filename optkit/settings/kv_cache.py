@@ -17,8 +17,8 @@ BITS = {"int4": 4, "int8": 8}
 
 
 class KvCache(Setting):
-    """Keep the KV cache in 4 or 8 bits, or for a window of tokens alone.
-    Prompts see what is kept, and so does perplexity.
+    """Keep the KV cache in 4 or 8 bits, or only for a window of tokens.
+    Perplexity is measured with the same cache.
 
     Keys and values are coded token by token before attention sees them. Left out, they grow as
     floats with every token; with `compile` they lie in a static cache.

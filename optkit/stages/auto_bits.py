@@ -74,8 +74,8 @@ class _Problem:
 
 
 class AutoBits(Transform):
-    """Choose bits and groups of each layer by what they cost in predictions, under a budget.
-    Layers are quantized so by GPTQ or RTN.
+    """Give each layer the bits and groups that hurt predictions least under a budget of size.
+    Then quantize by GPTQ or RTN.
 
     The divergence that each layer alone causes in each form is predicted to second order (`optkit
     sensitivity` shows it). One pass over a few windows of the calibration text tells it; the choice

@@ -30,8 +30,8 @@ LESS_MEMORY = "Lower awq.batch_size, awq.calibration.samples or awq.calibration.
 
 
 class Awq(InputScaling, Backed):
-    """Scale inputs so that weights that meet large activations are rounded more finely.
-    After AWQ (arXiv:2306.00978); then they are rounded to nearest.
+    """Scale weights that meet large activations up, so that rounding hurts them less (AWQ).
+    Then round to nearest (arXiv:2306.00978).
 
     The scales are folded into the norm or linear layer that makes the input, so the model has no new
     layer; running each block finds it. They are searched with the second moments of the inputs,

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 class Distill(TrainingStage):
-    """Teach a pruned or smaller model to predict what a larger one predicts.
-    The larger one is by default the model that the recipe starts from.
+    """Train a pruned or smaller model to predict what a teacher predicts.
+    The teacher is by default the model that the recipe starts from.
 
     Hinton et al. 2015, https://arxiv.org/abs/1503.02531; for pruned language models Muralidharan et
     al. 2024 (Minitron), https://arxiv.org/abs/2407.14679.

@@ -39,7 +39,7 @@ LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibrati
 
 
 class GptqFields(Frozen):
-    """How codes are chosen so that the outputs on a calibration text stay as they were."""
+    """How codes are chosen so that outputs on a calibration text change least."""
 
     damping: Damping = 0.01
     """Added to the diagonal of each Hessian, as a fraction of its mean; raised, and reported, if
@@ -71,7 +71,7 @@ class GptqFields(Frozen):
 
 
 class Gptq(GptqFields, Backed):
-    """Quantize layer by layer so that the outputs on a calibration text stay as they were.
+    """Quantize layer by layer so that outputs on a calibration text change least (GPTQ).
     After GPTQ (arXiv:2210.17323), block by block.
 
     At most one decoder block and the hidden states of the calibration text are in memory. Scales

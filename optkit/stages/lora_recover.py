@@ -38,10 +38,10 @@ NUMBERS = 4
 
 
 class LoraRecover(TrainingStage):
-    """Train small matrices beside the layers so that the model says again what it said before.
-    They are LoRA (arXiv:2106.09685) or DoRA.
+    """Recover accuracy by an adapter beside the layers, which the unmodified model teaches.
+    It is a LoRA (arXiv:2106.09685) or a DoRA.
 
-    Float weights, pruned ones before all, get them merged. Packed weights stay as they are, and the
+    It is merged into float weights, such as pruned ones. Packed weights stay as they are, and the
     adapter lies beside them in `adapter/`: optkit applies it, peft loads it over transformers, vLLM
     serves it as a LoRA.
     """

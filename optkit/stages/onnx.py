@@ -35,7 +35,7 @@ TORCH = "Take exporter: torch, or leave the exporter out"
 
 
 class Onnx(Transform):
-    """Export a model to ONNX, proven to say what its source says.
+    """Export a model to ONNX, and compare its logits with those of the source.
     Decoders have fused attention and a KV cache; encoders are exported too.
 
     Quantized checkpoints (compressed-tensors, GPTQ, AWQ; 4 and 8 bits) keep their very codes.

@@ -36,7 +36,7 @@ ROUNDING = ("MatMulNBits", "MatMulInteger", "QuantizeLinear", "DynamicQuantizeLi
 
 class OnnxOptimize(Transform):
     """Fold constants and fuse nodes ahead of time, convert to float16, or write another opset.
-    What the model says stays.
+    The model computes the same.
 
     ONNX Runtime fuses the same nodes whenever it opens a model: done here, a model opens faster and
     its graph can be looked at.

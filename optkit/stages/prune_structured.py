@@ -60,8 +60,8 @@ class _Planned:
 
 
 class PruneStructured(WidthFields, Transform):
-    """Remove whole parts of the model, those that matter least on a text.
-    What is left is a smaller plain checkpoint.
+    """Remove the parts of the model that matter least on a text: blocks, heads, channels.
+    A smaller plain checkpoint is left.
 
     Whole decoder blocks, channels of the feed-forward layers, heads of the attention, heads of keys
     and values, channels of the hidden states. Nothing is retrained, so a stage that distills

@@ -128,7 +128,7 @@ class QatTrainer(QatTraining):
 
 class Qat(GptqFields, WeightQuantizer):
     """Quantize as `gptq` does, then train the weights behind the codes (LSQ, arXiv:1902.08153).
-    The model says again what it said before.
+    The unmodified model is the teacher.
 
     Forward passes compute with the rounded weights, and gradients go straight through the rounding.
     The codes of the best step are written: the same packed form as gptq's, for the same engines.
