@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from optkit.common.markdown import markdown_table
@@ -89,15 +89,15 @@ def bests_text(comparison: Comparison, group: Group) -> str:
     return "; ".join(f"{comparison.column(key).title} {label}" for key, label in group.bests.items())
 
 
-def standing(entry: Entry) -> str:
-    """Return where a scorecard stands: the pick, the knee, on the front, or behind another."""
+def standing(entry: Entry, named: Callable[[str], str] = str) -> str:
+    """Return where a scorecard stands: the pick, the knee, on the front, or behind another that is `named`."""
     if entry.pick:
         return PICK
     if entry.knee:
         return KNEE
     if entry.front:
         return "front"
-    return f"behind {entry.dominated_by[0]}" if entry.dominated_by else NOTHING
+    return f"behind {named(entry.dominated_by[0])}" if entry.dominated_by else NOTHING
 
 
 def beside_first(comparison: Comparison, entry: Entry) -> str:

@@ -162,10 +162,9 @@ def _setting_names(entries: Sequence[Entry]) -> dict[str, str]:
 def _row(comparison: Comparison, entry: Entry, metrics: list[Metric], names: Mapping[str, str]) -> TableRow:
     own = {names[path]: value for path, value in entry.fields.items()}
     said = ", ".join(str(own.get(name, "-")) for name in dict.fromkeys(names.values()))
-    better = comparison.entry(entry.dominated_by[0]) if entry.dominated_by else None
     cells = [
         Cell(f"{entry.rank}. {entry.label}" if entry.rank else entry.label, small=said),
-        Cell(f"behind {better.rank}" if better else standing(entry), kind="words"),
+        Cell(standing(entry, lambda better: str(comparison.entry(better).rank)), kind="words"),
         Cell(str(entry.verdict) if entry.gated else "-", kind=f"words {entry.verdict if entry.gated else ''}"),
     ]
     if comparison.require:

@@ -53,6 +53,17 @@ def test_every_number_is_in_the_comparison(comparison: Comparison, page: Page) -
     assert {float(value) for value in page.attributes("data-value") if value} <= known
 
 
+def test_the_pick_is_called_so_even_behind_one_that_does_not_pass(comparison: Comparison) -> None:
+    pick = next(entry for entry in comparison.entries if entry.pick)
+    other = next(entry for entry in comparison.entries if entry.front and not entry.pick)
+    behind = pick.model_copy(update={"dominated_by": (other.label,)})
+    entries = tuple(behind if entry is pick else entry for entry in comparison.entries)
+    page = Page(comparison_page(comparison.model_copy(update={"entries": entries})))
+    row = page.text.split(f"{pick.rank}. {pick.label}")[1].split(f"{pick.rank + 1}. ")[0]
+    assert "pick" in row
+    assert "behind" not in row
+
+
 def test_the_answer_comes_first_with_its_reason(comparison: Comparison, page: Page) -> None:
     (group,) = comparison.groups
     words = " ".join(page.text.split())
