@@ -133,7 +133,6 @@ class Artifact(Frozen):
         """Write one of optkit's own files (a scorecard, an attachment) beside the weights."""
         path = self._place(name)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes_atomically(path, content.encode("utf-8") if isinstance(content, str) else content)
         except OSError as error:
             raise explain_os_error(error, name, self.directory) from error

@@ -67,7 +67,6 @@ def command(file: Path, force: bool, **given: str | None) -> None:
         raise UsageError("there is a file of this name", where=str(file), remedy="Name another, or add --force")
     answers = Answers(**_asked(given))
     text, plan = _fitting(answers, file)
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(file, text)
     show(f"{visible(str(file))}: {plan.recipe.description}", cost_line(plan), *plan.doomed, *plan.forecasts)
     show(f"\nRead it, then: optkit run {visible(str(file))}")

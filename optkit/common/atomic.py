@@ -13,11 +13,15 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """Write a whole file by a rename, so that no reader ever sees a part of it."""
+    """Write a whole file by a rename, so that no reader ever sees a part of it; make its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         draft.write_bytes(content)
         draft.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # what was asked for says more than the draft
+        raise
     finally:
         draft.unlink(missing_ok=True)
 
@@ -25,7 +29,6 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 def remember(path: Path, text: str) -> None:
     """Write a memory, as `write_text_atomically` does: if it cannot be written, nothing else is lost."""
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(path, text)
 
 

@@ -68,7 +68,6 @@ def measured_device(
             roof=roof,
             generation=earlier.generation + 1 if earlier else 0,
         )
-        place.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(place, kept.model_dump_json(indent=1))
     return _device(device, kept), kept.roof
 

@@ -107,7 +107,6 @@ class Rounds:
         """Note that one more round is over."""
         self.over += 1
         if self.file:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
             runs = {key: run.to_json() for key, run in self.runs.items()}
             said = {"over": self.over, "sittings": self.sittings, "runs": runs, "left": self.left, "lost": self.lost}
             write_text_atomically(self.file, json.dumps(said, allow_nan=False))

@@ -91,7 +91,6 @@ class SweepRecord(Frozen):
     def write(self, directory: Path) -> None:
         """Leave the record in the sweep's directory, whole or not at all."""
         try:
-            directory.mkdir(parents=True, exist_ok=True)
             write_text_atomically(directory / RECORD, self.model_dump_json(indent=1) + "\n")
         except OSError as error:
             raise explain_os_error(error, RECORD, directory) from error

@@ -269,9 +269,12 @@ def test_the_default_store_follows_the_environment(monkeypatch):
 
 
 def test_a_text_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "x.json"
+    path = tmp_path / "new" / "x.json"
     write_text_atomically(path, json.dumps([1]))
-    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+    with pytest.raises(IsADirectoryError) as error:
+        write_text_atomically(path.parent, "")
+    assert error.value.filename == str(path.parent)
+    assert [p.relative_to(tmp_path).as_posix() for p in sorted(tmp_path.rglob("*"))] == ["new", "new/x.json"]
 
 
 @pytest.mark.parametrize(
