@@ -110,12 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _status_of(words: list[str], invocation: Invocation, as_json: bool) -> int:
     status: Any = None
     error: BaseException | None = None
+    stdout = sys.stdout
     try:
         status = optkit.main(args=words, prog_name="optkit", standalone_mode=False, obj=invocation)
     except BaseException as caught:
-        completing = COMPLETE in os.environ
-        if isinstance(caught, SystemExit) and (completing or isinstance(caught.__context__, BrokenPipeError)):
-            raise  # click's, if it completes words for a shell or nobody reads stdout any more
+        # click exits by itself if it completes words for a shell, or nobody reads stdout, which it then replaces
+        if isinstance(caught, SystemExit) and (COMPLETE in os.environ or sys.stdout is not stdout):
+            raise
         # click hides which it was
         error = caught.__cause__ if isinstance(caught, click.Abort) and caught.__cause__ else caught
     if signals.asked() and not isinstance(error, KeyboardInterrupt):

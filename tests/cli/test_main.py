@@ -215,9 +215,10 @@ def test_sigterm_is_left_as_it_was() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_closed_pipe_is_no_error() -> None:
+@pytest.mark.parametrize("words", [["list", "evals", "--json"], ["list", "evals"]])
+def test_a_closed_pipe_is_no_error(words: list[str]) -> None:
     process = python(
-        "import sys; from optkit_cli.main import main; sys.stdin.read(); sys.exit(main(['list', 'evals', '--json']))",
+        f"import sys; from optkit_cli.main import main; sys.stdin.read(); sys.exit(main({words}))",
         stdin=subprocess.PIPE,
     )
     assert process.stdout is not None

@@ -204,6 +204,7 @@ def test_report_says_what_is_wrong(artifacts: Path, tmp_path: Path, capsys: pyte
     assert "no scorecard has 'perplexty'" in said
     status, said = refused(str(artifacts), "--require", "perplexity<=0.5x", "--out", str(tmp_path / "a.html"))
     assert status == 3
-    status, said = refused(str(artifacts), "--out", str(tmp_path / "no" / "a.html"))
+    (tmp_path / "file").touch()
+    status, said = refused(str(artifacts), "--out", str(tmp_path / "file" / "a.html"))
     assert status == 1
-    assert f"{tmp_path}/no" in said
+    assert f"{tmp_path}/file" in said
