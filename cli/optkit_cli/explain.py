@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -67,11 +66,11 @@ def known_names() -> list[str]:
 
 
 def _entry(name: str) -> Iterator[str]:
-    from optkit.recipe.reference import entry
+    from optkit.recipe.reference import entry, one_line
     from optkit.recipe.registry import PRESETS, eval_names, stage_names
 
     if name in PRESETS:
-        yield f"{name} (preset): short for `- {json.dumps(PRESETS[name])[1:-1].replace(chr(34), '')}`"
+        yield f"{name} (preset): short for `- {one_line(PRESETS[name])}`"
         name = next(iter(PRESETS[name]))
     for role, names in (("stage", stage_names()), ("eval", eval_names())):
         if name in names:

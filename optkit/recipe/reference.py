@@ -138,7 +138,7 @@ def _fields_page() -> str:
         "Keys of a recipe": ((f"`{name}`", field.description or "") for name, field in Recipe.model_fields.items()),
         "Built-in models": ((f"`{name}`", line) for name, line in known_models().items()),
         "Built-in texts": ((f"`{name}`", line) for name, line in known_texts().items()),
-        "Presets": ((f"`- {name}`", f"Short for `- {_yaml(each)}`.") for name, each in sorted(PRESETS.items())),
+        "Presets": ((f"`- {name}`", f"Short for `- {one_line(each)}`.") for name, each in sorted(PRESETS.items())),
         "Shipped recipes": (
             (f"`{name}`", str(read_yaml(text, "").data["description"])) for name, text in recipes.items()
         ),
@@ -186,7 +186,7 @@ def _type(annotation: Any, metadata: Iterable[Any] = (), home: str = "") -> str:
 
 
 def _choices(values: Sequence[Any]) -> str:
-    *first, last = (f"`{_yaml(value)}`" for value in values)
+    *first, last = (f"`{one_line(value)}`" for value in values)
     return f"{', '.join(first)} or {last}" if first else last
 
 
@@ -209,18 +209,18 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return ", required"
     value = field.get_default(call_default_factory=True, validated_data={})
-    return "" if value is PydanticUndefined else f", default `{_yaml(value)}`"
+    return "" if value is PydanticUndefined else f", default `{one_line(value)}`"
 
 
-def _yaml(value: Any) -> str:
+def one_line(value: Any) -> str:
     """Return a value as YAML in one line."""
     if isinstance(value, BaseModel):
-        return _yaml(value.model_dump(mode="json", exclude_unset=True))
+        return one_line(value.model_dump(mode="json", exclude_unset=True))
     if isinstance(value, Mapping):
-        text = ", ".join(f"{key}: {_yaml(part)}" for key, part in value.items())
+        text = ", ".join(f"{key}: {one_line(part)}" for key, part in value.items())
         return f"{{{text}}}" if len(value) != 1 or not isinstance(next(iter(value.values())), Mapping) else text
     if isinstance(value, list | tuple | frozenset):
-        return f"[{', '.join(_yaml(part) for part in value)}]"
+        return f"[{', '.join(one_line(part) for part in value)}]"
     plain = (
         isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w ./-]*", value) and value not in ("true", "false", "null")
     )
