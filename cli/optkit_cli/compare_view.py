@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,11 +24,15 @@ from optkit.comparison.table import (
     left_out_lines,
     legend,
     limits,
+    not_kept,
     protocol_lines,
     shown_columns,
     standing,
     unmodified_cells,
+    warning_lines,
 )
+from optkit.recipe.gates import Verdict
+from optkit.scorecard.scorecard import GateResult
 from optkit_cli.tables import VERDICT_STYLES, fits, indented, plain_table
 
 STYLES = {"better": "green", "worse": "", "none": "dim", None: ""}
@@ -55,11 +59,12 @@ def comparison_view(comparison: Comparison) -> list[RenderableType]:
         beside = indented([line for line in lines if line[1]])
         if beside is not None:
             found += [Text(""), Text(f"beside {compared_with(group)}"), beside]
+    warned = [("act on", line) for line in warning_lines(comparison)]
     notes = [("note", line) for line in (*comparison.notes, *left_out_lines(comparison))]
     notes += [("noise", floor_text(floor, comparison.column(floor.column))) for floor in _floors(comparison)]
     protocols = [(f"[{number}]", line) for number, line in enumerate(protocol_lines(comparison), start=1)]
     words = "\n".join(dict.fromkeys(legend(comparison, group) for group in comparison.groups))
-    for part in (indented(protocols), indented(notes), Text(words, style="dim")):
+    for part in (indented(warned), indented(protocols), indented(notes), Text(words, style="dim")):
         if part is not None:
             found += [Text(""), part]
     return found
@@ -93,9 +98,9 @@ class Numbers:
         heads = ("", "stands", "gates", *(("required",) if required else ()))
         table = plain_table(*heads, *map(self._head, columns))
         for name, entry, cells in self._lines(columns):
-            about = [Text(standing(entry)), _verdict_of(entry)] if entry else [Text(""), Text("")]
+            about = [Text(standing(entry)), _gates(entry)] if entry else [Text(""), Text("")]
             if required:
-                about.append(_styled(str(entry.meets)) if entry else Text(""))
+                about.append(_judged(entry.meets, entry.requirements) if entry else Text(""))
             table.add_row(name, *about, *(_cell(each, " ") for each in cells))
         return table
 
@@ -106,9 +111,9 @@ class Numbers:
             if entry:
                 name.append(f"\n{standing(entry)}", style="dim")
                 if entry.gated:
-                    name.append("\ngates ", style="dim").append(_verdict_of(entry))
+                    name.append("\ngates ", style="dim").append(_gates(entry))
                 if self.comparison.require:
-                    name.append("\nrequired ", style="dim").append(_styled(str(entry.meets)))
+                    name.append("\nrequired ", style="dim").append(_judged(entry.meets, entry.requirements))
             table.add_row(name, *(_cell(each, "\n") for each in cells))
         return table
 
@@ -135,12 +140,13 @@ def _cell(cell: CellText, gap: str) -> Text:
     return text.append(f"{gap}{cell.interval}" if cell.interval else "", style="dim")
 
 
-def _styled(verdict: str) -> Text:
-    return Text(verdict, style=VERDICT_STYLES[verdict])
+def _judged(verdict: Verdict, limits: Sequence[GateResult]) -> Text:
+    text = Text(str(verdict), style=VERDICT_STYLES[verdict])
+    return Text.assemble(text, (f" {names}" if (names := not_kept(limits)) else "", "dim"))
 
 
-def _verdict_of(entry: Entry) -> Text:
-    return _styled(str(entry.verdict)) if entry.gated else Text("-")
+def _gates(entry: Entry) -> Text:
+    return _judged(entry.verdict, entry.gates) if entry.gated else Text("-")
 
 
 def _verdict(group: Group) -> Text:

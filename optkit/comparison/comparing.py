@@ -9,7 +9,7 @@ from optkit.common.garbage import uncollected
 from optkit.comparison.choice import check_names, parse_requirement
 from optkit.comparison.columns import table_of
 from optkit.comparison.differing import differing_parts
-from optkit.comparison.entries import entries_of
+from optkit.comparison.entries import entries_of, warned
 from optkit.comparison.noise import floors_of
 from optkit.comparison.ranking import Ranking, axis_of, groups_of, usual_axes
 from optkit.comparison.reading import read_scorecards
@@ -69,4 +69,5 @@ def compare_scorecards(
         require=tuple(require),
         notes=(*notes, *(f"{entry.label} is not ranked: it has none of the axes" for entry in unranked)),
         left_out=tuple(left_out),
+        warnings=tuple(warned([card for _, card in cards], entries)),
     )

@@ -11,9 +11,10 @@ from optkit.comparison.axes import NEGLIGIBLE
 from optkit.comparison.choice import judged
 from optkit.comparison.columns import Table, model_of
 from optkit.comparison.differing import differing_fields
-from optkit.comparison.result import Cell, Entry, Floor, Relation
+from optkit.comparison.result import Cell, Entry, Floor, Relation, Warned
 from optkit.recipe.gates import Gate, overall
 from optkit.scorecard.scorecard import Measured, Scorecard
+from optkit.scorecard.summary import to_act_on
 
 BETWEEN_WORDS = "-"
 """Of a name of a recipe, and of a sweep's combination."""
@@ -48,6 +49,16 @@ def entries_of(
             )
         )
     return found
+
+
+def warned(cards: Sequence[Scorecard], entries: Sequence[Entry]) -> list[Warned]:
+    """Return what scorecards ask to act on, each text once; what most say comes first."""
+    found: dict[str, list[str]] = {}
+    for card, entry in zip(cards, entries, strict=True):
+        for text in dict.fromkeys(to_act_on(card)):
+            found.setdefault(text, []).append(entry.label)
+    alike = [Warned(text=text, entries=tuple(labels)) for text, labels in found.items()]
+    return sorted(alike, key=lambda each: -len(each.entries))
 
 
 def _labels(cards: Sequence[tuple[Path, Scorecard]]) -> list[str]:

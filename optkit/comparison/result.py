@@ -156,6 +156,14 @@ class LeftOut(Frozen):
     why: str
 
 
+class Warned(Frozen):
+    """What scorecards ask someone to act on."""
+
+    text: str
+    entries: tuple[str, ...]
+    """Labels of those that say so."""
+
+
 class Comparison(Frozen):
     """Several scorecards, and which of them to take."""
 
@@ -174,6 +182,8 @@ class Comparison(Frozen):
     notes: tuple[str, ...] = ()
     """What a reader must know: scorecards found twice, axes that few have."""
     left_out: tuple[LeftOut, ...] = ()
+    warnings: tuple[Warned, ...] = ()
+    """Those of the scorecards and engines that cannot use an artifact; what most say comes first."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from optkit.common.markdown import markdown_table
@@ -12,11 +12,14 @@ from optkit.comparison.choice import difference_text
 from optkit.comparison.result import Cell, Column, Comparison, Entry, Floor, Group, Relation
 from optkit.recipe.gates import parse_gate
 from optkit.scorecard.numbers import format_ratio, format_value, interval_text, significant
+from optkit.scorecard.scorecard import GateResult
+from optkit.scorecard.summary import KEPT
 from optkit.scorecard.table import FAILED, NOTHING, footnotes, numbered
 
 EXTRAS = ("kl_divergence", "top1_agreement", "prefill_tokens_per_s", "peak_memory_bytes")
 """Metrics that are shown beside the axes if there is room, and those of tasks before them."""
 UNMODIFIED = "unmodified"
+MOST_WARNINGS = 10
 PICK, KNEE = "pick", "knee"
 """How an entry stands."""
 CELL_FIELDS = ("value", "low", "high", "ratio", "ratio_low", "ratio_high", "change", "failure")
@@ -98,6 +101,11 @@ def standing(entry: Entry, named: Callable[[str], str] = str) -> str:
     if entry.front:
         return "front"
     return f"behind {named(entry.dominated_by[0])}" if entry.dominated_by else NOTHING
+
+
+def not_kept(limits: Sequence[GateResult]) -> str:
+    """Return the metrics whose limits are not kept, or not surely; empty if all are."""
+    return ", ".join(dict.fromkeys(each.key for each in limits if each.verdict not in KEPT))
 
 
 def beside_first(comparison: Comparison, entry: Entry) -> str:
@@ -186,13 +194,15 @@ def _parts(comparison: Comparison) -> Iterator[str]:
             body.append((UNMODIFIED, "", "", *(("",) if required else ()), *map(str, unmodified)))
         for entry in comparison.members(group):
             name = f"**{entry.label}**" if entry.pick else entry.label
-            gates = str(entry.verdict) if entry.gated else NOTHING
+            gates = f"{entry.verdict} {not_kept(entry.gates)}".strip() if entry.gated else NOTHING
+            meets = (f"{entry.meets} {not_kept(entry.requirements)}".strip(),) if required else ()
             cells = [str(cell_text(entry.cell(column.key), column)) for column in columns]
-            body.append((name, standing(entry), gates, *((str(entry.meets),) if required else ()), *cells))
+            body.append((name, standing(entry), gates, *meets, *cells))
         if several:
             yield f"### Group {index + 1}" + (f"\n\nDiffers: {'; '.join(group.differs)}." if group.differs else "")
         yield markdown_table(heads, body)
         yield f"{group.why}." if group.why else ""
+    yield "To act on\n\n" + "\n".join(f"- {line}" for line in warned) if (warned := warning_lines(comparison)) else ""
     lines = [floor_text(floor, comparison.column(floor.column)) for floor in comparison.floors]
     yield "Noise floor\n\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
     yield "\n".join(f"- {line}" for line in [*comparison.notes, *left_out_lines(comparison)])
@@ -204,6 +214,19 @@ def _parts(comparison: Comparison) -> Iterator[str]:
 def left_out_lines(comparison: Comparison) -> list[str]:
     """Return a line for each file that could not be compared."""
     return [f"left out: {each.place}: {each.why}" for each in comparison.left_out]
+
+
+def warning_lines(comparison: Comparison) -> list[str]:
+    """Return what asks someone to act, the most common first, each with who says so."""
+    of = len(comparison.entries)
+    lines = [
+        f"{each.entries[0]}: {each.text}"
+        if len(each.entries) == 1
+        else f"{each.text} ({len(each.entries)} of {of} artifacts)"
+        for each in comparison.warnings
+    ]
+    more = len(lines) - MOST_WARNINGS
+    return [*lines[:MOST_WARNINGS], f"{more} more, in --json"] if more > 0 else lines
 
 
 def to_csv(comparison: Comparison) -> str:

@@ -21,10 +21,12 @@ from optkit.comparison.table import (
     left_out_lines,
     legend,
     limits,
+    not_kept,
     protocol_lines,
     shown_columns,
     standing,
     unmodified_cells,
+    warning_lines,
 )
 from optkit.page.charts.chart import Chart, printed
 from optkit.page.charts.differences import differences
@@ -34,6 +36,7 @@ from optkit.page.render import render
 from optkit.page.table import Cell, Column, TableRow, apart
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import Scorecard
+from optkit.scorecard.scorecard import GateResult
 
 MOST_ROWS = 100
 """Of a group's table, by rank; `optkit compare --csv` has all."""
@@ -82,6 +85,7 @@ def comparison_page(comparison: Comparison, picks: Mapping[str, Scorecard] | Non
             if (column := comparison.column(floor.column)) in all_shown(comparison)
         ],
         "notes": [*comparison.notes, *left_out_lines(comparison)],
+        "warnings": warning_lines(comparison),
         "protocols": protocol_lines(comparison),
         "machines": list(dict.fromkeys(entry.device for entry in comparison.entries if entry.device)),
     }
@@ -165,12 +169,10 @@ def _row(comparison: Comparison, entry: Entry, metrics: list[Metric], names: Map
     cells = [
         Cell(f"{entry.rank}. {entry.label}" if entry.rank else entry.label, small=said),
         Cell(standing(entry, lambda better: str(comparison.entry(better).rank)), kind="words"),
-        Cell(str(entry.verdict) if entry.gated else "-", kind=f"words {entry.verdict if entry.gated else ''}"),
+        _judged(entry.verdict, entry.gates) if entry.gated else Cell("-", kind="words"),
     ]
     if comparison.require:
-        kept = Verdict.PASS
-        why = "; ".join(f"{each.key} {each.limit}" for each in entry.requirements if each.verdict is not kept)
-        cells.append(Cell(str(entry.meets), kind=f"words {entry.meets}", small=why))
+        cells.append(_judged(entry.meets, entry.requirements))
     for metric in metrics:
         cell = entry.cell(metric.key)
         text = cell_text(cell, metric)
@@ -178,6 +180,10 @@ def _row(comparison: Comparison, entry: Entry, metrics: list[Metric], names: Map
         small = " ".join(part for part in (text.ratio, text.interval) if part)
         cells.append(Cell(text.value, cell.value if cell else None, change or "", small, number=True))
     return TableRow(tuple(cells), "pick" if entry.pick else "")
+
+
+def _judged(verdict: Verdict, limits: Sequence[GateResult]) -> Cell:
+    return Cell(str(verdict), kind=f"words {verdict}", small=not_kept(limits))
 
 
 def _unmodified(comparison: Comparison, group: Group, metrics: list[Metric]) -> TableRow | None:

@@ -11,10 +11,11 @@ from optkit_cli.main import main
 from rich.console import Console
 
 from optkit.comparison import Comparison, compare_scorecards, to_markdown
-from optkit.comparison.table import legend
+from optkit.comparison.table import legend, not_kept, warning_lines
 from optkit.page import comparison_page, report
 from optkit.scorecard import Scorecard, to_json
 from tests.page.test_scorecard_page import EVIL, Page, numbers
+from tests.support.candidates import compared, made
 from tests.support.full_scorecards import full_scorecard, sweep
 
 Cards = list[tuple[Path, Scorecard]]
@@ -96,10 +97,47 @@ def test_legend_and_terminal_say_the_same(comparison: Comparison, page: Page) ->
     assert "at least as good in perplexity, size_bytes and decode_tokens_per_s and measurably better in one" in words
     assert "Pick: of those that pass, the best by size_bytes." in words
     assert words in to_markdown(comparison)
-    console = Console(width=400)
+    assert words in printed(comparison, 400)
+
+
+def printed(comparison: Comparison, width: int = 200) -> str:
+    console = Console(width=width)
     with console.capture() as said:
         console.print(*comparison_view(comparison))
-    assert words in said.get()
+    return said.get()
+
+
+def test_all_forms_say_which_gates_are_not_kept() -> None:
+    gates = {"perplexity": "<= 1.1x", "size_bytes": "<= 0.6x"}
+    found = compared(made("good", 0.02, 2.0, 250e6, gates=gates), made("bad", 0.2, 3.0, 400e6, gates=gates))
+    (bad,) = (entry for entry in found.entries if entry.label == "bad")
+    assert not_kept(bad.gates) == "perplexity, size_bytes"
+    assert not_kept(found.entry("good").gates) == ""
+    for text in (Page(comparison_page(found)).text, to_markdown(found), printed(found)):
+        assert "FAIL perplexity, size_bytes" in " ".join(text.split())
+        assert "PASS perplexity" not in text
+
+
+def test_all_forms_say_what_to_act_on_and_how_many_say_so() -> None:
+    busy, lost = "other processes used more than 5% of the cores", "no kernel for q_proj"
+    cards = [made(name, 0.02, 2.0, 250e6) for name in ("a", "b", "c")]
+    warned = [card.model_copy(update={"warnings": (lost, busy)[index:]}) for index, card in enumerate(cards)]
+    found = compared(*warned)
+    assert (
+        json.loads(found.model_dump_json())["warnings"]
+        == [
+            {"text": lost, "entries": ["a"]},
+            {"text": busy, "entries": ["a", "b"]},
+        ][::-1]
+    )
+    for text in (Page(comparison_page(found)).text, to_markdown(found), printed(found)):
+        assert "act on" in text
+        assert f"{busy} (2 of 3 artifacts)" in text
+        assert f"a: {lost}" in text
+    warnings = tuple(f"layer {index}" for index in range(20))
+    many = [cards[0].model_copy(update={"warnings": warnings}), cards[1]]
+    assert warning_lines(compared(*many))[-1] == "10 more, in --json"
+    assert "act on" not in printed(compared(*cards))
 
 
 def test_differences_have_ticks_on_both_sides_of_no_difference(page: Page) -> None:
