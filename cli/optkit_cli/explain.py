@@ -14,6 +14,9 @@ from optkit_cli import completion
 from optkit_cli.options import Command
 
 WIDTH = 100
+MOST_MESSAGES = 5
+LEAST_LETTERS = 16
+"""Of a message without its values: fewer are in any words."""
 EXIT_STATUSES = {
     0: "Done; every gate passed.",
     1: "An error. Its message says where, what, why and what to do.",
@@ -121,8 +124,18 @@ def _error(name: str) -> Iterator[str]:
             yield "\n\n".join([f"{each.__name__} (error): exit status {each.exit_status}", about, told]).strip()
     words = name.lower()
     if len(words) > 3 and " " in words:
-        for message in [each for each in messages() if words in re.sub(r"‹.*?›", "…", each.what).lower()][:5]:
-            yield f"{message.error}: {message.what}\n\n{_wrapped(message.cure or 'It says all that is known.')}"
+        found = [each for each in messages() if words in re.sub(r"‹.*?›", "…", each.what).lower()]
+        found = found or [each for each in messages() if _is_in(each.what.lower(), words)]
+        rest = len(found) - MOST_MESSAGES
+        for message in found[:MOST_MESSAGES]:
+            more = f"\n\n{rest} more have these words." if rest > 0 and message is found[MOST_MESSAGES - 1] else ""
+            yield f"{message.error}: {message.what}\n\n{_wrapped(message.cure or 'It says all that is known.')}{more}"
+
+
+def _is_in(message: str, words: str) -> bool:
+    """Say whether words hold a whole message, with values in the place of `‹name›`."""
+    parts = [part for part in re.split(r"‹.*?›|…", message) if part.strip()]
+    return len("".join(parts)) >= LEAST_LETTERS and bool(re.search(".*".join(map(re.escape, parts)), words))
 
 
 def _status(name: str) -> Iterator[str]:

@@ -78,6 +78,16 @@ def test_errors_are_explained_by_class_and_by_words_of_a_message(capsys: pytest.
     assert out == "UsageError: there is a file of this name\n\nName another, or add --force.\n"
 
 
+def test_a_message_is_found_with_its_values_and_many_are_counted() -> None:
+    (page,) = pages("error: mine.yaml: there is a file of this name. Name another, or add --force.")
+    assert page.startswith("UsageError: there is a file of this name\n")
+    (page,) = pages("org/x: the hub has no such model, or it is private.")
+    assert page.startswith("SourceError: the hub has no such ‹")
+    found = pages("is not")
+    assert len(found) == 5
+    assert re.search(r"\n\n\d+ more have these words\.$", found[-1])
+
+
 def test_exit_statuses_are_those_of_the_code() -> None:
     assert {*EXIT_STATUS.values(), 1, 2, 130, 143} == EXIT_STATUSES.keys()
     assert pages("4")[0].startswith("4 (exit status)\n\nNo gate FAILed, and one is INCONCLUSIVE")
