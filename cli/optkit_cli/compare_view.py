@@ -98,9 +98,9 @@ class Numbers:
         heads = ("", "stands", "gates", *(("required",) if required else ()))
         table = plain_table(*heads, *map(self._head, columns))
         for name, entry, cells in self._lines(columns):
-            about = [Text(standing(entry)), _gates(entry)] if entry else [Text(""), Text("")]
+            about = [Text(standing(entry)), _gates(entry, " ")] if entry else [Text(""), Text("")]
             if required:
-                about.append(_judged(entry.meets, entry.requirements) if entry else Text(""))
+                about.append(_judged(entry.meets, entry.requirements, " ") if entry else Text(""))
             table.add_row(name, *about, *(_cell(each, " ") for each in cells))
         return table
 
@@ -111,9 +111,9 @@ class Numbers:
             if entry:
                 name.append(f"\n{standing(entry)}", style="dim")
                 if entry.gated:
-                    name.append("\ngates ", style="dim").append(_gates(entry))
+                    name.append("\ngates ", style="dim").append(_gates(entry, "\n"))
                 if self.comparison.require:
-                    name.append("\nrequired ", style="dim").append(_judged(entry.meets, entry.requirements))
+                    name.append("\nrequired ", style="dim").append(_judged(entry.meets, entry.requirements, "\n"))
             table.add_row(name, *(_cell(each, "\n") for each in cells))
         return table
 
@@ -140,13 +140,13 @@ def _cell(cell: CellText, gap: str) -> Text:
     return text.append(f"{gap}{cell.interval}" if cell.interval else "", style="dim")
 
 
-def _judged(verdict: Verdict, limits: Sequence[GateResult]) -> Text:
+def _judged(verdict: Verdict, limits: Sequence[GateResult], gap: str) -> Text:
     text = Text(str(verdict), style=VERDICT_STYLES[verdict])
-    return Text.assemble(text, (f" {names}" if (names := not_kept(limits)) else "", "dim"))
+    return Text.assemble(text, (f"{gap}{names}" if (names := not_kept(limits)) else "", "dim"))
 
 
-def _gates(entry: Entry) -> Text:
-    return _judged(entry.verdict, entry.gates) if entry.gated else Text("-")
+def _gates(entry: Entry, gap: str) -> Text:
+    return _judged(entry.verdict, entry.gates, gap) if entry.gated else Text("-")
 
 
 def _verdict(group: Group) -> Text:

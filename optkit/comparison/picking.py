@@ -32,10 +32,8 @@ def picked(axes: Sequence[Axis], front: Front, entries: Sequence[Entry], best: A
     if best is None:
         pick, others, beside = near[0], near[1:], list(axes)
     else:
-        merits = best.merits
-        top = max(able, key=lambda each: merits[each])
-        relations = best.relations(top)
-        pick = next(each for each in near if relations[each] == 0)
+        merits, equals = best.merits, best_of(best, able)
+        pick = next(each for each in near if each in equals)
         others = sorted((each for each in able if each != pick), key=lambda each: -merits[each])
         beside = [best, *(axis for axis in axes if axis.column.key != best.column.key)]
     label = entries[pick].label
@@ -43,6 +41,14 @@ def picked(axes: Sequence[Axis], front: Front, entries: Sequence[Entry], best: A
         return pick, f"{label} is the only one" + (" that passes" if len(entries) > 1 else "")
     differences = [(axis.column, axis.differences(others[0])[pick]) for axis in beside]
     return pick, reason(label, entries[others[0]].label, differences)
+
+
+def best_of(axis: Axis, able: Sequence[int]) -> list[int]:
+    """Return the first by one axis and those that are not measurably worse in it, by their estimates."""
+    merits = axis.merits
+    order = sorted(able, key=lambda each: -merits[each])
+    relations = axis.relations(order[0])
+    return [each for each in order if relations[each] == 0]
 
 
 def _why_none(entries: Sequence[Entry]) -> str:

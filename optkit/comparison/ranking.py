@@ -9,7 +9,7 @@ from optkit.comparison.axes import Axis, widen
 from optkit.comparison.choice import named_columns
 from optkit.comparison.columns import PREFERRED, AxisName, Table
 from optkit.comparison.front import front_of
-from optkit.comparison.picking import picked
+from optkit.comparison.picking import best_of, picked
 from optkit.comparison.result import Column, Entry, Floor, Group
 from optkit.recipe.gates import Verdict, metric_key
 
@@ -63,6 +63,7 @@ class Ranking:
     def rank(self, keys: Sequence[str], members: Sequence[int]) -> tuple[Group, list[Entry]]:
         """Return a group and its entries, ranked. `keys` are the columns of its axes."""
         entries = [self.entries[index] for index in members]
+        able = [index for index, entry in enumerate(entries) if entry.passes is Verdict.PASS]
         axes = [self._axis(key, members) for key in keys]
         widen(axes)
         front = front_of(axes, [entry.passes is Verdict.PASS for entry in entries])
@@ -97,9 +98,7 @@ class Ranking:
             knee=None if front.knee is None else entries[front.knee].label,
             pick=None if pick is None else entries[pick].label,
             bests={
-                axis.column.key: entries[index].label
-                for axis in axes
-                if (index := picked(axes, front, entries, axis)[0]) is not None
+                axis.column.key: tuple(entries[each].label for each in best_of(axis, able)) for axis in axes if able
             },
             why=why,
         )

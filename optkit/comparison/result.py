@@ -129,8 +129,10 @@ class Group(Frozen):
     """
     pick: str | None = None
     """Best by `--best` among those that pass; the knee if no metric was named."""
-    bests: dict[str, str] = {}
-    """For the key of each axis, the one to take if that axis alone counts."""
+    bests: dict[str, tuple[str, ...]] = {}
+    """For the key of each axis, of those that pass the best by that axis alone, and its equals: those
+    that are not measurably worse.
+    """
     why: str = ""
     """In one sentence, why the pick, or why there is none."""
     differs: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ EXTRAS = ("kl_divergence", "top1_agreement", "prefill_tokens_per_s", "peak_memor
 """Metrics that are shown beside the axes if there is room, and those of tasks before them."""
 UNMODIFIED = "unmodified"
 MOST_WARNINGS = 10
+MOST_TIED = 3
 PICK, KNEE = "pick", "knee"
 """How an entry stands."""
 CELL_FIELDS = ("value", "low", "high", "ratio", "ratio_low", "ratio_high", "change", "failure")
@@ -86,10 +87,18 @@ def unmodified_cells(comparison: Comparison, group: Group, columns: list[Column]
 
 
 def bests_text(comparison: Comparison, group: Group) -> str:
-    """Return which one to take if one of the axes alone counts; empty if it is always the pick."""
-    if set(group.bests.values()) <= {group.pick}:
+    """Return which to take if one of the axes alone counts; empty if it is always the pick alone."""
+    if set(group.bests.values()) <= {(group.pick,)}:
         return ""
-    return "; ".join(f"{comparison.column(key).title} {label}" for key, label in group.bests.items())
+    return "; ".join(_bests(comparison.column(key), labels) for key, labels in group.bests.items())
+
+
+def _bests(column: Column, labels: Sequence[str]) -> str:
+    if len(labels) == 1:
+        return f"{column.title} {labels[0]}"
+    if len(labels) <= MOST_TIED:
+        return f"{column.title} {', '.join(labels)} tied"
+    return f"{column.title} {len(labels)} tied, {'highest' if column.higher_is_better else 'lowest'} {labels[0]}"
 
 
 def standing(entry: Entry, named: Callable[[str], str] = str) -> str:

@@ -52,6 +52,7 @@ class Ranked:
     why: str
     """What follows the name of the pick in a sentence."""
     tiles: list[dict[str, str]]
+    tiles_title: str
     columns: list[Column]
     unmodified: TableRow | None
     rows: list[TableRow]
@@ -113,6 +114,7 @@ def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) 
         f"Group {index + 1}" if len(comparison.groups) > 1 else "All of them",
         _why(group),
         [_tile(pick, metric) for metric in metrics[:6]] if pick else [],
+        f"{pick.label} beside {_whom(comparison, group, metrics)}" if pick else "",
         [*heads, *(_head(comparison, group, metric) for metric in metrics)],
         _unmodified(comparison, group, metrics),
         [_row(comparison, each, metrics, names) for each in entries[:MOST_ROWS]],
@@ -124,6 +126,11 @@ def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) 
         legend=legend(comparison, group),
         bests=bests_text(comparison, group),
     )
+
+
+def _whom(comparison: Comparison, group: Group, metrics: list[Metric]) -> str:
+    size = next((text.interval for text in unmodified_cells(comparison, group, metrics) or () if text.interval), "")
+    return f"the unmodified model ({size})" if size else "the unmodified model"
 
 
 def _tile(entry: Entry, metric: Metric) -> dict[str, str]:

@@ -34,9 +34,9 @@ def test_one_is_dominated_only_by_what_is_measurably_better_and_nowhere_worse() 
     assert found.entries[-1].label == "waste"
     assert group.knee == group.pick == "small"
     assert group.bests == {
-        "perplexity": "good",
-        "size_bytes": "small",
-        "decode_tokens_per_s[batch=1]": "fast",
+        "perplexity": ("good",),
+        "size_bytes": ("small",),
+        "decode_tokens_per_s[batch=1]": ("fast",),
     }
     assert bests_text(found, group) == "perplexity good; size_bytes small; decode_tokens_per_s fast"
 
@@ -44,7 +44,7 @@ def test_one_is_dominated_only_by_what_is_measurably_better_and_nowhere_worse() 
 def test_what_fails_is_not_the_best_of_an_axis() -> None:
     found = compared(GOOD, SMALL, FAST, require=["perplexity<=1.1x"])
     (group,) = found.groups
-    assert group.bests["decode_tokens_per_s[batch=1]"] == "small"
+    assert group.bests["decode_tokens_per_s[batch=1]"] == ("small",)
     (group,) = (alone := compared(GOOD)).groups
     assert bests_text(alone, group) == ""
 

@@ -78,6 +78,12 @@ def test_the_answer_comes_first_with_its_reason(comparison: Comparison, page: Pa
     ]
 
 
+def test_tiles_say_whose_they_are(comparison: Comparison, page: Page) -> None:
+    assert f"{comparison.groups[0].pick} beside the unmodified model (32 bits per weight) perplexity" in " ".join(
+        page.text.split()
+    )
+
+
 def test_heads_say_limits_and_protocols_and_the_unmodified_model_stands_first(page: Page) -> None:
     words = " ".join(page.text.split())
     head, first = words[: words.index("1. gptq-4-128")], words[words.index("1. gptq-4-128") :]
