@@ -73,7 +73,7 @@ class Ranked:
 def comparison_page(comparison: Comparison, picks: Mapping[str, Scorecard] | None = None) -> str:
     """Return the page of a comparison. `picks` are scorecards by their labels, for the commands."""
     groups = [_ranked(comparison, index, picks or {}) for index in range(len(comparison.groups))]
-    charts = [chart for each in groups for chart in (*each.tradeoffs, *each.differences)]
+    charts = [chart for each in groups for chart in (*each.differences, *each.tradeoffs)]
     values = {
         "comparison": comparison,
         "title": _title(comparison),
@@ -184,7 +184,7 @@ def _row(comparison: Comparison, entry: Entry, metrics: list[Metric], names: Map
         cell = entry.cell(metric.key)
         text = cell_text(cell, metric)
         change = text.change if text.change in ("better", "worse") else ""
-        small = " ".join(part for part in (text.ratio, text.interval) if part)
+        small = " ".join(part for part in (text.ratio, text.interval.replace(" ", "\N{NO-BREAK SPACE}")) if part)
         cells.append(Cell(text.value, cell.value if cell else None, change or "", small, number=True))
     return TableRow(tuple(cells), "pick" if entry.pick else "")
 

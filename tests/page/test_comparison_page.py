@@ -13,6 +13,7 @@ from rich.console import Console
 from optkit.comparison import Comparison, compare_scorecards, to_markdown
 from optkit.comparison.table import legend, not_kept, warning_lines
 from optkit.page import comparison_page, report
+from optkit.page.charts.chart import log_scale
 from optkit.scorecard import Scorecard, to_json
 from tests.page.test_scorecard_page import EVIL, Page, numbers
 from tests.support.candidates import compared, made
@@ -154,6 +155,25 @@ def test_differences_have_ticks_on_both_sides_of_no_difference(page: Page) -> No
         assert 1.0 in scale["ticks"]
         assert scale["domain"] == [scale["ticks"][0], scale["ticks"][-1]]
         assert 3 <= len(scale["ticks"]) <= 7
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ((1.0, 5.5, 7.5), [1, 2, 3, 5, 10]),
+        ((0.3, 4.2), [0.2, 0.3, 0.5, 1, 2, 3, 5]),
+        ((2e8, 1e9, -1.0), [2e8, 3e8, 5e8, 1e9]),
+    ],
+)
+def test_a_logarithmic_scale_has_ticks_on_both_sides_of_all_values(values: tuple[float, ...], ticks: list) -> None:
+    scale = log_scale(values)
+    assert scale == {"type": "log", "domain": [ticks[0], ticks[-1]], "ticks": ticks}
+
+
+def test_the_unmodified_model_has_one_shape_in_the_chart_and_its_legend(page: Page) -> None:
+    dots = [mark["options"] for mark in page.charts["against-0-0"]["marks"] if mark["kind"] == "dot"]
+    assert [each["fill"] for each in dots if each.get("symbol") == "diamond"] == ["var(--orange)"]
+    assert page.attributes("class").count("diamond") == 3
 
 
 def test_points_stand_as_the_comparison_says_and_a_hover_tells_the_recipe(comparison: Comparison, page: Page) -> None:

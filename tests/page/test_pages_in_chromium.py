@@ -61,6 +61,33 @@ def test_a_comparison_is_drawn_quietly_and_prints_to_two_pages(browser: Chromium
     assert browser.printed_pages() == 2
 
 
+CUT = (
+    "(() => { const box = document.querySelector('.scroll.broad');"
+    " const hint = document.querySelector('[data-cut]');"
+    " return [box.clientWidth, box.scrollWidth - box.clientWidth > 1, !hint.hidden]; })()"
+)
+BORDERS = (
+    "[...document.querySelectorAll('tbody tr:first-child > *')]"
+    ".map((each) => getComputedStyle(each).borderBottomWidth + ' ' + getComputedStyle(each).display)"
+)
+
+
+@pytest.mark.parametrize(("width", "cut"), [(390, True), (800, True), (1440, False)])
+def test_a_table_takes_the_room_that_there_is_and_says_if_it_is_cut(
+    browser: Chromium, comparison: Path, width: int, cut: bool
+) -> None:
+    browser.open(comparison, width)
+    room, sticks_out, said = browser.evaluate(CUT)
+    assert (sticks_out, said) == (cut, cut)
+    assert room > min(width - 70, 1180)
+    assert set(browser.evaluate(BORDERS)) == {"1px table-cell"}, "a line below each cell, and none is hidden"
+    browser.evaluate(
+        "(() => { const box = document.querySelector('.scroll.broad');"
+        " box.scrollLeft = 10000; box.dispatchEvent(new Event('scroll')); })()"
+    )
+    assert not browser.evaluate(CUT)[2], "its end is shown"
+
+
 def test_dots_that_cover_each_other_have_their_numbers_above_them(browser: Chromium, tmp_path: Path) -> None:
     cards = sweep()
     again = [

@@ -4,6 +4,7 @@ The page's script hands them over; https://observablehq.com/plot/features/marks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -50,7 +51,7 @@ class Key:
 
     words: str
     colour: Colour
-    shape: Literal["dot", "ring", "line", "dashes", "tick", "band"] = "dot"
+    shape: Literal["dot", "ring", "line", "dashes", "tick", "band", "diamond"] = "dot"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,18 @@ def printed(charts: Iterable[Chart], most: float = 1800) -> set[str]:
 def reference(value: float, across: bool = True) -> Mark:
     """Return the line of what everything else is compared with."""
     return Mark("ruleX" if across else "ruleY", [{"at": value}], {"x" if across else "y": "at", "stroke": paint("ink")})
+
+
+def log_scale(values: Iterable[float]) -> dict[str, Any]:
+    """Return a logarithmic scale that begins and ends at a tick that the script labels, around all values above 0."""
+    known = [value for value in values if value > 0]
+    low, high = min(known), max(known)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+    ends = [float(f"{leading}e{power}") for power in powers for leading in (1, 2, 5)]
+    first, last = max(end for end in ends if end <= low), min(end for end in ends if end >= high)
+    threes = [float(f"3e{power}") for power in powers]
+    ticks = [tick for tick in sorted([*ends, *threes]) if first <= tick <= last]
+    return {"type": "log", "domain": [first, last], "ticks": ticks}
 
 
 def estimates(points: Sequence[Mapping[str, Any]], colour: Colour, x: str, y: str) -> list[Mark]:

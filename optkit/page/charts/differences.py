@@ -9,7 +9,7 @@ from typing import Any
 from optkit.comparison import Column, Comparison, Difference, Floor, Group
 from optkit.comparison.choice import difference_text
 from optkit.comparison.table import compared_with
-from optkit.page.charts.chart import Chart, Colour, Key, Mark, estimates, paint, reference
+from optkit.page.charts.chart import Chart, Colour, Key, Mark, estimates, log_scale, paint, reference
 from optkit.scorecard import format_ratio, format_value
 
 MOST = 30
@@ -46,7 +46,7 @@ def _chart(column: Column, found: dict[str, Difference], other: str, floor: Floo
         marks += estimates(own, colour, "value", "label")
     wide = relative and max(each["value"] for each in points) / min(each["value"] for each in points) > 3
     words = f"times that of {other}" if relative else f"more than {other}, {column.unit}"
-    scale = {"type": "log"} if wide else _even(points, centre)
+    scale = log_scale([centre, *_ends(points)]) if wide else _even(points, centre)
     return Chart(
         name,
         f"{column.title} beside {other}",
@@ -64,14 +64,17 @@ def _chart(column: Column, found: dict[str, Difference], other: str, floor: Floo
 
 def _even(points: Sequence[Mapping[str, Any]], centre: float) -> dict[str, Any]:
     """Return a linear scale with ticks on both sides of the centre, as far as the points reach."""
-    ends = [each[end] for each in points for end in ("low", "value", "high") if each[end] is not None]
-    low, high = min(*ends, centre), max(*ends, centre)
+    low, high = min(*_ends(points), centre), max(*_ends(points), centre)
     rough = (high - low) / TICKS or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * leading for leading in (1, 2, 5, 10) if power * leading >= rough)
     first, last = math.floor((low - centre) / step), math.ceil((high - centre) / step)
     ticks = [centre + step * index for index in range(first, last + 1)]
     return {"type": "linear", "domain": [ticks[0], ticks[-1]], "ticks": ticks}
+
+
+def _ends(points: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [each[end] for each in points for end in ("low", "value", "high") if each[end] is not None]
 
 
 def _point(label: str, column: Column, each: Difference) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from optkit.comparison import Column, Comparison, Entry, Floor, Group
 from optkit.comparison.table import heading, standing
-from optkit.page.charts.chart import Chart, Colour, Key, Mark, paint
+from optkit.page.charts.chart import Chart, Colour, Key, Mark, log_scale, paint
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import format_ratio, format_value
 
@@ -120,15 +120,15 @@ def _chart(comparison: Comparison, entries: Sequence[Entry], x: Side, y: Side, n
             Mark("dot", unmodified, {**place, "symbol": "diamond", "fill": paint("orange"), "r": 7, "title": "label"}),
             Mark("text", unmodified, {**place, "text": "label", "dy": -14, "fill": paint("ink")}),
         ],
-        {**x.scale, "type": _type(drawn, "x"), "insetLeft": 34, "insetRight": 34},
-        {**y.scale, "type": _type(drawn, "y"), "insetTop": 22, "insetBottom": 12},
+        {**x.scale, **_scale(drawn, "x"), "insetLeft": 34, "insetRight": 34},
+        {**y.scale, **_scale(drawn, "y"), "insetTop": 22, "insetBottom": 12},
         keys=[
             *(
                 Key(f"{words}: {point['label']}" if stands == "pick" else words, colour, shape)
                 for stands, colour, shape, words in STANDS
                 if (point := next((each for each in points if each["stands"] == stands), None))
             ),
-            Key("the unmodified model", "orange"),
+            *([Key("the unmodified model", "orange", "diamond")] if known else []),
             *([Key("noise floor", "floor", "band")] if {x.column.key, y.column.key} & floors.keys() else []),
         ],
         caption="Numbers are ranks, as in the table; lines are 95% intervals. ↓ less is better, ↑ more; "
@@ -158,9 +158,12 @@ def recipe_lines(entry: Entry) -> list[str]:
     return [f"{short(path)} {value}".strip() for path, value in entry.fields.items()]
 
 
-def _type(points: Sequence[Mapping[str, Any]], name: str) -> str:
+def _scale(points: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     values = [point[name] for point in points]
-    return "log" if min(values) > 0 and max(values) / min(values) > WIDE_RANGE else "linear"
+    if min(values) <= 0 or max(values) / min(values) <= WIDE_RANGE:
+        return {"type": "linear"}
+    ends = [end for each in points for part in ("low", "high") if (end := each.get(f"{name}_{part}")) is not None]
+    return log_scale([*values, *ends])
 
 
 def _point_marks(points: Sequence[Mapping[str, Any]]) -> list[Mark]:

@@ -9,7 +9,7 @@
   const COVERS = 14; // pixels between two dots from which on the number of each can be read
 
   const rowLabels = (rows) =>
-    Plot.text(rows, { y: (row) => row, text: (row) => row, frameAnchor: "left", textAnchor: "start", dy: -17, fill: "var(--dim)" });
+    Plot.text(rows, { y: (row) => row, text: (row) => row, frameAnchor: "left", textAnchor: "start", dy: -17, fill: "var(--dim)", stroke: "var(--panel)", strokeWidth: 5 });
 
   // Ticks such as 20ms or 1.5GB: the unit of the scale behind d3's prefix. Of a logarithmic scale few have a label.
   function scaled({ suffix, ...scale }, width) {
@@ -87,11 +87,11 @@
       ariaLabel: figure.dataset.title,
       style: { fontSize: "12px", fontFamily: "inherit", background: "none" },
       x: { labelAnchor: "center", labelArrow: "none", insetLeft: 6, insetRight: 6, ...ticks, ...scaled(chart.x, width) },
-      marks: [...labels, ...marks, hints(chart)],
+      marks: [...marks, ...labels, hints(chart)],
     };
     let svg = Plot.plot(plan);
     const numbered = chart.marks.filter((mark) => mark.kind === "numbers").flatMap((mark) => mark.data);
-    if (numbered.length) svg = Plot.plot({ ...plan, marks: [...labels, ...marks, ...numbers(svg, numbered), hints(chart)] });
+    if (numbered.length) svg = Plot.plot({ ...plan, marks: [...marks, ...labels, ...numbers(svg, numbered), hints(chart)] });
     svg.setAttribute("role", "img");
     figure.replaceChildren(svg);
   }
@@ -104,6 +104,14 @@
   window.addEventListener("afterprint", drawAll);
   document.querySelectorAll("details").forEach((each) => each.addEventListener("toggle", drawAll));
   drawAll();
+
+  // Said beside the filter as long as the table has columns that the window does not show.
+  document.querySelectorAll("[data-cut]").forEach((hint) => {
+    const box = document.getElementById(hint.dataset.cut).parentElement;
+    const tell = () => (hint.hidden = box.scrollLeft + box.clientWidth > box.scrollWidth - 2);
+    new ResizeObserver(tell).observe(box);
+    box.addEventListener("scroll", tell);
+  });
 
   const sorted = (table) => table.tBodies[table.tBodies.length - 1]; // what stands before it stays there
   const valueOf = (row, column) => {
