@@ -66,6 +66,7 @@ def short_scorecard(scorecard: Scorecard, directory: Path | None = None) -> list
         _title(scorecard),
         Numbers(first, protocols=False) if rows else Text("nothing was measured"),
         indented([*(("act on", note) for note in told[:MOST_NOTES]), ("more", f"{', '.join(counted)}: {place}")]),
+        *loading_view(scorecard.loading),
         _closing(scorecard, directory),
     )
 
