@@ -58,8 +58,9 @@ def test_errors_are_told_by_class_with_their_exit_status() -> None:
     assert "a compiled step cannot check several tokens\n:   It was compiled for one token at a time" in page
 
 
-def test_the_page_on_bad_artifacts_quotes_what_is_said() -> None:
-    page = (ROOT / "docs" / "howto" / "debug.md").read_text(encoding="utf-8")
+def test_the_pages_on_troubles_quote_what_is_said() -> None:
+    pages = (ROOT / "docs" / "howto" / f"{name}.md" for name in ("debug", "resume"))
+    page = "".join(page.read_text(encoding="utf-8") for page in pages)
     quoted = [text for text in re.findall(r"^\|[^|`]*`([^`]+)`", page, re.MULTILINE) if " " in text]
     assert quoted
     sources = [
