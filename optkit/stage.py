@@ -22,7 +22,9 @@ from optkit.model.formats.base import Format as Format
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.progress import Progress, SilentProgress
+from optkit.source.calibration import Calibration
 from optkit.source.text_place import TextPlace
+from optkit.source.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from optkit.model.checkpoint import Checkpoint
@@ -147,11 +149,14 @@ class Transform(Stage):
     def check_texts(self, place: TextPlace) -> None:
         """Refuse, before any stage runs, texts that are too short for it.
 
-        Without a method of its own: those of the stages among its fields. Raises StageError.
+        Without a method of its own: its calibration, and those of the stages among its fields.
+        Raises StageError, SourceError.
         """
         for part in vars(self).values():
             if isinstance(part, Transform):
                 part.check_texts(place)
+            elif isinstance(part, Calibration):
+                TokenCounts(place.tokenizer, place.data, place.counts, place.trust_remote_code).check_calibration(part)
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,12 @@ class Calibration(CutText):
         """
         import torch
 
+        return torch.tensor(self.windows(tokenizer_directory, data, trust_remote_code), dtype=torch.int64)
+
+    def windows(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> list[list[int]]:
+        """Return what `tokens` does, without torch. Raises SourceError as it does."""
         tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code)
-        windows = self._documents(tokenizer, data) if self.packs_documents else self._joined(tokenizer, data)
-        return torch.tensor(windows, dtype=torch.int64)
+        return self._documents(tokenizer, data) if self.packs_documents else self._joined(tokenizer, data)
 
     def passages(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> list[str]:
         """Return the text of the windows. Raises SourceError as `tokens` does."""

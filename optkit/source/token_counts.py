@@ -17,7 +17,7 @@ from optkit.common.atomic import remember
 from optkit.common.files import object_if_any, reading, sha256_of
 from optkit.common.frozen import digest
 from optkit.errors import SourceError
-from optkit.source.calibration import load_tokenizer
+from optkit.source.calibration import Calibration, load_tokenizer
 from optkit.source.text_place import TextPlace
 from optkit.source.training_text import TrainingText
 
@@ -93,6 +93,25 @@ class TokenCounts:
             if found >= wanted:
                 return found
         return sum(self._sequences(text, length) for text in texts) if len(local) == len(texts) else None
+
+    def check_calibration(self, text: Calibration) -> None:
+        """Raise SourceError if a text on this machine is too short for the windows of a calibration."""
+        if not text.is_local(self.data) or not (self.directory / TOKENIZER).is_file() or self._seems_enough(text):
+            return
+        text.windows(self.directory, self.data, self.trust_remote_code)
+
+    def _seems_enough(self, text: Calibration) -> bool:
+        if not text.packs_documents:
+            named = {**text.identity(), "field": text.field, "packing": "joined", "bos": text.bos}
+            wanted = text.samples * text.sequence_length
+            return self._count(TrainingText.model_validate(named), wanted).tokens >= wanted
+        tokenizer, documents, found = self._tokenizer(), text.documents(self.data), 0
+        for start in range(0, len(documents), DOCUMENTS_AT_ONCE):
+            some = tokenizer.encode_batch_fast(documents[start : start + DOCUMENTS_AT_ONCE])
+            found += sum(len(each) >= text.sequence_length for each in some)
+            if found >= text.samples:
+                return True
+        return False
 
     def _count(self, text: TrainingText, wanted: int) -> _Count:
         """Count the tokens of a text until there are `wanted`."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,24 @@ def test_a_stage_within_a_stage_is_asked(texts, tiny_model, tmp_path):
     )
     with pytest.raises(StageError, match=r"^qat.training: 1,000,000 tokens are asked for"):
         stage.check_texts(TextPlace(tiny_model("llama"), None, tmp_path / "counts"))
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        (0, {}, "0 of 41 documents have 64 tokens and 2 are needed. .*set `packing: joined`"),
+        (0, {"packing": "joined"}, None),
+        (0, {"sequence_length": 4}, None),
+        (1, {}, None),
+        (1, {"samples": 99}, "the text has .* tokens and 99 x 64 = 6,336 are needed. Lower `samples` to"),
+    ],
+)
+def test_a_plan_refuses_a_calibration_without_long_enough_windows(texts, tiny_model, tmp_path, text, fields, message):
+    calibration = {"dataset": texts[text].dataset, "samples": 2, "sequence_length": 64} | fields
+    stages = [{"gptq": {"calibration": calibration}}]
+    data = {"name": "r", "model": {"name": str(tiny_model("llama"))}, "stages": stages}
+    with pytest.raises(SourceError, match=message) if message else nullcontext():
+        pipeline.plan(load_recipe(data), store=tmp_path / "store")
 
 
 def test_enough_text_is_counted_without_torch(texts, tiny_model, tmp_path):
