@@ -26,6 +26,7 @@ LETTER = 6.6
 SHAPES = {
     "dot": '<circle cx="6" cy="-4" r="5" fill="{0}"/>',
     "ring": '<circle cx="6" cy="-4" r="4" fill="none" stroke="{0}" stroke-width="2"/>',
+    "diamond": '<path d="M6-10l5 6-5 6-5-6z" fill="{0}"/>',
     "line": '<path d="M-4-4h18" stroke="{0}" stroke-width="3"/>',
     "dashes": '<path d="M-4-4h18" stroke="{0}" stroke-width="2" stroke-dasharray="5 3"/>',
     "tick": '<path d="M6-11v14" stroke="{0}" stroke-width="3"/>',

@@ -7,7 +7,7 @@ import subprocess
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from optkit_cli.main import optkit
@@ -15,7 +15,9 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from docs.benchmarks.charts import PICTURES, figures, markdown
+from docs.benchmarks.drawing import SHAPES
 from docs.benchmarks.tables import BLOCK, Interval, Result, filled, pages, read_results, shown, table
+from optkit.page.charts.chart import Key
 from optkit.recipe.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -107,3 +109,7 @@ def test_pages_show_all_that_is_there_as_it_is() -> None:
         assert figure.mark in picture, f"{name}.svg is stale: python -m docs.benchmarks"
         assert "prefers-color-scheme: dark" in picture or isinstance(figure.picture, str)
         assert "url(http" not in picture.replace('"', "")
+
+
+def test_a_picture_knows_every_shape_of_a_legend() -> None:
+    assert set(SHAPES) == set(get_args(get_type_hints(Key)["shape"]))
