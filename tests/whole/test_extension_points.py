@@ -160,7 +160,7 @@ def test_a_recipe_of_them_runs(optkit: Optkit, tiny_model: Callable[[str], Path]
         logits = AutoModelForCausalLM.from_pretrained(source)(torch.arange(12)[None]).logits
     assert row["baseline"]["value"] == pytest.approx(float(logits.abs().max()), rel=1e-5)
     assert row["metric"]["value"] == 0.25
-    shown = optkit("show", "artifacts/loud")
+    shown = optkit("show", "artifacts/loud", "--verbose")
     assert "capped_logits: {'limit': 0.25}" in shown.stdout
     assert "louder_head" in shown.stdout
     assert optkit("plan", "loud.yaml", "--device", "cpu", "--json").returncode == 0
