@@ -24,7 +24,18 @@ RECIPE: dict[str, Any] = {
     "stages": ["bf16", {"rtn": {"bits": 4, "group_size": 32}}, {"kv_cache": {"dtype": "int8"}}],
     "evals": ["footprint", {"perplexity": TEXT}, {"divergence": TEXT}],
 }
-VOLATILE = {"created", "seconds", "mtime_ns", "environment", "optkit", "files", "notes", "cached", "baseline_notes", "memory"}
+VOLATILE = {
+    "created",
+    "seconds",
+    "mtime_ns",
+    "environment",
+    "optkit",
+    "files",
+    "notes",
+    "cached",
+    "baseline_notes",
+    "memory",
+}
 """What differs between two runs that are right: moments, and where they were measured."""
 
 
