@@ -6,19 +6,11 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.completion import artifacts
-from optkit_cli.options import Command, comparison_options, json_option
+from optkit_cli.options import Command, artifacts_argument, comparison_options, json_option
 
 
 @click.command(cls=Command, short_help="Put artifacts side by side, and say which to take.")
-@click.argument(
-    "places",
-    metavar="ARTIFACT...",
-    type=click.Path(path_type=Path),
-    nargs=-1,
-    required=True,
-    shell_complete=artifacts,
-)
+@artifacts_argument
 @comparison_options
 @click.option("--csv", "form", flag_value="csv", help="Print every number as CSV.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print the tables in Markdown.")

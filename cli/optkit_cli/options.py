@@ -187,6 +187,14 @@ def all_of(*options: Callable[[Function], Function]) -> Callable[[Function], Fun
     return decorate
 
 
+artifacts_argument = click.argument(
+    "places",
+    metavar="ARTIFACT...",
+    type=click.Path(path_type=Path),
+    nargs=-1,
+    required=True,
+    shell_complete=completion.artifacts,
+)
 comparison_options = all_of(
     click.option(
         "--require",
