@@ -93,7 +93,8 @@ def _metric(name: str) -> Iterator[str]:
         measured = f"Measured by {', '.join(evals)}: `optkit explain {evals[-1]}`."
         sign = ">=" if meaning and meaning.better == "higher" else "<="
         limit, how = ("LIMIT", "it compares with the baseline") if compares(name, eval_class(evals[0])) else RELATIVE
-        gate = f'A gate: `{name}: "{sign} {limit}"` ({how}).'
+        other = "" if better else " Write `>=` if more of it is better."
+        gate = f'A gate: `{name}: "{sign} {limit}"` ({how}).{other}'
         yield "\n\n".join([f"{name} (metric): {unit}{better}", *map(_wrapped, (text, measured, gate))])
 
 

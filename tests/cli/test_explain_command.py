@@ -49,6 +49,13 @@ def test_the_gate_that_is_shown_is_taken(name: str) -> None:
     check_gate(parse_gate(name, limit.replace("LIMIT", "0.5")), evals)
 
 
+def test_a_gate_of_a_metric_of_others_does_not_guess_which_way_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Write `>=`" not in "".join(pages("size_bytes"))
+    monkeypatch.delitem(MEANINGS, "size_bytes")
+    (page,) = pages("size_bytes")
+    assert " ".join(page.split()).endswith("Write `>=` if more of it is better.")
+
+
 def test_the_example_of_the_help_is_a_message() -> None:
     (words,) = re.findall(r'optkit explain "(.*?)"', explain.command.help or "")
     assert pages(words)
