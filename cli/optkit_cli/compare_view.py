@@ -78,36 +78,42 @@ class Numbers:
     group: Group
 
     @cached_property
-    def _unmodified(self) -> dict[str, CellText]:
-        """What is known of the unmodified model, by the keys of columns."""
-        columns = shown_columns(self.comparison, self.group)
-        cells = unmodified_cells(self.comparison, self.group, columns) or []
-        return {column.key: cell for column, cell in zip(columns, cells, strict=False)}
+    def _columns(self) -> list[Column]:
+        return shown_columns(self.comparison, self.group)
+
+    @cached_property
+    def _unmodified(self) -> list[CellText]:
+        """What is known of the unmodified model, for each column; empty for nothing."""
+        return unmodified_cells(self.comparison, self.group, self._columns) or []
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the axes with as many further columns as fit: on one line, else in several."""
-        columns = shown_columns(self.comparison, self.group)
-        least = len(self.group.axes)
-        counts = range(len(columns), least - 1, -1)
-        tables = (draw(columns[:count]) for draw in (self._wide, self._narrow) for count in counts)
-        fitting = next((table for table in tables if fits(table, console, options)), None)
-        yield fitting or self._narrow(columns[:least])
+        further = len(self._columns) - len(self.group.axes)
+        for draw in (self._wide, self._narrow):
+            table = draw()
+            for _ in range(further):
+                if fits(table, console, options):
+                    break
+                table.columns.pop()
+            if fits(table, console, options):
+                break
+        yield table
 
-    def _wide(self, columns: list[Column]) -> Table:
+    def _wide(self) -> Table:
         required = bool(self.comparison.require)
         heads = ("", "stands", "gates", *(("required",) if required else ()))
-        table = plain_table(*heads, *map(self._head, columns))
-        for name, entry, cells in self._lines(columns):
+        table = plain_table(*heads, *map(self._head, self._columns))
+        for name, entry, cells in self._lines():
             about = [Text(standing(entry)), _gates(entry, " ")] if entry else [Text(""), Text("")]
             if required:
                 about.append(_judged(entry.meets, entry.requirements, " ") if entry else Text(""))
             table.add_row(name, *about, *(_cell(each, " ") for each in cells))
         return table
 
-    def _narrow(self, columns: list[Column]) -> Table:
-        table = plain_table("", *map(self._head, columns))
+    def _narrow(self) -> Table:
+        table = plain_table("", *map(self._head, self._columns))
         table.columns[0].max_width = WIDEST_NAME
-        for name, entry, cells in self._lines(columns):
+        for name, entry, cells in self._lines():
             if entry:
                 name.append(f"\n{standing(entry)}", style="dim")
                 if entry.gated:
@@ -121,12 +127,12 @@ class Numbers:
         lines = [heading(column).replace("[", "\n[").replace(",", "\n"), *limits(self.comparison, self.group, column)]
         return ">" + "\n".join(lines)
 
-    def _lines(self, columns: list[Column]) -> Iterator[tuple[Text, Entry | None, list[CellText]]]:
+    def _lines(self) -> Iterator[tuple[Text, Entry | None, list[CellText]]]:
         if self._unmodified:
-            yield Text(UNMODIFIED, style="dim"), None, [self._unmodified[each.key] for each in columns]
+            yield Text(UNMODIFIED, style="dim"), None, self._unmodified
         for entry in _entries(self.comparison, self.group):
             name = Text(entry.label, style="bold" if entry.pick else "")
-            yield name, entry, [cell_text(entry.cell(each.key), each) for each in columns]
+            yield name, entry, [cell_text(entry.cell(each.key), each) for each in self._columns]
 
 
 def _entries(comparison: Comparison, group: Group) -> list[Entry]:

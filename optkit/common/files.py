@@ -114,9 +114,11 @@ def read_text(path: Path, error: type[OptkitError] = SourceError, most_bytes: in
 
 def read_json(path: Path, error: type[OptkitError] = SourceError, remedy: str = "") -> Any:
     """Return what a file of JSON holds. Raises `error` if it cannot be read as JSON."""
+    from pydantic_core import from_json  # three times as fast as json
+
     text = read_text(path, error)
     with reading(path, "cannot be read as JSON", remedy, error):
-        return json.loads(text)
+        return from_json(text)
 
 
 def read_object(path: Path, error: type[OptkitError] = SourceError, remedy: str = "") -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ def read_scorecards(places: Sequence[Path]) -> Reading:
     Raises ArtifactError for that, and if nothing is found.
     """
     found, seen = Reading(), set[Path]()
-    contents: dict[bytes, Path] = {}
+    alike: dict[tuple[str, str], list[tuple[Path, Scorecard]]] = {}
     for place in places:
         named = [place] if _is_one(place) else None
         for each in named or _below(place, found.left_out):
@@ -44,15 +43,17 @@ def read_scorecards(places: Sequence[Path]) -> Reading:
                 continue
             seen.add(real)
             try:
-                card, content = _read(each)
+                card = _read(each)
             except ArtifactError as error:
                 if named:
                     raise
                 found.left_out.append(LeftOut(place=str(each), why=_without_place(error)))
                 continue
-            if (first := contents.setdefault(content, each)) is not each:
+            others = alike.setdefault((card.artifact_key, card.created), [])
+            if first := next((other for other, its in others if its == card), None):
                 found.notes.append(f"{each} holds the scorecard of {first}, and is left out")
                 continue
+            others.append((each, card))
             found.cards.append((each, card))
     if not found.cards:
         _refuse(places, found.left_out)
@@ -82,21 +83,17 @@ def _below(directory: Path, left_out: list[LeftOut]) -> Iterator[Path]:
         folders[:] = sorted(each for each in folders if not each.startswith(".") and each != ATTACHMENTS)
 
 
-def _read(place: Path) -> tuple[Scorecard, bytes]:
-    """Return a scorecard and the digest of its file; raises ArtifactError."""
+def _read(place: Path) -> Scorecard:
+    """Return the scorecard of an artifact, or of a file; raises ArtifactError."""
     if not place.is_dir():
-        return read_json(place), _digest(place)
+        return read_json(place)
     if (place / RECORD).exists():
         _require_finished(place)
     if not (place / SCORECARD_JSON).is_file():
         raise ArtifactError(
             "there is no scorecard", where=str(place), why="It was deleted", remedy="Run its recipe again"
         )
-    return read_json(place / SCORECARD_JSON), _digest(place / SCORECARD_JSON)
-
-
-def _digest(path: Path) -> bytes:
-    return hashlib.sha256(path.read_bytes()).digest()
+    return read_json(place / SCORECARD_JSON)
 
 
 def _require_finished(artifact: Path) -> None:
