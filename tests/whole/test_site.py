@@ -46,6 +46,15 @@ def test_nothing_comes_from_another_server(site: Path) -> None:
         assert re.findall(r"<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=\"?(https?:[^\" >]*)", text) == [], page
 
 
+def test_words_of_the_glossary_have_tooltips(site: Path) -> None:
+    tips = {page: re.findall(r'<abbr title="([^"]+)">', page.read_text(encoding="utf-8")) for page in pages(site)}
+    assert tips[site / "glossary.html"] == []
+    assert "The unmodified model, measured in the same run as the artifact." in tips[site / "index.html"]
+    for page, found in tips.items():
+        assert len({*found}) == len(found), page
+        assert not any("Pareto front" in tip for tip in found), "front is an everyday word"
+
+
 @browsed
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_pages_are_drawn_quietly_and_fit_a_phone(site: Path, browser: Chromium, every: int) -> None:
@@ -58,6 +67,29 @@ def test_pages_are_drawn_quietly_and_fit_a_phone(site: Path, browser: Chromium, 
         assert browser.evaluate("document.documentElement.scrollWidth") == width, page
         paper = browser.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (paper == "rgb(255, 255, 255)") == (scheme == "light"), page
+
+
+@browsed
+@pytest.mark.parametrize("page", ["index", "understand/architecture", "understand/algorithms/gptq"])
+def test_figures_follow_the_button_and_not_the_system(site: Path, browser: Chromium, page: str) -> None:
+    """They are images, whose `prefers-color-scheme` is the color-scheme of the page around them."""
+
+    def picture(system: str, press: bool) -> str:
+        browser.open(site / f"{page}.html", scheme=system)
+        if press:
+            browser.evaluate("document.querySelector('[data-md-component=palette] label:not([hidden])').click()")
+        place = browser.evaluate(
+            "JSON.parse(JSON.stringify(document.querySelector"
+            "('.md-content img[src$=\".svg\"]').getBoundingClientRect()))"
+        )
+        clip = {**{name: place[name] for name in ("x", "y", "width", "height")}, "scale": 1}
+        said = browser.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        return str(said["data"])
+
+    light, dark = picture("light", False), picture("dark", False)
+    assert light != dark
+    assert picture("light", True) == dark
+    assert picture("dark", True) == light
 
 
 @browsed
