@@ -9,7 +9,8 @@
     ├── ResourceError           memory or disk ran out
     ├── StoreError              the store or an output directory is in use, damaged or not ours
     ├── ArtifactError           a directory that is not an artifact, or one that was damaged
-    │   └── UnsoundError        exit status 3: an artifact that was made and does not pass its checks
+    │   └── UnsoundError        exit status 3: an artifact that was made and does not pass its checks or gates
+    ├── PushError               a place that does not take an artifact, or cannot be reached
     └── EvalError               a measurement that cannot be made, or would not be honest
 
 A message reads `<where>: <what, with the values>. <Why.> <What to do.>`
@@ -109,9 +110,15 @@ class ArtifactError(OptkitError):
 
 
 class UnsoundError(ArtifactError):
-    """An artifact that was made, and that does not pass the checks of `verify`."""
+    """An artifact that was made, and that does not pass the checks of `verify` or, if it shall be
+    pushed, its gates.
+    """
 
     exit_status = 3
+
+
+class PushError(OptkitError):
+    """A place that does not take an artifact, or cannot be reached."""
 
 
 class EvalError(OptkitError):

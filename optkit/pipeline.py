@@ -24,7 +24,7 @@ from optkit.artifact import (
 from optkit.common.cache import default_store
 from optkit.common.own_files import SCORECARD_HTML, SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.environment import usable_device
-from optkit.errors import ArtifactError, UnsoundError
+from optkit.errors import UnsoundError
 from optkit.execute import Execution, check_texts, execute
 from optkit.measuring.attribution import attribute, between
 from optkit.measuring.earlier_release import earlier_release
@@ -42,7 +42,6 @@ from optkit.scorecard import (
     Scorecard,
     file_lines,
     pictures,
-    read_json,
     to_json,
     to_markdown,
 )
@@ -59,6 +58,7 @@ from optkit.store.store import Store
 from optkit.trust import allow_code, allow_directory, say_code
 from optkit.verification.registry import engine_names
 from optkit.verification.result_file import keep_loading, read_loading
+from optkit.verification.result_file import read_scorecard as read_scorecard
 from optkit.verification.verify import Verified, verify_artifact
 
 if TYPE_CHECKING:
@@ -216,18 +216,6 @@ def verify(
         if (found.directory / SCORECARD_JSON).is_file():
             _attach(found, read_scorecard(found.directory))
     return done
-
-
-def read_scorecard(artifact: Path) -> Scorecard:
-    """Return the scorecard of an artifact, with what engines made of it. Raises ArtifactError if
-    there is none.
-    """
-    found = read_finished(artifact)
-    if not (artifact / SCORECARD_JSON).is_file():
-        raise ArtifactError(
-            "there is no scorecard", where=str(artifact), why="It was deleted", remedy="Run its recipe again"
-        )
-    return read_json(artifact / SCORECARD_JSON).model_copy(update={"loading": read_loading(found)})
 
 
 def open_artifact(

@@ -29,6 +29,7 @@ COMMANDS = (
     "show",
     "compare",
     "report",
+    "push",
     "sensitivity",
     "roofline",
     "profile",

@@ -5,16 +5,17 @@ It is kept beside the artifact and valid for its key and its files alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from optkit.artifact import Artifact
+from optkit.artifact import Artifact, read_finished
 from optkit.common.files import read_object, reading
 from optkit.common.frozen import Frozen, digest
-from optkit.common.own_files import VERIFICATION_JSON
+from optkit.common.own_files import SCORECARD_JSON, VERIFICATION_JSON
 from optkit.errors import ArtifactError
-from optkit.scorecard import Loading
+from optkit.scorecard import Loading, Scorecard, read_json
 from optkit.verification.registry import engine_names
 
 
@@ -46,6 +47,18 @@ def read_loading(artifact: Artifact) -> tuple[Loading, ...]:
         found = Verification.model_validate(read_object(path, ArtifactError, remedy))
     is_of_it = (found.artifact_key, found.files) == (artifact.record.key, _digest_of_files(artifact))
     return found.loading if is_of_it else ()
+
+
+def read_scorecard(artifact: Path) -> Scorecard:
+    """Return the scorecard of an artifact, with what engines made of it. Raises ArtifactError if
+    there is none.
+    """
+    found = read_finished(artifact)
+    if not (artifact / SCORECARD_JSON).is_file():
+        raise ArtifactError(
+            "there is no scorecard", where=str(artifact), why="It was deleted", remedy="Run its recipe again"
+        )
+    return read_json(artifact / SCORECARD_JSON).model_copy(update={"loading": read_loading(found)})
 
 
 def keep_loading(artifact: Artifact, loading: Sequence[Loading]) -> tuple[Loading, ...]:

@@ -71,9 +71,14 @@ def test_every_command_says_its_failure(
 
     monkeypatch.setattr(command, "callback", fail)
     monkeypatch.setitem(os.environ, "OPTKIT_STORE", str(tmp_path))
-    given = {"list": ["models"], "eval": ["x", "--evals", "y"], "doctor": [], "env": [], "store": []}.get(
-        words[0], ["x"]
-    )
+    given = {
+        "list": ["models"],
+        "eval": ["x", "--evals", "y"],
+        "push": ["x", "y"],
+        "doctor": [],
+        "env": [],
+        "store": [],
+    }.get(words[0], ["x"])
     said = failed(capsys, *words, *given)
     assert said["message"] == "there: it broke. It was old. Buy a new one."
     assert [said[name] for name in ("kind", "where", "why", "remedy")] == [

@@ -1,0 +1,47 @@
+"""`optkit push`: upload an artifact with its card and scorecard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optkit_cli.completion import artifacts
+from optkit_cli.options import Command, all_of, json_option, quiet_option
+
+
+@click.command(cls=Command, short_help="Upload an artifact to a registry.")
+@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=artifacts)
+@click.argument("address", metavar="TARGET")
+@click.option("--dry-run", is_flag=True, help="Print what would go where and stop; uses no network.")
+@click.option("--allow-failed-gates", is_flag=True, help="Push it even if a gate of its recipe failed.")
+@all_of(json_option, quiet_option)
+def command(artifact: Path, address: str, dry_run: bool, allow_failed_gates: bool, as_json: bool, quiet: bool) -> None:
+    """Check ARTIFACT, print what goes where, and upload it to TARGET.
+
+    \b
+    hf://OWNER/NAME[@REVISION]            the Hugging Face hub ($HF_TOKEN, $HF_ENDPOINT)
+
+    Exit status: 3 if a file was lost or changed, or a gate failed and --allow-failed-gates is not
+    given.
+    """
+    from optkit.publishing.push import prepare_push
+    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.progress import open_progress
+    from optkit_cli.push_view import files_view, push_document, result_view
+
+    progress = open_progress(quiet=quiet)
+    push = prepare_push(artifact, address, allow_failed_gates=allow_failed_gates)
+    for line in push.warnings:
+        progress.warn(line)
+    if not as_json:
+        show(*files_view(push))
+    if dry_run:
+        known = None
+    else:
+        with only_the_result_on_stdout():
+            known = push.upload(progress)
+    if as_json:
+        print_json(push_document(push, known))
+    else:
+        show(*result_view(push, known))
