@@ -20,7 +20,7 @@ from optkit.errors import ArtifactError, StoreError
 from optkit.model.companions import published_files
 from optkit.model.formats.base import Format
 from optkit.recipe.registry import stage_class
-from optkit.scorecard.published import located_setting
+from optkit.scorecard.published import located_stage
 from optkit.scorecard.scorecard import StepLine
 from optkit.stage import Setting
 from optkit.store.files import describe_file, is_unchanged, list_files
@@ -57,7 +57,9 @@ class ArtifactRecord(Frozen):
     settings: tuple[dict[str, Any], ...]
     """Stages to apply again at each opening: one-key mappings, as in a recipe."""
     steps: tuple[dict[str, Any], ...]
-    """Each transform with its key, seconds and report."""
+    """Each transform with its key, seconds, report, machine, and the digests of what it left."""
+    imported: dict[str, Any] | None = None
+    """The same of the model that the recipe starts from; None of one that is used where it lies."""
     calibrated_on: tuple[dict[str, str], ...] = ()
     """Texts that shaped the weights; evals refuse them."""
     finished: bool | None = None
@@ -182,14 +184,18 @@ def settings_of(artifact: Artifact) -> list[Setting]:
                 setting = stage_class(kind).model_validate(fields)
             if not isinstance(setting, Setting):
                 raise ArtifactError(f"{kind} is not a setting", where=str(artifact.directory))
-            found.append(located_setting(setting, artifact.directory.parent))
+            found.append(located_stage(setting, artifact.directory.parent))
     return found
 
 
 def steps_of(artifact: Artifact) -> list[StepLine]:
     """Return the transforms that made an artifact."""
     with reading(artifact.directory / RECORD, "the steps cannot be read", AGAIN, ArtifactError):
-        return [StepLine.model_validate(step) for step in artifact.record.steps]
+        known = StepLine.model_fields
+        return [
+            StepLine.model_validate({name: value for name, value in step.items() if name in known})
+            for step in artifact.record.steps
+        ]
 
 
 def is_artifact(directory: Path) -> bool:

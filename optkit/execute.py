@@ -4,7 +4,9 @@ Each reads one directory and fills another.
 
 from __future__ import annotations
 
+import re
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +17,7 @@ from typing import Any, NoReturn
 from optkit.artifact import is_artifact, read_artifact
 from optkit.common.byte_sizes import size_text
 from optkit.devices.memory_watch import MemoryWatch
-from optkit.environment import describe_environment, unmet
+from optkit.environment import describe_environment, package_version, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.plan import Plan, Step
@@ -40,6 +42,10 @@ class StepOutcome:
     report: Mapping[str, Any]
     memory: Mapping[str, Any] | None = None
     """The `MemoryTrace` of when it was made; None if it was not read."""
+    environment: Mapping[str, Any] | None = None
+    """Versions and the machine that made it."""
+    sha256: Mapping[str, str] | None = None
+    """Digest of each file that it left."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,10 @@ class Execution:
     calibrated_on: tuple[dict[str, str], ...]
     """The texts that shaped the weights: those of the model that the recipe starts from, then those
     of its steps.
+    """
+    imported: StepOutcome | None = None
+    """How the model that the recipe starts from came into the store; None of one that is used where
+    it lies.
     """
 
 
@@ -82,6 +92,7 @@ def execute(plan: Plan, store: Store, context: Context) -> Execution:
         store.record(plan.steps[last].key)["files"] if last else None,
         tuple(replace(step, report=without_sketches(step.report)) for step in outcomes),
         tuple(text for index, text in enumerate(texts) if text not in texts[:index]),
+        next(iter(_outcomes(plan.steps[:1], store, made)), None),
     )
 
 
@@ -119,10 +130,10 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
                 model=plan.recipe.model.name,
                 seconds=(seconds := round(time.perf_counter() - start, 3)),
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
-                environment=describe_environment(context.device),
+                environment={**describe_environment(context.device), **_made_with(step)},
                 report=asdict(report),
                 memory=memory.traces[0].model_dump(mode="json"),
-                earlier=[asdict(each) for each in _outcomes(plan.steps[1:index], store, set())],
+                earlier=[asdict(each) for each in _outcomes(plan.steps[:index], store, set())],
             )
         # Only now: a kill before the step lies in the store loses it, however many of its blocks
         # were done.
@@ -220,13 +231,37 @@ def _outcomes(steps: Sequence[Step], store: Store, made: set[str]) -> list[StepO
     for step in reversed(steps):
         if store.get(step.key):
             record = store.record(step.key)
-            told[step.key] = record
+            left = {name: facts["sha256"] for name, facts in record["files"].items()}
+            told[step.key] = {**record, "sha256": left}
             told |= {each["key"]: each for each in record.get("earlier", ()) if each["key"] not in told}
     return [
-        StepOutcome(step.kind, step.key, step.key not in made, its["seconds"], its["report"], its.get("memory"))
+        StepOutcome(
+            step.kind,
+            step.key,
+            step.key not in made,
+            its["seconds"],
+            its["report"],
+            *map(its.get, ("memory", "environment", "sha256")),
+        )
         for step in steps
+        if step.stage or step.key in told
         for its in (told[step.key],)
     ]
+
+
+def _made_with(step: Step) -> dict[str, Any]:
+    """Return what decides the bytes that a step leaves beside the machine and optkit's own packages."""
+    if step.stage is None:
+        return {"gguf": version} if (version := package_version("gguf")) else {}
+    names = (re.split(r"[^\w-]", need)[0] for choice in step.stage.requires for need in choice.split(" | "))
+    packages = {name: version for name in names if (version := package_version(name))}
+    capability = loaded.backends.cpu.get_cpu_capability() if (loaded := sys.modules.get("torch")) else None
+    return {
+        "instruction_set": capability,
+        step.kind: f"version {step.stage.version}",
+        **packages,
+        **step.stage.made_with(),
+    }
 
 
 def _lost(step: Step) -> NoReturn:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,7 +139,7 @@ def run(
             context,
             artifact.directory,
             alone=todo.artifact_key == todo.baseline_key,
-            steps=[asdict(step) for step in execution.steps],
+            steps=execution.steps,
             calibrated_on=execution.calibrated_on,
             retime=retime,
             previous=previous,
@@ -288,6 +288,7 @@ def _record(todo: Plan, execution: Execution, recipe: Recipe) -> dict[str, Any]:
         "recipe": recipe.resolved(),
         "settings": tuple({entry.kind: entry.value.model_dump(mode="json")} for entry in recipe.settings),
         "steps": tuple(asdict(step) for step in execution.steps),
+        "imported": asdict(replace(model, report={}, memory=None)) if (model := execution.imported) else None,
         "calibrated_on": execution.calibrated_on,
     }
     return dict(without_places(said, recipe))

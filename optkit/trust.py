@@ -14,6 +14,7 @@ from optkit.errors import SourceError
 from optkit.progress import Progress
 from optkit.recipe.recipe import Recipe
 from optkit.source.foreign_code import classes_of, loaded_unasked
+from optkit.source.lineage import models_in
 from optkit.stage import Setting
 
 FLAG = "--trust-remote-code"
@@ -36,6 +37,16 @@ def allow_code(artifact: Artifact, settings: Sequence[Setting], trusted: bool, p
     return own and trusted
 
 
+def allow_remaking(artifact: Artifact, recipe: Recipe, trusted: bool, progress: Progress) -> None:
+    """Say whose code making an artifact again by its own recipe runs.
+    Raises SourceError if there is code that is not `trusted`.
+    """
+    models = [recipe.model, *(model for entry in recipe.stages for model in models_in(entry.value))]
+    code = [f"that of {model.name}" for model in models if model.trust_remote_code]
+    code += [found for entry in recipe.settings if (found := entry.value.foreign_code())]
+    _ask(artifact.directory, code, trusted, progress, "making it again runs code of others")
+
+
 def allow_directory(directory: Path, trusted: bool, progress: Progress) -> bool:
     """Return `trusted` for a plain model directory, and say what code it allows.
     Raises SourceError if there is more than that.
@@ -56,10 +67,16 @@ def say_code(recipe: Recipe, progress: Progress) -> None:
             progress.say(f"{entry.kind}: runs code of others, as the recipe says: {code}")
 
 
-def _ask(directory: Path, code: Sequence[str], trusted: bool, progress: Progress) -> None:
+def _ask(
+    directory: Path,
+    code: Sequence[str],
+    trusted: bool,
+    progress: Progress,
+    what: str = "opening it runs code of others",
+) -> None:
     if code and not trusted:
         raise SourceError(
-            f"opening it runs code of others: {'; '.join(code)}",
+            f"{what}: {'; '.join(code)}",
             where=str(directory),
             why=WHY,
             remedy=f"Read that code, then give {FLAG} (in Python: trust_remote_code=True)",

@@ -26,6 +26,7 @@ COMMANDS = (
     "validate",
     "eval",
     "verify",
+    "reproduce",
     "show",
     "compare",
     "report",

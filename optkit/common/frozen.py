@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -25,6 +25,23 @@ def canonical_json(value: Any) -> str:
 def digest(value: Any) -> str:
     """Return the SHA-256 of a value's canonical JSON, as 64 hexadecimal digits."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def replaced(value: Any, change: Callable[[Frozen], Any]) -> Any:
+    """Return a value with each frozen part of it replaced by what `change` returns of it.
+    The innermost is first.
+    """
+    if isinstance(value, Frozen):
+        parts = {name: getattr(value, name) for name in type(value).model_fields}
+        changed = {name: new for name, part in parts.items() if (new := replaced(part, change)) is not part}
+        return change(value.model_copy(update=changed) if changed else value)
+    if isinstance(value, tuple | list):
+        made = [replaced(part, change) for part in value]
+        same = all(new is part for new, part in zip(made, value, strict=True))
+        return value if same else tuple(made) if isinstance(value, tuple) else made
+    if isinstance(value, dict):
+        return {key: replaced(part, change) for key, part in value.items()}
+    return value
 
 
 def described(value: Frozen) -> dict[str, Any]:

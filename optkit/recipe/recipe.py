@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field, SerializeAsAny
 
-from optkit.common.frozen import Frozen
+from optkit.common.frozen import Frozen, replaced
 from optkit.errors import RecipeError
 from optkit.measure import Eval
 from optkit.recipe.checks import (
@@ -28,7 +28,8 @@ from optkit.recipe.gates import parse_gate
 from optkit.recipe.overrides import override
 from optkit.recipe.yaml_places import PlacedData, read_yaml_leniently
 from optkit.source.models import ModelSource
-from optkit.source.places import pin_and_remember
+from optkit.source.places import pin_and_remember, remember_text
+from optkit.source.texts import TextSource
 from optkit.stage import Setting, Stage, Transform
 
 MATRIX = "matrix"
@@ -224,19 +225,13 @@ def _heading(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _pinned(value: Any, data: Path | None) -> Any:
-    """Return the value with each frozen value in it replaced by what its `pinned` returns.
-    The innermost is first.
-    """
-    if isinstance(value, Frozen):
-        parts = {name: getattr(value, name) for name in type(value).model_fields}
-        changed = {name: new for name, part in parts.items() if (new := _pinned(part, data)) is not part}
-        value = value.model_copy(update=changed) if changed else value
-        pin = getattr(value, "pinned", None)
-        return pin(data) if pin else value
-    if isinstance(value, tuple):
-        return tuple(_pinned(part, data) for part in value)
-    if isinstance(value, list):
-        return [_pinned(part, data) for part in value]
-    if isinstance(value, dict):
-        return {key: _pinned(part, data) for key, part in value.items()}
-    return value
+    """Return the value with each frozen value in it replaced by what its `pinned` returns."""
+
+    def pin(part: Frozen) -> Any:
+        pin = getattr(part, "pinned", None)
+        pinned = pin(data) if pin else part
+        if isinstance(pinned, TextSource):
+            remember_text(pinned)
+        return pinned
+
+    return replaced(value, pin)

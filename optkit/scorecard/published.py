@@ -7,19 +7,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from optkit.common.attachment import Attachment
-from optkit.common.frozen import Frozen
+from optkit.common.frozen import Frozen, replaced
 from optkit.common.own_files import without_home
 from optkit.recipe.recipe import Recipe, SettingEntry
 from optkit.scorecard import Scorecard
 from optkit.source.models import ModelSource
-from optkit.source.places import find_recorded, is_place
+from optkit.source.places import find_recorded, find_recorded_text, is_place
 from optkit.source.texts import TextSource, is_file_name
-from optkit.stage import Setting
 
 NAME_IT = "Name its directory or file: --model PATH"
+Located = TypeVar("Located", bound=Frozen)
 
 
 def without_places(value: Any, recipe: Recipe) -> Any:
@@ -44,33 +44,31 @@ def _published(file: Attachment, recipe: Recipe) -> Attachment:
     return replace(file, content=text.encode("utf-8", "surrogateescape"))
 
 
-def located(recipe: Recipe, near: Path, model: str | None) -> Recipe:
+def located(recipe: Recipe, near: Path, model: str | None, *, remake: bool = False) -> Recipe:
     """Return the recipe of an artifact with the places of its model and its settings' models.
-    The model's is `model` if the user named it.
+    The model's is `model` if the user named it. With `remake` it has those of models and texts that
+    its transforms read, too.
 
     Raises SourceError if one is not found.
     """
     stages = tuple(
-        entry.model_copy(update={"value": located_setting(entry.value, near)})
-        if isinstance(entry, SettingEntry)
-        else entry
-        for entry in recipe.stages
+        located_stage(entry, near) if remake or isinstance(entry, SettingEntry) else entry for entry in recipe.stages
     )
     return recipe.model_copy(
         update={"model": find_recorded(recipe.model, near, model, remedy=NAME_IT), "stages": stages}
     )
 
 
-def located_setting(setting: Setting, near: Path) -> Setting:
-    """Return a setting with the places of the models that it opens."""
-    named = {
-        name: value for name in type(setting).model_fields if isinstance(value := getattr(setting, name), ModelSource)
-    }
-    return (
-        setting.model_copy(update={name: find_recorded(value, near) for name, value in named.items()})
-        if named
-        else setting
-    )
+def located_stage(stage: Located, near: Path) -> Located:
+    """Return a stage, or an entry of a recipe, with the places of the models and texts that it reads."""
+
+    def find(part: Frozen) -> Frozen:
+        if isinstance(part, ModelSource):
+            return find_recorded(part, near)
+        return find_recorded_text(part, near) if isinstance(part, TextSource) else part
+
+    found: Located = replaced(stage, find)
+    return found
 
 
 def _places(value: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Where models of this machine were seen, by what they hold.
+"""Where models and texts of this machine were seen, by what they hold.
 What is published says names and digests, and no places.
 """
 
@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from optkit.common.atomic import remember
 from optkit.common.cache import default_store
@@ -14,9 +16,11 @@ from optkit.common.files import object_if_any
 from optkit.errors import SourceError
 from optkit.source.digests import PREFIX
 from optkit.source.models import BUILT_IN, ModelSource, pin_model
+from optkit.source.texts import TextSource, is_file_name
 
 FILE = "places.json"
 BESIDE = "Put it beside the artifact"
+Found = TypeVar("Found")
 
 
 def pin_and_remember(source: ModelSource, cache: Path | None = None) -> ModelSource:
@@ -25,10 +29,14 @@ def pin_and_remember(source: ModelSource, cache: Path | None = None) -> ModelSou
     """
     pinned = pin_model(source, cache)
     if is_place(pinned):
-        known = _known(cache)
-        if known.get(str(pinned.revision)) != pinned.name:
-            remember(_file(cache), json.dumps({**known, str(pinned.revision): pinned.name}, indent=1))
+        _remember(pinned.revision, pinned.name, cache)
     return pinned
+
+
+def remember_text(pinned: TextSource) -> None:
+    """Remember where the file of a pinned text lies."""
+    if is_file_name(pinned.dataset):
+        _remember(pinned.revision, str(Path(pinned.dataset).expanduser().absolute()), None)
 
 
 def is_place(source: ModelSource) -> bool:
@@ -44,23 +52,52 @@ def find_recorded(
 
     Raises SourceError if none of them holds what its revision says.
     """
+
+    def at(place: str) -> ModelSource:
+        return pin_model(source.model_copy(update={"name": place}), cache)
+
     if given is not None:
-        return pin_model(source.model_copy(update={"name": given}), cache)
-    if not is_place(source):
-        return source
-    name = Path(source.name).name
-    places = [Path(place) for place in (_known(cache).get(str(source.revision)), source.name) if place]
+        return at(given)
+    return _first(at, "model", source.name, source.revision, near, cache, remedy) if is_place(source) else source
+
+
+def find_recorded_text(text: TextSource, near: Path) -> TextSource:
+    """Return a text that an artifact records, with its place, as `find_recorded` does."""
+
+    def at(place: str) -> TextSource:
+        return text.model_copy(update={"dataset": place}).pinned(None)
+
+    return _first(at, "text", text.dataset, text.revision, near, None, BESIDE) if is_file_name(text.dataset) else text
+
+
+def _first(
+    at: Callable[[str], Found],
+    what: str,
+    recorded: str,
+    revision: str | None,
+    near: Path,
+    cache: Path | None,
+    remedy: str,
+) -> Found:
+    name = Path(recorded).name
+    places = [Path(place) for place in (_known(cache).get(str(revision)), recorded) if place]
     looked = list(dict.fromkeys(place.absolute() for place in (*places, near / name, near.parent / name)))
     for place in looked:
         if place.exists():
             with contextlib.suppress(SourceError):
-                return pin_model(source.model_copy(update={"name": str(place)}), cache)
+                return at(str(place))
     raise SourceError(
-        f"the model {name} that the artifact was made from is not found",
+        f"the {what} {name} that the artifact was made from is not found",
         where=str(near),
-        why=f"Its record says {source.revision} and no place; it is not {' or '.join(map(str, looked))}",
+        why=f"Its record says {revision} and no place; it is not {' or '.join(map(str, looked))}",
         remedy=remedy,
     )
+
+
+def _remember(revision: str | None, place: str, cache: Path | None) -> None:
+    known = _known(cache)
+    if known.get(str(revision)) != place:
+        remember(_file(cache), json.dumps({**known, str(revision): place}, indent=1))
 
 
 def _file(cache: Path | None) -> Path:

@@ -24,7 +24,11 @@ def check_artifact(artifact: Artifact) -> tuple[Check, ...]:
     If the weights cannot be read, what stands on them is not checked. Raises MissingPackageError
     for ONNX without the package `onnx`.
     """
-    return (_digests(artifact), *model_files(format_of(artifact), artifact.directory).checks(), _tokenizer(artifact))
+    return (
+        check_digests(artifact),
+        *model_files(format_of(artifact), artifact.directory).checks(),
+        _tokenizer(artifact),
+    )
 
 
 def format_of(artifact: Artifact) -> Format:
@@ -33,7 +37,8 @@ def format_of(artifact: Artifact) -> Format:
     return Format.of_files(there | artifact.record.files.keys())
 
 
-def _digests(artifact: Artifact) -> Check:
+def check_digests(artifact: Artifact) -> Check:
+    """Read every file of an artifact, and compare its SHA-256 with the record."""
     known = artifact.record.files
     wrong = []
     for name, facts in known.items():

@@ -18,6 +18,7 @@ from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 from optkit.model.text_config import text_config
 from optkit.source.models import ModelSource, model_shape, pin_model, require_directory
+from optkit.source.places import pin_and_remember
 from optkit.source.vocabulary import other_token
 from optkit.stage import Context, Transform
 
@@ -94,7 +95,7 @@ class StageWithTeacher(Transform):
         """Return the stage with the teacher's revision filled in.
         Raises SourceError if there is no such model.
         """
-        return self.model_copy(update={"teacher": pin_model(self.teacher)}) if self.teacher else self
+        return self.model_copy(update={"teacher": pin_and_remember(self.teacher)}) if self.teacher else self
 
     def _check_teacher(self, shape: ModelShape, origin: ModelShape) -> None:
         """Raise StageError for a teacher that is missing, is quantized or has another vocabulary.
