@@ -15,7 +15,7 @@ from pydantic import model_validator
 from optkit.common.atomic import write_bytes_atomically
 from optkit.common.files import check_name_inside, read_object, reading
 from optkit.common.frozen import Frozen, digest
-from optkit.common.own_files import ATTACHMENTS, OWN_FILES, RECORD, SCORECARD_JSON, is_own
+from optkit.common.own_files import ATTACHMENTS, OWN_FILES, RECORD, SCORECARD_JSON, is_own, name_in_artifact
 from optkit.errors import ArtifactError, StoreError
 from optkit.model.companions import published_files
 from optkit.model.formats.base import Format
@@ -166,7 +166,7 @@ def measured_weights(artifact: Artifact, store: Store) -> str:
     """
 
     def contents(files: Mapping[str, dict[str, Any]]) -> dict[str, str]:
-        return {name: facts["sha256"] for name, facts in files.items() if not is_own(name)}
+        return {name_in_artifact(name): facts["sha256"] for name, facts in files.items() if not is_own(name)}
 
     key, files = artifact.record.weights_key, contents(artifact.record.files)
     with contextlib.suppress(StoreError):
@@ -273,10 +273,12 @@ def publish(
     try:
         files = {}
         trusted = bool(record["recipe"].get("model", {}).get("trust_remote_code"))
-        for name in list_files(weights) if stored is not None else published_files(weights, trusted):
+        names = list_files(weights) if stored is not None else published_files(weights, trusted)
+        # The card of an artifact that this one is made of takes the place of that one's source.
+        for called, name in {name_in_artifact(name): name for name in sorted(names, reverse=True)}.items():
             if not is_own(name):
-                linked = place(weights / name, draft / name, link=link)
-                files[name] = stored[name] if linked and stored else describe_file(draft / name)
+                linked = place(weights / name, draft / called, link=link)
+                files[called] = stored[name] if linked and stored else describe_file(draft / called)
         made = ArtifactRecord.model_validate({**record, "files": files, "finished": False})
         (draft / RECORD).write_text(made.model_dump_json(indent=1), encoding="utf-8")
         if out.exists():

@@ -30,6 +30,7 @@ COMMANDS = (
     "show",
     "compare",
     "report",
+    "card",
     "push",
     "sensitivity",
     "roofline",

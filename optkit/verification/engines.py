@@ -52,6 +52,10 @@ class Engine:
     """
     adapter_helpers: tuple[str, ...] = ()
     """Distributions that it needs for an adapter beside packed weights."""
+    usage: str = ""
+    """Markdown that shows how to open an artifact. `{place}` is its directory or its name on the hub,
+    `{directory}` its directory; `{auto}` and `{ort}` are classes of transformers and optimum.
+    """
 
     def needed_for(self, method: str, adapter: bool) -> tuple[str, ...]:
         """Return the distributions beside its own that it needs.
@@ -77,6 +81,13 @@ TRANSFORMERS = Engine(
         "bitsandbytes": ("bitsandbytes", "accelerate"),
     },
     adapter_helpers=("peft",),
+    usage="""\
+```python
+from transformers import {auto}, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{place}")
+model = {auto}.from_pretrained("{place}")
+```""",
 )
 VLLM = Engine(
     "vllm",
@@ -85,13 +96,52 @@ VLLM = Engine(
     {},
     ", in an environment of its own (it pins torch), and name its Python: --engine-python "
     "vllm=PYTHON or $OPTKIT_VLLM_PYTHON",
+    usage="```console\n$ vllm serve {place}\n```",
 )
 ONE_BUILD = "; its builds overwrite each other's files, so keep one of them"
-ONNXRUNTIME = Engine("onnxruntime", "open_in_onnxruntime.py", RUNTIME_BUILDS, {}, ONE_BUILD, opens=Format.ONNX)
-ONNXRUNTIME_GENAI = Engine(
-    "onnxruntime-genai", "open_in_onnxruntime_genai.py", GENAI_BUILDS, {}, ONE_BUILD, opens=Format.ONNX
+ONNXRUNTIME = Engine(
+    "onnxruntime",
+    "open_in_onnxruntime.py",
+    RUNTIME_BUILDS,
+    {},
+    ONE_BUILD,
+    opens=Format.ONNX,
+    usage="""\
+```python
+import onnxruntime
+
+session = onnxruntime.InferenceSession("{directory}/model.onnx")
+```""",
 )
-OPTIMUM = Engine("optimum", "open_in_optimum.py", ("optimum-onnx",), {}, opens=Format.ONNX, library="optimum")
+ONNXRUNTIME_GENAI = Engine(
+    "onnxruntime-genai",
+    "open_in_onnxruntime_genai.py",
+    GENAI_BUILDS,
+    {},
+    ONE_BUILD,
+    opens=Format.ONNX,
+    usage="""\
+```python
+import onnxruntime_genai as og
+
+model = og.Model("{directory}")
+tokenizer = og.Tokenizer(model)
+```""",
+)
+OPTIMUM = Engine(
+    "optimum",
+    "open_in_optimum.py",
+    ("optimum-onnx",),
+    {},
+    opens=Format.ONNX,
+    library="optimum",
+    usage="""\
+```python
+from optimum.onnxruntime import {ort}
+
+model = {ort}.from_pretrained("{place}")
+```""",
+)
 
 
 @dataclass(frozen=True)

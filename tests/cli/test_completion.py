@@ -51,7 +51,7 @@ def test_files_are_offered_where_no_name_begins_so() -> None:
     assert offered("run", "./mi") == [("file", "./mi")]
 
 
-@pytest.mark.parametrize("command", ["show", "verify", "compare", "report", "push", "eval", "profile"])
+@pytest.mark.parametrize("command", ["show", "verify", "compare", "report", "card", "push", "eval", "profile"])
 def test_artifacts_are_offered(command: str, here: Path) -> None:
     assert [value for _, value in offered(command, "")] == ["mine", "artifacts/int4", "artifacts/int8"]
     assert [value for _, value in offered(command, "artifacts/")] == ["artifacts/int4", "artifacts/int8"]

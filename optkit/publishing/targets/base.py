@@ -76,6 +76,11 @@ class Target(ABC):
     def place(self) -> str:
         """What the address means here and now, with the server: one line, without secrets."""
 
+    @property
+    def opened_as(self) -> str:
+        """How programs name what lies there, for the card's examples; empty if they cannot."""
+        return ""
+
     def uploads(self, shipment: Shipment) -> tuple[Upload, ...]:
         """Return every file that would be uploaded; without network."""
         return shipment.files

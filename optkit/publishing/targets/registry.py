@@ -16,7 +16,9 @@ from optkit.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from optkit.publishing.targets.base import Target
 
-TARGETS: dict[str, str] = {}
+TARGETS = {
+    "hf": "optkit.publishing.targets.hub:Hub",
+}
 """Scheme -> `module:Class` of an `optkit.publishing.targets.base.Target`."""
 PASSWORD = re.compile(r"[^/]*@")
 """What stands before the first slash of an address with a user in it."""

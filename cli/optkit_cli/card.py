@@ -1,0 +1,37 @@
+"""`optkit card`: the model card of an artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optkit_cli.completion import artifacts
+from optkit_cli.options import Command, json_option
+
+
+@click.command(cls=Command, short_help="Write an artifact's model card.")
+@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=artifacts)
+@click.option("--repo", metavar="OWNER/NAME", default="", help="The hub's name for it, which the card's examples open.")
+@click.option("--print", "printed", is_flag=True, help="Print the card and write nothing.")
+@json_option
+def command(artifact: Path, repo: str, printed: bool, as_json: bool) -> None:
+    """Write ARTIFACT's model card, README.md with the hub's metadata, beside its weights.
+
+    `optkit push` uploads that file; edit it before. Without one it uploads the card that this
+    command would write.
+    """
+    from optkit.artifact import read_finished
+    from optkit.common.own_files import CARD
+    from optkit.publishing.card import card_of
+    from optkit.verification.result_file import read_scorecard
+    from optkit_cli.output import print_json
+
+    found = read_finished(artifact)
+    text = card_of(found, read_scorecard(artifact), repo)
+    if not printed:
+        found.attach(CARD, text)
+    if as_json:
+        print_json({"card": text, "file": None if printed else str(artifact / CARD)})
+    else:
+        click.echo(text if printed else artifact / CARD, nl=not printed)
