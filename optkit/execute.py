@@ -113,7 +113,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
         step.key,
         waiting=lambda: context.progress.say(f"{step.kind}: another run is at work on this step; waiting for it"),
     ):
-        if found := store.get(step.key):
+        if found := store.get(step.key) or store.fetch(step.key):
             return found
         if store.is_damaged(step.key):
             context.progress.warn(f"{step.kind}: its files in the store were changed or lost; they are made again")
@@ -142,6 +142,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
         Durations(store.root, plan.device).note(step.kind, step.stage or plan.recipe.model, read, seconds)
         made.add(step.key)
         shutil.rmtree(store.workspace(step.key), ignore_errors=True)
+    store.push(step.key)
     return store.get(step.key) or _lost(step)
 
 

@@ -21,7 +21,6 @@ from optkit.artifact import (
     standing,
     steps_of,
 )
-from optkit.common.cache import default_store
 from optkit.common.own_files import SCORECARD_HTML, SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.environment import usable_device
 from optkit.errors import UnsoundError
@@ -54,6 +53,7 @@ from optkit.source.directory import left_out
 from optkit.source.models import locate_model
 from optkit.stage import Context
 from optkit.store.out_directory import reserve, settle
+from optkit.store.shared import open_store
 from optkit.store.store import Store
 from optkit.trust import allow_code, allow_directory, say_code
 from optkit.verification.registry import engine_names
@@ -71,15 +71,16 @@ def plan(
     model: str | None = None,
     overrides: Sequence[str] = (),
     device: str | None = None,
-    store: Path | None = None,
+    store: Path | Store | None = None,
     data: Path | None = None,
+    progress: Progress | None = None,
 ) -> Plan:
     """Return what `run` would do; compute nothing.
     It has every step with its key, whether the store holds it, and what it will need.
     """
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
     chosen = usable_device(device)
-    shelf = Store(store or default_store())
+    shelf = open_store(store, progress)
     made = make_plan(wanted.pinned(data), shelf, chosen)
     check_texts(made, shelf, data)
     return with_further(made, shelf)
@@ -92,7 +93,7 @@ def run(
     overrides: Sequence[str] = (),
     out: Path | str | None = None,
     device: str | None = None,
-    store: Path | None = None,
+    store: Path | Store | None = None,
     data: Path | None = None,
     retime: bool = False,
     verified: bool = False,
@@ -117,7 +118,7 @@ def run(
     previous = earlier_release(against)
     chosen = usable_device(device)
     target = settle(Path(out) if out is not None else Path("artifacts") / wanted.name)
-    shelf = Store(store or default_store())
+    shelf = open_store(store, progress)
     with reserve(target, shelf.root), ExitStack() as held:
         whole = wanted.pinned(data)
         todo = make_plan(whole if timings else whole.untimed(), shelf, chosen)

@@ -44,7 +44,9 @@ class Step(Frozen):
     hit: bool
     """The store, or for a model the place that it comes from, has it already."""
     directory: Path | None
-    """Its place, if it is a hit."""
+    """Its place, if it is on this machine."""
+    remote: bool = False
+    """It is a hit in the store that machines share, and not on this one."""
     format: Format
     cost: Cost
     """What it needs if it is no hit."""
@@ -135,9 +137,17 @@ class Plan(Frozen):
         return tuple(step for index, step in enumerate(self.steps) if not step.hit and (index > last or index == 0))
 
     @property
+    def fetched(self) -> tuple[Step, ...]:
+        """The steps that come from the store that machines share: what the run begins with, and the
+        unmodified model.
+        """
+        last = max((index for index, step in enumerate(self.steps) if step.hit), default=0)
+        return tuple(self.steps[index] for index in sorted({0, last}) if self.steps[index].remote)
+
+    @property
     def disk_bytes(self) -> int:
-        """Bytes that the pending steps will leave in the store."""
-        return sum(step.cost.disk_bytes for step in self.pending)
+        """Bytes that the pending and the fetched steps will leave in the store."""
+        return sum(step.cost.disk_bytes for step in self.pending) + sum(step.size_bytes for step in self.fetched)
 
     @property
     def ram_bytes(self) -> int:
@@ -229,20 +239,21 @@ def _plan_steps(
     if directory is None:
         cost = Cost(disk_bytes=shape.size_bytes, ram_bytes=import_bytes(recipe.model, shape), notes=notes)
     model: dict[str, Any] = {"kind": "model", "stage": None, "key": key, "source_key": None}
-    steps = [_step(directory, shape, **model, format=_format_of(shape, directory), cost=cost)]
+    steps = [_step(store, directory, shape, **model, format=_format_of(shape, directory), cost=cost)]
     origin = shape
     for entry in recipe.transforms:
         before = steps[-1]
         key = make_step_key(entry, before.key, recipe.seed)
         cost, shape = entry.value.predict_beside(shape, device, origin)
         made: dict[str, Any] = {"kind": entry.kind, "stage": entry.value, "key": key, "source_key": before.key}
-        steps.append(_step(store.get(key), shape, **made, format=entry.value.leaves(before.format), cost=cost))
+        steps.append(_step(store, store.get(key), shape, **made, format=entry.value.leaves(before.format), cost=cost))
     return tuple(steps), shape
 
 
-def _step(directory: Path | None, shape: ModelShape, **fields: Any) -> Step:
-    hit = directory is not None
-    return Step(**fields, directory=directory, hit=hit, shape=shape, size_bytes=shape.size_bytes)
+def _step(store: Store, directory: Path | None, shape: ModelShape, **fields: Any) -> Step:
+    remote = directory is None and store.is_remote(fields["key"])
+    hit = remote or directory is not None
+    return Step(**fields, directory=directory, hit=hit, remote=remote, shape=shape, size_bytes=shape.size_bytes)
 
 
 def _format_of(shape: ModelShape, directory: Path | None) -> Format:

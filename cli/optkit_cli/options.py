@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import click
 from optkit.errors import did_you_mean
 from optkit_cli import completion
 
+REMOTE = "OPTKIT_STORE_REMOTE"
 CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -146,6 +148,30 @@ store_option = click.option(
     envvar="OPTKIT_STORE",
     help="Directory of finished steps [$OPTKIT_STORE, ~/.cache/optkit].",
 )
+
+
+def _share(context: click.Context, _parameter: click.Parameter, url: str | None) -> None:
+    """Name the shared store for this command and for the processes that it starts."""
+    if not url:
+        return
+    before = os.environ.get(REMOTE)
+
+    def restore() -> None:
+        os.environ.pop(REMOTE, None)
+        if before is not None:
+            os.environ[REMOTE] = before
+
+    os.environ[REMOTE] = url
+    context.call_on_close(restore)
+
+
+remote_option = click.option(
+    "--remote",
+    metavar="URL",
+    expose_value=False,
+    callback=_share,
+    help="Store that machines share, e.g. s3://bucket/prefix [$OPTKIT_STORE_REMOTE].",
+)
 retime_option = click.option(
     "--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now."
 )
@@ -212,4 +238,4 @@ comparison_options = all_of(
         help="Rank by this metric; repeatable. By default a quality, a size and a speed.",
     ),
 )
-place_options = all_of(device_option, data_option, store_option)
+place_options = all_of(device_option, data_option, store_option, remote_option)

@@ -40,6 +40,7 @@ def command(
     from optkit.recipe.matrix_reading import load_matrix
     from optkit_cli.output import print_result
     from optkit_cli.plan_view import plan_view
+    from optkit_cli.progress import open_progress
 
     matrix = load_matrix(recipe, overrides, model)
     found = matrix.some(trials, seed=0) if trials and matrix.varied else matrix.combinations()
@@ -48,8 +49,8 @@ def command(
         from optkit.sweep.plan import plan_sweep
         from optkit_cli.sweep_plan_view import sweep_plan_view
 
-        sweep = plan_sweep(matrix.name, combinations, **place)
+        sweep = plan_sweep(matrix.name, combinations, progress=open_progress(quiet=True), **place)
         print_result(sweep, lambda: sweep_plan_view(sweep), as_json=as_json)
     else:
-        plan = pipeline.plan(combinations[0].recipe, **place)
+        plan = pipeline.plan(combinations[0].recipe, progress=open_progress(quiet=True), **place)
         print_result(plan, lambda: plan_view(plan), as_json=as_json)

@@ -32,7 +32,7 @@ def _steps(plan: Plan) -> Table:
         pending = step in plan.pending
         needs = (step.cost.disk_bytes, step.cost.ram_bytes, step.cost.gpu_bytes) if pending else (0, 0, 0)
         sizes = [size_text(size) for size in (step.size_bytes, *needs)]
-        rows.append([step.kind, _hit(step.hit), step.format, *sizes, _time(step.seconds, pending)])
+        rows.append([step.kind, _hit(step.hit, step.remote), step.format, *sizes, _time(step.seconds, pending)])
     rows += [[entry.kind, Text("setting", style="dim")] for entry in plan.recipe.settings]
     return plain_table("step", "store", "leaves", ">size", ">writes", ">RAM", ">GPU", ">time", rows=rows)
 
@@ -61,7 +61,9 @@ def _time(seconds: float | None, pending: bool) -> str:
     return "-" if not pending else "unknown" if seconds is None else duration_text(seconds)
 
 
-def _hit(hit: bool) -> Text:
+def _hit(hit: bool, remote: bool = False) -> Text:
+    if remote:
+        return Text("remote", style="green")
     return Text("hit", style="green") if hit else Text("miss", style="yellow")
 
 
@@ -69,7 +71,8 @@ def cost_line(plan: Plan) -> Text:
     """Return what is left to do, and the disk, memory and time that it needs."""
     evals = (*plan.evals, *plan.further)
     unmeasured = sum(each.pending for each in evals)
-    if not plan.pending and not unmeasured:
+    fetched = sum(step.size_bytes for step in plan.fetched)
+    if not (plan.pending or unmeasured or fetched):
         return Text("nothing to do: a run ends at once")
     steps = f"{len(plan.pending)} of {len(plan.steps)} steps and {unmeasured} of {len(evals)} evals to do"
     needs = {
@@ -81,4 +84,5 @@ def cost_line(plan: Plan) -> Text:
     unknown = known.count(None)
     times = [f"about {duration_text(sum(filter(None, known)))}"] if unknown < len(known) else []
     times += [f"the time of {unknown} is unknown (not measured here yet)"] if unknown else []
+    steps += f", {size_text(fetched)} to fetch from the shared store" if fetched else ""
     return Text(", ".join([steps, *(f"{size_text(size)} {what}" for what, size in needs.items() if size), *times]))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from optkit.artifact import Artifact, is_artifact, measured_weights, read_finished, settings_of, steps_of
-from optkit.common.cache import default_store
 from optkit.environment import usable_device
 from optkit.errors import UsageError
 from optkit.execute import materialize
@@ -23,6 +22,7 @@ from optkit.recipe.recipe import load_recipe
 from optkit.scorecard import Scorecard, build_scorecard
 from optkit.scorecard.published import located, published_scorecard
 from optkit.stage import Context
+from optkit.store.shared import open_store
 from optkit.store.store import Store
 from optkit.trust import allow_code, say_code
 
@@ -51,7 +51,7 @@ def evaluate(
     of itself; SourceError if it needs that.
     """
     progress = progress or SilentProgress()
-    shelf = Store(store or default_store())
+    shelf = open_store(store, progress)
     chosen = usable_device(device)
     previous = earlier_release(against)
     if is_artifact(Path(model)):

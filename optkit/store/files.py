@@ -1,12 +1,14 @@
-"""The files that a step left: their names, their rights, and whether they were changed since."""
+"""What was written and whether it was changed since: the files of a step, and JSON documents."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 from optkit.common.files import sha256_of
+from optkit.common.frozen import digest
 
 
 def list_files(directory: Path) -> list[str]:
@@ -44,3 +46,18 @@ def is_unchanged(path: Path, known: Any) -> bool:
     if not isinstance(known, dict) or status.st_size != known.get("size_bytes"):
         return False
     return bool(status.st_mtime_ns == known.get("mtime_ns") or sha256_of(path) == known.get("sha256"))
+
+
+def sealed(value: Any) -> str:
+    """Return a value as JSON, together with its digest."""
+    return json.dumps({"digest": digest(value), "value": value}, indent=1, allow_nan=False)
+
+
+def unsealed(text: bytes) -> Any | None:
+    """Return the value that `sealed` wrote; None if the text was changed or cut off since."""
+    try:
+        found = json.loads(text)
+        whole = isinstance(found, dict) and found["digest"] == digest(found["value"])
+    except (ValueError, KeyError, RecursionError):
+        return None
+    return found["value"] if whole else None

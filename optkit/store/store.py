@@ -28,17 +28,16 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from optkit.common.frozen import digest
 from optkit.common.held_files import hold
 from optkit.common.out_of_resources import NO_ROOM
 from optkit.errors import ResourceError, StoreError
 from optkit.processes.signals import take_lock
-from optkit.store.files import describe_file, is_unchanged, list_files, make_readable
+from optkit.store.files import describe_file, is_unchanged, list_files, make_readable, sealed, unsealed
 
 RECORD = "record.json"
 ALIVE = "alive"
@@ -53,6 +52,8 @@ class Draft:
 
     model: Path
     record: dict[str, Any] = field(default_factory=dict)
+    expected: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of each file, if it is known before."""
 
 
 class Store:
@@ -70,6 +71,20 @@ class Store:
             return None
         note_use(self._entry(key) / RECORD)
         return self._entry(key) / "model"
+
+    def fetch(self, key: str) -> Path | None:
+        """Take a finished step from the store that machines share and return its directory; None if
+        there is nothing to take. Call it inside `lock(key)`.
+        """
+        return None
+
+    def push(self, key: str) -> None:
+        """Give a finished step to the store that machines share, if there is one."""
+        return
+
+    def is_remote(self, key: str) -> bool:
+        """Say whether the store that machines share has a step, so that `fetch` may take it."""
+        return False
 
     def workspace(self, key: str) -> Path:
         """Return the directory of what a step keeps until it is finished; nothing is made."""
@@ -94,13 +109,12 @@ class Store:
         """
         path = self.root / "metrics" / f"{key}.json"
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            whole = isinstance(found, dict) and found.get("digest") == digest(found.get("value"))
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+            found = unsealed(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        if whole:
+        if found is not None:
             note_use(path)
-        return found["value"] if whole else None
+        return found
 
     def is_damaged_json(self, key: str) -> bool:
         """Say whether there is an entry that `get_json` does not give out.
@@ -128,9 +142,7 @@ class Store:
         """Keep a JSON value under a key; readers see the old one or the new one, never half."""
         with self._explaining("the metrics"), self._drafting(key) as home:
             draft = home / f"{key}.json"
-            draft.write_text(
-                json.dumps({"digest": digest(value), "value": value}, indent=1, allow_nan=False), encoding="utf-8"
-            )
+            draft.write_text(sealed(value), encoding="utf-8")
             draft.replace(self._directory("metrics") / draft.name)
 
     @contextlib.contextmanager
@@ -189,7 +201,8 @@ class Store:
         """Give a draft to fill.
         When the block ends well it becomes the entry, when it fails nothing is left of it.
 
-        Raises ResourceError on a full disk, StoreError if the store cannot be written.
+        Raises ResourceError on a full disk, StoreError if the store cannot be written, or a file is
+        not what was expected.
         """
         with self._explaining(f"the step {key[:12]}"), self._drafting(key) as home:
             draft = Draft(home / "model")
@@ -197,6 +210,9 @@ class Store:
             yield draft
             make_readable(draft.model)
             draft.record["files"] = {name: describe_file(draft.model / name) for name in list_files(draft.model)}
+            found = {name: known["sha256"] for name, known in draft.record["files"].items()}
+            if wrong := [name for name, sha256 in draft.expected.items() if found.get(name) != sha256]:
+                raise StoreError(f"{', '.join(wrong)}: not what its record says", where=f"the step {key[:12]}")
             (home / RECORD).write_text(json.dumps(draft.record, indent=1, allow_nan=False), encoding="utf-8")
             entry = self._directory("steps") / key
             if entry.exists():

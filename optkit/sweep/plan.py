@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from optkit.common.cache import default_store
 from optkit.common.frozen import Frozen
 from optkit.environment import usable_device
 from optkit.errors import OptkitError, StageError
@@ -13,8 +12,10 @@ from optkit.measuring.evaluation import metric_keys
 from optkit.measuring.further import with_further
 from optkit.pipeline import plan as plan_recipe
 from optkit.plan import Plan, PlannedEval
+from optkit.progress import Progress
 from optkit.recipe.matrix import Combination
 from optkit.store.durations import Durations
+from optkit.store.shared import open_store
 from optkit.store.store import Store
 from optkit.sweep.executor import reason_of
 from optkit.sweep.timing import timed_groups
@@ -60,18 +61,19 @@ def plan_sweep(
     device: str | None = None,
     store: Path | None = None,
     data: Path | None = None,
+    progress: Progress | None = None,
 ) -> SweepPlan:
     """Return what a sweep would do. Raises the error of the first combination if all would fail."""
-    store, device = store or default_store(), usable_device(device)
-    planned = [_planned(each, store, device, data) for each in combinations]
+    shelf, device = open_store(store, progress), usable_device(device)
+    planned = [_planned(each, shelf, device, data) for each in combinations]
     plans = {each.name: each.plan for each in planned if each.plan}
     if not plans:
         raise StageError(planned[0].reason, where=f"all {len(planned)} combinations")
-    shelf = Store(store)
     timed = {name: plan for group in timed_groups(plans, shelf) for name, plan in group.plans.items()}
     plans |= {name: with_further(plan, shelf) for name, plan in timed.items()}
     steps = {step.key: step for plan in plans.values() for step in plan.steps}
     pending = {step.key: step for plan in plans.values() for step in plan.pending}
+    fetched = {step.key: step for plan in plans.values() for step in plan.fetched}
     times = [step.seconds for step in pending.values()]
     times += _eval_seconds([*plans.values()], shelf, device)
     return SweepPlan(
@@ -81,7 +83,8 @@ def plan_sweep(
         steps=len(steps),
         shared=sum(len(plan.steps) for plan in plans.values()) - len(steps),
         pending=len(pending),
-        disk_bytes=sum(step.cost.disk_bytes for step in pending.values()),
+        disk_bytes=sum(step.cost.disk_bytes for step in pending.values())
+        + sum(step.size_bytes for step in fetched.values()),
         ram_bytes=max(plan.ram_bytes for plan in plans.values()),
         gpu_bytes=max(plan.gpu_bytes for plan in plans.values()),
         seconds=sum(filter(None, times)),
@@ -89,7 +92,7 @@ def plan_sweep(
     )
 
 
-def _planned(combination: Combination, store: Path, device: str, data: Path | None) -> Planned:
+def _planned(combination: Combination, store: Store, device: str, data: Path | None) -> Planned:
     try:
         return Planned(
             name=combination.name, plan=plan_recipe(combination.recipe, device=device, store=store, data=data)

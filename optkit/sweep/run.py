@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 from optkit.artifact import is_artifact, read_artifact, read_finished
-from optkit.common.cache import default_store
 from optkit.common.frozen import digest
 from optkit.common.own_files import SCORECARD_JSON
 from optkit.environment import usable_device
@@ -24,6 +23,7 @@ from optkit.recipe.gate_places import require_earlier_release
 from optkit.recipe.matrix import Combination
 from optkit.recipe.matrix_reading import load_matrix
 from optkit.scorecard import Scorecard
+from optkit.store.shared import open_store
 from optkit.store.store import Store
 from optkit.sweep.executor import Executor, LocalExecutor, Order, Outcome, reason_of
 from optkit.sweep.keep import delete_weights, parse_keep, to_delete
@@ -316,7 +316,7 @@ def sweep(
         combinations=combinations,
         directory=out or Path("artifacts") / name,
         device=usable_device(device),
-        store=Store(store or default_store()),
+        store=open_store(store, progress),
         progress=progress,
         data=data,
         against=None if against is None else str(against),

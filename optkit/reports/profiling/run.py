@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from optkit.artifact import is_artifact, read_artifact, settings_of
-from optkit.common.cache import default_store
 from optkit.environment import device_name
 from optkit.errors import EvalError, UsageError
 from optkit.execute import materialize
@@ -18,7 +17,7 @@ from optkit.recipe.recipe import load_recipe
 from optkit.reports.profiling.advice import Circumstances, advise
 from optkit.reports.profiling.profile_report import KINDS, SHOWN, Phase, ProfileReport
 from optkit.stage import Context, Setting
-from optkit.store.store import Store
+from optkit.store.shared import open_store
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,9 +40,9 @@ def located(
     if Path(model).is_dir():
         yield Path(model)
         return
-    shelf = Store(store or default_store())
+    shelf = open_store(store, progress)
     todo = plan(
-        load_recipe({"model": model, "evals": ["footprint"]}).trusting(trust_remote_code), device=device, store=store
+        load_recipe({"model": model, "evals": ["footprint"]}).trusting(trust_remote_code), device=device, store=shelf
     )
     context = Context(device=todo.device, progress=progress, trust_remote_code=trust_remote_code)
     with shelf.using([todo.steps[0].key]):

@@ -27,7 +27,7 @@ from optkit.scorecard.published import located
 from optkit.source.lineage import models_in
 from optkit.source.places import is_place
 from optkit.source.texts import is_file_name
-from optkit.store.store import explain_os_error
+from optkit.store.store import Store, explain_os_error
 from optkit.trust import allow_remaking
 from optkit.verification.artifact_checks import check_digests
 
@@ -116,9 +116,9 @@ def reproduce(
     recipe = recipe.model_copy(update={"evals": (), "gates": {}})
     chosen = usable_device(device) if device else _recorded_device(first)
     with _workplace(out or first.directory.absolute(), first.record.name) as place, _threads(first, chosen):
-        pipeline.run(
-            recipe, out=out or place / "artifact", store=place / "store", device=chosen, data=data, progress=progress
-        )
+        # Of this directory alone: what other machines share holds the first artifact's own steps.
+        store = Store(place / "store")
+        pipeline.run(recipe, out=out or place / "artifact", store=store, device=chosen, data=data, progress=progress)
         return _compared(first, read_artifact(out or place / "artifact"), chosen)
 
 

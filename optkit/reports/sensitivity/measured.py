@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from optkit.common.cache import default_store
 from optkit.errors import SourceError, UsageError
 from optkit.execute import materialize
 from optkit.model.checkpoint import Checkpoint
@@ -21,7 +20,7 @@ from optkit.reports.sensitivity.report import LayerRow, SensitivityReport, order
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.sensitivity.budget import Choice
-from optkit.store.store import Store
+from optkit.store.shared import open_store
 from optkit.trust import say_code
 
 if TYPE_CHECKING:
@@ -45,10 +44,10 @@ def measure_model(
     Raises UsageError if a choice fits no layer, SourceError for a quantized model and if the text
     is too short.
     """
-    shelf = Store(store or default_store())
     progress = progress or SilentProgress()
+    shelf = open_store(store, progress)
     wanted = load_recipe({"model": model, "evals": ["footprint"]}).trusting(trust_remote_code)
-    todo = plan(wanted, device=device, store=store, data=data)
+    todo = plan(wanted, device=device, store=shelf, data=data)
     say_code(todo.recipe, progress)
     context = Context(device=todo.device, progress=progress, data=data, trust_remote_code=trust_remote_code)
     with shelf.using([todo.steps[0].key]):

@@ -1,0 +1,204 @@
+"""Finished steps and metrics below one URL of fsspec, for machines that share them.
+
+    URL/steps/KEY.json     how a step was made, with size and SHA-256 of each of its files
+    URL/metrics/KEY.json   what an eval measured
+    URL/files/SHA256       the files of all steps, each once
+    URL/drafts/RANDOM      uploads under way, if the URL is a directory
+
+Object stores cannot rename. So a record goes up after the last of its files: what a killed upload
+leaves is never found. Files lie under the digest of their content: two writers of one key never mix
+theirs, and the last record wins. A reader takes a step only if each file has its digest.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from optkit.common.out_of_resources import NO_ROOM
+from optkit.errors import MissingPackageError, OptkitError, StoreError, UsageError, first_line
+from optkit.progress import Progress
+from optkit.store.files import sealed, unsealed
+from optkit.store.store import Store
+
+STEPS, METRICS, FILES, DRAFTS = "steps", "metrics", "files", "drafts"
+PACKAGES = {"s3fs": "optkit[remote]"}
+
+
+class RemoteError(StoreError):
+    """The store that machines share does not answer, or refuses."""
+
+
+class Remote:
+    """The files below a URL. Everything raises RemoteError if the other side fails."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._files, self._root = _opened(url)
+        self._folders = False
+        self.distrusted: set[str] = set()
+        """Steps of which a damaged file was read here: they go up again as a whole."""
+
+    def check(self) -> None:
+        """Raise StoreError if there is no such bucket or directory, or no credentials."""
+        path = self._root if self._root.startswith("/") else self._root.split("/")[0]
+        with self._talking("read"):
+            try:
+                self._files.cat_file(self._path(STEPS, "none"), start=0)
+            except FileNotFoundError:
+                if not self._files.exists(path):
+                    remedy = "Make it, or correct the URL"
+                    raise StoreError(f"there is no bucket or directory {path}", where=self.url, remedy=remedy) from None
+
+    def read(self, folder: str, key: str) -> Any | None:
+        """Return a JSON document; None if there is none, or it was changed or cut off."""
+        with self._talking("read"):
+            try:
+                return unsealed(self._files.cat_file(self._path(folder, f"{key}.json"), start=0))
+            except FileNotFoundError:
+                return None
+
+    def write(self, folder: str, key: str, value: Any) -> None:
+        """Put a JSON document in the place of another one, or of none."""
+        with self._talking("written"):
+            self._put(self._path(folder, f"{key}.json"), sealed(value).encode())
+
+    def record(self, key: str) -> dict[str, Any] | None:
+        """Return the record of a step; None if there is none that can be followed."""
+        found = self.read(STEPS, key)
+        files = found.get("files") if isinstance(found, dict) else None
+        return found if isinstance(files, dict) and all(_is_file(*each) for each in files.items()) else None
+
+    def keys(self, folder: str) -> list[str]:
+        """Return the keys of all steps or metrics."""
+        with self._talking("read"):
+            try:
+                names = self._files.ls(self._path(folder, "").rstrip("/"), detail=False)
+            except FileNotFoundError:
+                return []
+        return sorted(Path(name).stem for name in names if name.endswith(".json"))
+
+    def upload(self, path: Path, known: Mapping[str, Any], *, again: bool) -> None:
+        """Put a file under its digest, unless it lies there already. With `again` it is not asked."""
+        place = self._path(FILES, known["sha256"])
+        with self._talking("written"):
+            if again or self._size(place) != known["size_bytes"]:
+                self._put(place, path)
+
+    def download(self, known: Mapping[str, Any], path: Path) -> None:
+        """Fetch a file by its digest, which the caller has to compare. Raises StoreError if it is gone."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._talking("read"):
+            try:
+                self._files.get_file(self._path(FILES, known["sha256"]), str(path))
+            except FileNotFoundError:
+                raise StoreError(f"its file {path.name} is gone", where=self.url) from None
+
+    def _path(self, folder: str, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{folder}/{name}"
+
+    def _size(self, place: str) -> int | None:
+        try:
+            return int(self._files.info(place)["size"])
+        except FileNotFoundError:
+            return None
+
+    def _put(self, place: str, content: Path | bytes) -> None:
+        """Write an object, which is whole or not there: directories need a rename for that."""
+        is_directory = getattr(self._files, "local_file", False)
+        if not self._folders:
+            for folder in (STEPS, METRICS, FILES, *([DRAFTS] if is_directory else [])):
+                self._files.makedirs(self._path(folder, "").rstrip("/"), exist_ok=True)
+            self._folders = True
+        draft = self._path(DRAFTS, secrets.token_hex(8)) if is_directory else place
+        if isinstance(content, bytes):
+            self._files.pipe_file(draft, content)
+        else:
+            self._files.put_file(str(content), draft)
+        if is_directory:
+            self._files.mv(draft, place)
+
+    @contextmanager
+    def _talking(self, what: str) -> Iterator[None]:
+        """Say what failed on the other side; a full disk on this one is left as it is."""
+        try:
+            yield
+        except OptkitError:
+            raise
+        except Exception as error:
+            if what == "read" and isinstance(error, OSError) and error.errno in NO_ROOM:
+                raise
+            if "redential" in type(error).__name__:
+                remedy = "Set those of your provider, e.g. AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+                raise StoreError("there are no credentials for it", where=self.url, remedy=remedy) from error
+            raise RemoteError(f"it cannot be {what}", where=self.url, why=first_line(error)) from error
+
+
+def push_step(store: Store, remote: Remote, key: str, progress: Progress, *, again: bool = False) -> None:
+    """Put a finished step up, its record last; with `again` also the files that seem to be there."""
+    directory, record = store.get(key), store.record(key)
+    if directory is None:
+        raise StoreError("its files were changed or lost", where=f"the step {key[:12]}", remedy="Make it again")
+    files = {name: {each: known[each] for each in ("size_bytes", "sha256")} for name, known in record["files"].items()}
+    with progress.task(f"{record.get('kind', 'step')} to {remote.url}", len(files), "files") as task:
+        for name, known in files.items():
+            remote.upload(directory / name, known, again=again or key in remote.distrusted)
+            task.advance(note=name)
+    remote.write(STEPS, key, {**record, "files": files})
+    remote.distrusted.discard(key)
+
+
+def fetch_step(store: Store, remote: Remote, key: str, progress: Progress) -> Path | None:
+    """Take a finished step; None if there is none. Call it inside `store.lock(key)`.
+    Raises StoreError if a file is not what the record says; ResourceError on a full disk here.
+    """
+    record = remote.record(key)
+    if record is None:
+        return None
+    files = record["files"]
+    remote.distrusted.add(key)
+    with store.write(key) as draft:
+        draft.record.update(record)
+        draft.expected = {name: known["sha256"] for name, known in files.items()}
+        with progress.task(f"{record.get('kind', 'step')} from {remote.url}", len(files), "files") as task:
+            for name, known in files.items():
+                remote.download(known, draft.model / name)
+                task.advance(note=name)
+    remote.distrusted.discard(key)
+    return store.get(key)
+
+
+def _is_file(name: str, known: Any) -> bool:
+    """Say whether a record describes a file below the step's directory."""
+    climbs = Path(name).is_absolute() or ".." in Path(name).parts
+    whole = isinstance(known, dict) and isinstance(known.get("size_bytes"), int)
+    return whole and not climbs and bool(re.fullmatch("[0-9a-f]{64}", str(known.get("sha256"))))
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL and the path in it; nothing is asked of the other side yet."""
+    if urlsplit(url).password is not None:
+        why = "It would be printed and recorded"
+        raise UsageError("the URL holds a password", where="--remote", why=why, remedy="Put it into the environment")
+    try:
+        import fsspec
+    except ImportError as error:
+        raise MissingPackageError("fsspec", where=url, install="optkit[remote]") from error
+    try:
+        # Others write there too, so nothing that was listed before is true.
+        files, root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        known = fsspec.registry.known_implementations[urlsplit(url).scheme]
+        package = known["class"].split(".")[0]
+        raise MissingPackageError(package, where=url, install=PACKAGES.get(package, package)) from error
+    except ValueError as error:
+        remedy = "Write s3://bucket/prefix, gs://bucket/prefix or a directory"
+        raise UsageError(
+            f"'{url}' is no place of a store", where="--remote", why=first_line(error), remedy=remedy
+        ) from error
+    return files, root

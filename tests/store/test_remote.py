@@ -1,0 +1,349 @@
+"""The store that machines share: real S3 requests to a real server, and directories."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from optkit.errors import ResourceError
+from optkit.store.remote import Remote
+from optkit.store.shared import SharedStore, open_store
+from optkit.store.store import Store
+from tests.conftest import RUN, TinyModel, Warnings
+from tests.support.command_line import spoken
+from tests.support.object_store import SECRET, Way, environment, object_store, refusing
+
+ROOT = Path(__file__).parents[2]
+WEIGHTS = "model.safetensors"
+KEY, OTHER = "a" * 64, "b" * 64
+Opened = Callable[..., SharedStore]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with object_store() as address:
+        yield address
+
+
+@pytest.fixture
+def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """The URL of a store in a bucket of its own; the environment leads there."""
+    from s3fs import S3FileSystem
+
+    monkeypatch.setattr(S3FileSystem, "retries", 1)
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
+    for name, value in environment(server).items():
+        monkeypatch.setenv(name, value)
+    name = "b" + hashlib.sha256(request.node.name.encode()).hexdigest()[:20]
+    files().mkdir(name)
+    return f"s3://{name}/team"
+
+
+@pytest.fixture(params=["s3", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return str(request.getfixturevalue("bucket"))
+    (tmp_path / "shared").mkdir()
+    return f"file://{tmp_path}/shared"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """Opens the store of a machine, by name."""
+
+    def opened(name: str, url: str) -> SharedStore:
+        monkeypatch.setenv("OPTKIT_STORE_REMOTE", url)
+        store = open_store(tmp_path / name, Warnings())
+        assert isinstance(store, SharedStore)
+        return store
+
+    return opened
+
+
+def said(store: SharedStore) -> list[str]:
+    """Return the warnings of a store that `machine` opened."""
+    assert isinstance(store._progress, Warnings)
+    return store._progress.lines
+
+
+def files() -> fsspec.AbstractFileSystem:
+    return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+
+
+def make(store: Store, key: str = KEY, text: str = "weights") -> None:
+    with store.lock(key):
+        with store.write(key) as draft:
+            (draft.model / "a.bin").write_text(text)
+            (draft.model / "sub").mkdir()
+            (draft.model / "sub" / "b.bin").write_text(f"other {text}")
+            draft.record["kind"] = "rtn"
+        store.push(key)
+
+
+def fetch(store: Store, key: str = KEY) -> Path | None:
+    with store.lock(key):
+        return store.fetch(key)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def objects(url: str, folder: str) -> list[str]:
+    remote = Remote(url)
+    return sorted(remote._files.ls(remote._path(folder, ""), detail=False))
+
+
+def test_what_one_machine_makes_another_takes(url: str, machine: Opened) -> None:
+    one, two = machine("one", url), machine("two", url)
+    assert not two.is_remote(KEY)
+    assert fetch(two) is None
+    make(one)
+    one.put_json(OTHER, {"value": 1.5})
+    assert two.is_remote(KEY)
+    assert two.get(KEY) is None, "nothing is fetched by looking"
+    assert contents(fetch(two)) == contents(one.get(KEY))
+    assert two.record(KEY)["kind"] == "rtn"
+    assert two.get_json(OTHER) == {"value": 1.5}
+    assert Store(two.root).get_json(OTHER) == {"value": 1.5}, "it is kept here too"
+    assert said(one) == said(two) == []
+
+
+def test_files_that_several_steps_have_lie_there_once(url: str, machine: Opened) -> None:
+    one = machine("one", url)
+    make(one, KEY)
+    make(one, OTHER)
+    assert len(objects(url, "files")) == 2
+    assert len(objects(url, "steps")) == 2
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from optkit.store.shared import open_store
+store, key = open_store(Path(sys.argv[1])), "a" * 64
+sys.stdin.readline()
+with store.write(key) as draft:
+    for number in range(3):
+        (draft.model / str(number)).write_text(sys.argv[2] * (number + 1) * 1000)
+store.push(key)
+"""
+
+
+def writer(root: Path, text: str, program: str = WRITER) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-c", program, str(root), text]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+
+
+@pytest.mark.parametrize("texts", ["xx", "wxyz"])
+def test_several_writers_of_one_key_do_not_mix(url: str, machine: Opened, tmp_path: Path, texts: str) -> None:
+    store = machine("reader", url)
+    writers = [writer(tmp_path / f"{number}", text) for number, text in enumerate(texts)]
+    for each in writers:
+        each.stdin.write(b"\n")
+        each.stdin.flush()
+    assert [each.communicate()[1] for each in writers] == [b""] * len(texts)
+    found = contents(fetch(store))
+    assert found in [{str(number): text.encode() * (number + 1) * 1000 for number in range(3)} for text in texts]
+    assert said(store) == []
+
+
+def test_a_killed_upload_is_not_found_and_can_be_completed(
+    bucket: str, server: str, machine: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Way(server, 20_000, ends=False) as way:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", way.address)
+        monkeypatch.setenv("OPTKIT_STORE_REMOTE", bucket)
+        process = writer(tmp_path / "one", "kilobyte")
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert way.broken.wait(60)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    one, two = machine("one", bucket), machine("two", bucket)
+    assert len(objects(bucket, "files")) < 3
+    assert fetch(two) is None
+    assert one.get(KEY), "it is whole where it was made"
+    one.push(KEY)
+    assert contents(fetch(two)) == contents(one.get(KEY))
+    assert said(one) == said(two) == []
+
+
+def _cut(remote: Remote, path: str) -> None:
+    remote._files.pipe_file(path, remote._files.cat_file(path)[:-1])
+
+
+def _flip(remote: Remote, path: str) -> None:
+    content = remote._files.cat_file(path)
+    remote._files.pipe_file(path, bytes([content[0] ^ 1]) + content[1:])
+
+
+def _lose(remote: Remote, path: str) -> None:
+    remote._files.rm_file(path)
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, _lose])
+def test_a_damaged_file_is_not_taken_and_the_next_push_mends_it(
+    url: str, machine: Opened, damage: Callable[[Remote, str], None]
+) -> None:
+    one, two, three = (machine(name, url) for name in ("one", "two", "three"))
+    make(one)
+    damage(one.remote, objects(url, "files")[0])
+    assert fetch(two) is None
+    assert two.get(KEY) is None
+    (line,) = said(two)
+    assert line.startswith("the step aaaaaaaaaaaa: ") or " is gone" in line
+    assert line.endswith("It is made again.")
+    assert not any((two.root / "drafts").iterdir())
+    make(two)
+    assert contents(fetch(three)) == contents(one.get(KEY))
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, _lose])
+def test_a_damaged_record_or_number_is_not_there(
+    url: str, machine: Opened, damage: Callable[[Remote, str], None]
+) -> None:
+    one, two = machine("one", url), machine("two", url)
+    make(one)
+    one.put_json(OTHER, 1.5)
+    for folder in ("steps", "metrics"):
+        damage(one.remote, objects(url, folder)[0])
+    assert not two.is_remote(KEY)
+    assert fetch(two) is None
+    assert two.get_json(OTHER) is None
+    assert said(two) == []
+
+
+@pytest.mark.parametrize("name", ["../outside", "/outside"])
+def test_a_record_that_leads_out_of_the_step_is_not_followed(bucket: str, machine: Opened, name: str) -> None:
+    one, two = machine("one", bucket), machine("two", bucket)
+    make(one)
+    record = one.remote.record(KEY)
+    record["files"][name] = record["files"].pop("a.bin")
+    one.remote.write("steps", KEY, record)
+    assert fetch(two) is None
+    assert not (two.root / "drafts" / "outside").exists()
+
+
+def test_a_full_disk_while_fetching_is_said_and_leaves_nothing(
+    bucket: str, machine: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = machine("one", bucket), machine("two", bucket)
+    make(one)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(two.remote._files, "get_file", full)
+    with pytest.raises(ResourceError, match="disk"):
+        fetch(two)
+    assert two.get(KEY) is None
+    assert not any((two.root / "drafts").iterdir())
+
+
+def test_a_key_that_is_refused_stops_no_run(
+    bucket: str, server: str, machine: Opened, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with refusing(server):
+        one = machine("one", bucket)
+        make(one)
+        make(one, OTHER)
+        one.put_json(KEY, 1)
+        assert one.get_json(OTHER) is None
+    fetching, pushing = said(one)
+    assert fetching.startswith(f"{bucket}: it cannot be read. ")
+    assert fetching.endswith("What is not here is made here.")
+    assert pushing.startswith(f"{bucket}: it cannot be written. ")
+    assert pushing.endswith(f"What is made stays here; give it later by `optkit store push --remote {bucket}`.")
+    assert SECRET not in "".join([*said(one), *capsys.readouterr()])
+    assert Store(one.root).get(KEY)
+
+
+def test_a_server_that_dies_in_the_middle_stops_no_run(
+    bucket: str, server: str, machine: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Way(server, 40_000, ends=True) as way:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", way.address)
+        one = machine("one", bucket)
+        make(one, KEY, "k" * 30_000)
+        make(one, OTHER)
+    assert one.get(KEY)
+    assert one.get(OTHER)
+    (line,) = said(one)
+    assert line.startswith(f"{bucket}: it cannot be written. ")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    assert machine("two", bucket).remote.keys("steps") == []
+
+
+def test_a_server_that_does_not_answer_stops_no_run(
+    bucket: str, server: str, machine: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from s3fs import S3FileSystem
+
+    monkeypatch.setattr(S3FileSystem, "read_timeout", 0.3)
+    with Way(server, 0, ends=False) as way:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", way.address)
+        one = machine("one", bucket)
+        make(one)
+    assert [line.split(". ")[0] for line in said(one)] == [
+        f"{bucket}: it cannot be read",
+        f"{bucket}: it cannot be written",
+    ]
+
+
+def test_a_server_that_is_not_there_stops_no_run(bucket: str, machine: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    one = machine("one", bucket)
+    make(one)
+    assert one.get(KEY)
+    assert len(said(one)) == 2
+    assert "Could not connect to the endpoint URL" in said(one)[0]
+
+
+def test_a_full_shared_disk_stops_no_run(tmp_path: Path, machine: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shared").mkdir()
+    one = machine("one", str(tmp_path / "shared"))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(one.remote._files, "put_file", full)
+    make(one)
+    assert one.get(KEY)
+    (line,) = said(one)
+    assert "it cannot be written. [Errno 28] No space left on device. What is made stays here" in line
+
+
+def test_a_second_machine_makes_nothing_again(
+    bucket: str, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(RUN.format(model=tiny_model("llama")))
+
+    def on(machine: str, command: str, *words: str) -> tuple[dict[str, Any], str]:
+        place = ["--store", str(tmp_path / machine), "--remote", bucket, "--device", "cpu", "--json"]
+        out, err = spoken(capsys, command, str(tmp_path / "tiny.yaml"), *place, *words)
+        return json.loads(out), err
+
+    on("one", "run", "--out", str(tmp_path / "here"))
+    planned, _ = on("two", "plan")
+    assert [step["remote"] for step in planned["steps"]] == [False, True]
+    assert [each["hit"] for each in planned["evals"]] == [True]
+    assert not Store(tmp_path / "two").get(planned["steps"][1]["key"]), "a plan fetches no weights"
+    made, told = on("two", "run", "--out", str(tmp_path / "there"))
+    assert [step["cached"] for step in made["steps"]] == [True]
+    assert "rtn from s3://" in told
+    assert (tmp_path / "here" / WEIGHTS).read_bytes() == (tmp_path / "there" / WEIGHTS).read_bytes()
+    assert "OPTKIT_STORE_REMOTE" not in os.environ
+    assert SECRET not in "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
