@@ -7,15 +7,19 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import click
 
 from optkit_cli import completion
 from optkit_cli.options import Command
 
+if TYPE_CHECKING:
+    from optkit_cli.messages import Message
+
 WIDTH = 100
 MOST_MESSAGES = 5
-LEAST_LETTERS = 16
+LEAST_LETTERS = 8
 """Of a message without its values: fewer are in any words."""
 EXIT_STATUSES = {
     0: "Done; every gate passed.",
@@ -123,20 +127,30 @@ def _error(name: str) -> Iterator[str]:
             count = sum(message.error == each.__name__ for message in messages())
             told = f"{count} messages: `optkit explain WORDS OF YOURS`." if count else ""
             yield "\n\n".join([f"{each.__name__} (error): exit status {each.exit_status}", about, told]).strip()
-    words = name.lower()
-    if len(words) > 3 and " " in words:
-        found = [each for each in messages() if words in re.sub(r"‹.*?›", "…", each.what).lower()]
-        found = found or [each for each in messages() if _is_in(each.what.lower(), words)]
+    if len(name) > 3 and " " in name:
+        found = found_by(name)
         rest = len(found) - MOST_MESSAGES
         for message in found[:MOST_MESSAGES]:
             more = f"\n\n{rest} more have these words." if rest > 0 and message is found[MOST_MESSAGES - 1] else ""
             yield f"{message.error}: {message.what}\n\n{_wrapped(message.cure or 'It says all that is known.')}{more}"
 
 
-def _is_in(message: str, words: str) -> bool:
-    """Say whether words hold a whole message, with values in the place of `‹name›`."""
-    parts = [part for part in re.split(r"‹.*?›|…", message) if part.strip()]
-    return len("".join(parts)) >= LEAST_LETTERS and bool(re.search(".*".join(map(re.escape, parts)), words))
+def found_by(words: str) -> list[Message]:
+    """Return the messages that have these words; else the one that the words hold as a whole, with values in the
+    place of `‹name›`; of several the longest.
+    """
+    from optkit_cli.messages import messages
+
+    words = words.lower()
+    known = {each.text: each for each in reversed(messages())}.values()
+    if found := [each for each in known if words in re.sub(r"‹.*?›", "…", each.text).lower()]:
+        return found
+    lengths = {}
+    for each in known:
+        parts = [part for part in re.split(r"‹.*?›|…", each.text.lower()) if part.strip()]
+        if (length := len("".join(parts))) >= LEAST_LETTERS and re.search(".*".join(map(re.escape, parts)), words):
+            lengths[each] = length
+    return [each for each, length in lengths.items() if length == max(lengths.values())]
 
 
 def _status(name: str) -> Iterator[str]:

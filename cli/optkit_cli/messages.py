@@ -13,9 +13,12 @@ import optkit_evals
 import optkit
 import optkit_cli
 from optkit.errors import OptkitError
+from optkit_cli.sources import Call, Scope, Sources, has_words, name_of
 
-RECIPES = {"optkit_evals", "recipe", "settings", "source", "stages", "training"}
+RECIPES = {"common", "optkit_evals", "recipe", "settings", "source", "stages", "training"}
 """Folders whose classes have the fields of recipes."""
+PLACED = {"Problem": 0, "problem": 0, "Fault": 1}
+"""What makes one problem of a recipe -> which argument is its text."""
 
 
 class Message(NamedTuple):
@@ -31,21 +34,19 @@ class Message(NamedTuple):
         """Why it is so and what to do, as sentences."""
         return " ".join(f"{part.rstrip('.')}." for part in (self.why, self.remedy) if part)
 
+    @property
+    def text(self) -> str:
+        """By what it is known: the cure, if only values stand before it."""
+        return self.what if has_words(self.what) else self.cure
+
 
 @cache
 def messages() -> tuple[Message, ...]:
-    """Return the messages, each once, by class and text.
-    Left out are those that are put together elsewhere than at the `raise`.
-    """
-    errors = {each.__name__ for each in error_classes()}
-    roots = [Path(str(package.__file__)).parent for package in (optkit, optkit_cli, optkit_evals)]
-    found = {
-        message
-        for root in roots
-        for path in root.rglob("*.py")
-        for of_recipes in (bool(RECIPES & {root.name, *path.relative_to(root).parts}),)
-        for message in _of_module(ast.parse(path.read_text(encoding="utf-8")), errors, of_recipes)
-    }
+    """Return the messages, each once, by class and text."""
+    sources = read_sources()
+    found = {message for call in sources.calls for message in messages_of(call, sources)}
+    refused = (text for scope in sources.functions() if _validates(scope, sources) for text in sources.raised(scope))
+    found |= {Message("RecipeError", text, "", "") for text in refused if has_words(text)}
     once = {(message.error, message.what): message for message in sorted(found)}
     return tuple(once.values())
 
@@ -58,60 +59,56 @@ def error_classes(base: type[OptkitError] = OptkitError) -> Iterator[type[Optkit
             yield from error_classes(derived)
 
 
-def _of_module(module: ast.Module, errors: set[str], of_recipes: bool) -> Iterator[Message]:
-    constants = _assigned(module.body)
-    for function in ast.walk(module):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        names = {**constants, **_assigned(ast.walk(function))}
-        said_as = {name: name for name in errors} | {"Problem": "RecipeError"}
-        if of_recipes and any("validator" in ast.unparse(each) for each in function.decorator_list):
-            said_as["ValueError"] = "RecipeError"  # pydantic catches it, and the recipe's reader gives it a place
-        for call in ast.walk(function):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in said_as and call.args:
-                said = {word.arg: _text(word.value, names) for word in call.keywords if word.arg}
-                what, why, remedy = (
-                    text if any(letter.isalpha() for letter in _without_values(text)) else ""
-                    for text in (_text(call.args[0], names), said.get("why", ""), said.get("remedy", ""))
-                )
-                if what:
-                    yield Message(said_as[call.func.id], what, why, remedy)
+def read_sources() -> Sources:
+    """Return what optkit is made of."""
+    roots = [Path(str(package.__file__)).parent for package in (optkit, optkit_cli, optkit_evals)]
+    return Sources(
+        {str(path): path.read_text(encoding="utf-8") for root in roots for path in sorted(root.rglob("*.py"))}
+    )
 
 
-def _assigned(nodes: Iterator[ast.AST] | list[ast.stmt]) -> dict[str, ast.expr]:
-    """Return name -> value of plain assignments, also of several at once."""
-    found: dict[str, ast.expr] = {}
-    for node in nodes:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target = node.targets[0]
-            pairs = [(target, node.value)]
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = list(zip(target.elts, node.value.elts, strict=False))
-            found |= {name.id: value for name, value in pairs if isinstance(name, ast.Name)}
-    return found
+def messages_of(call: Call, sources: Sources) -> Iterator[Message]:
+    """Return what a call says to the user: nothing unless it makes an error."""
+    errors = errors_of(call, sources)
+    place = PLACED.get(name_of(call.node.func), 0)
+    if not errors or len(call.node.args) <= place:
+        return
+    said = {word.arg: word.value for word in call.node.keywords}
+    found = [*sources.texts(call, (call.node.args[place], said.get("why"), said.get("remedy")))]
+    clear = any(has_words(what) for what, *_ in found)
+    for parts in found:
+        what, why, remedy = (text if has_words(text) else "" for text in parts)
+        if what or (not clear and (why or remedy)):
+            yield from (Message(error, what or parts[0], why, remedy) for error in errors)
 
 
-def _text(node: ast.expr, names: Mapping[str, ast.expr]) -> str:
-    """Return what an expression reads like, values as `‹name›`."""
-    match node:
-        case ast.Constant(value=str() as text):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(_text(part, names) for part in parts)
-        case ast.FormattedValue(value=value):
-            return _text(value, {})
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _text(left, names) + _text(right, names)
-        case ast.Name(id=name) if name in names:
-            return _text(names[name], {each: value for each, value in names.items() if each != name})
-        case ast.Name(id=name) | ast.Attribute(attr=name):
-            return f"‹{name}›"
-        case ast.Subscript(value=value) | ast.Call(func=value):
-            return _text(value, {})
-        case _:
-            return "…"
+def errors_of(call: Call, sources: Sources) -> list[str]:
+    """Return the classes of the error that a call makes, by name: two if a condition decides."""
+    function = call.node.func
+    either = [function.body, function.orelse] if isinstance(function, ast.IfExp) else [function]
+    return [error for each in either if (error := _error(name_of(each), call.scope, sources.bases))]
 
 
-def _without_values(text: str) -> str:
-    """Return a text without its values."""
-    return "".join(part.rpartition("›")[2] for part in text.split("‹"))
+def _error(name: str, scope: Scope, bases: Mapping[str, str]) -> str:
+    known = _classes()
+    name = name if name in known else bases.get(name, name)
+    if name == "__init__" and OptkitError in known.get(scope.owner, object).__bases__:
+        return scope.owner
+    if name in known:
+        return name if name == OptkitError.__name__ or "__init__" not in vars(known[name]) else ""
+    parameters = [each for outer in scope.functions for each in outer.args.args if each.arg == name and each.annotation]
+    if any("type[OptkitError]" in ast.unparse(each.annotation) for each in parameters if each.annotation):
+        return OptkitError.__name__
+    return "RecipeError" if name in PLACED else ""
+
+
+@cache
+def _classes() -> dict[str, type[OptkitError]]:
+    return {each.__name__: each for each in error_classes()}
+
+
+def _validates(scope: Scope, sources: Sources) -> bool:
+    """Say whether pydantic calls a function, whose ValueErrors the recipe's reader then gives a place."""
+    owner = scope.functions[0]
+    decorated = any("validator" in ast.unparse(each) for each in owner.decorator_list)
+    return bool(RECIPES & {*Path(scope.module).parts}) and (decorated or owner.name in sources.validators)

@@ -165,7 +165,7 @@ def parse_gate(key: str, text: str) -> Gate:
     if not stated:
         raise ValueError(
             f'\'{text}\' is no limit. Write <=, >=, < or > and a number: "<= 25", or "<= 1.10x" '
-            'relative to the baseline, "<= 1.01x of previous" to an earlier release, '
+            'relative to the baseline. "<= 1.01x of previous" is relative to an earlier release, '
             '">= 2x same engine" to the baseline in the artifact\'s engine.'
         )
     if not math.isfinite(float(stated["limit"])):

@@ -6,8 +6,10 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+from optkit_cli.explain import found_by
 from optkit_cli.main import COMMANDS
-from optkit_cli.messages import Message, error_classes, messages
+from optkit_cli.messages import Message, error_classes, errors_of, messages, messages_of, read_sources
 from optkit_cli.reference import reference_pages
 
 from optkit.devices.datasheets import DEVICES
@@ -49,6 +51,48 @@ def test_messages_are_read_with_cause_and_cure() -> None:
         in MESSAGES
     )
     assert any("‹" in message.what for message in MESSAGES)
+
+
+WORDS_OF_ANOTHER = {
+    "EvalError(why[0])": "of the turn that failed",
+    "StageError(planned[0].reason, where=f'all {len(planned)} combinations')": "of the first plan's error",
+    "StageError(str(error), where=WHERE, why=error.last_words)": "of the process that ended",
+    "place.problem(str(error))": "of an error that gets a place",
+    "place((*steps, *fault.steps)).problem(fault.message)": "of a fault",
+    "super().__init__('\\n'.join((str(problem) for problem in self.problems)))": "of the problems",
+}
+"""Errors whose words are another's, which is known by itself."""
+
+
+def test_no_error_is_made_of_words_that_are_unknown() -> None:
+    sources = read_sources()
+    made = [call for call in sources.calls if errors_of(call, sources) and call.node.args]
+    unknown = {ast.unparse(call.node) for call in made if not [*messages_of(call, sources)]}
+    assert len(made) > 500
+    assert unknown == WORDS_OF_ANOTHER.keys(), "let the words stand where the call, or one of its callers, has them"
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        ("RecipeError", "there is no such recipe. ‹hint›"),  # given to a helper
+        ("SourceError", "there are no token embeddings (token_embd.weight)"),  # by one of its callers
+        ("StageError", "the Hessian is not positive definite, even with damping ‹HARDEST_DAMPING›"),  # a ValueError
+        ("MissingPackageError", "the package `‹package›` is not installed"),  # in the class itself
+        ("EvalError", "‹media_type› is no media type"),  # one of several values of a name
+        ("RecipeError", "‹value› is no fraction between 0 and 1. Write a whole number to say how many"),  # a validator
+    ],
+)
+def test_words_are_followed_to_the_error(error: str, what: str) -> None:
+    assert (error, what) in {(each.error, each.what) for each in MESSAGES}
+
+
+def test_explain_finds_every_message_by_its_own_words() -> None:
+    plain = {each.text: re.sub("‹.*?›|…", "7", each.text) for each in MESSAGES}
+    long = {text: words for text, words in plain.items() if sum(map(str.isalpha, words)) > 5 and " " in words}
+    assert len(long) > 0.98 * len(plain)
+    lost = [text for text, words in long.items() if text not in {each.text for each in found_by(words)}]
+    assert lost == []
 
 
 def test_errors_are_told_by_class_with_their_exit_status() -> None:
