@@ -17,7 +17,7 @@ from optkit.common.own_files import is_own
 from optkit.errors import SourceError
 from optkit.model.formats.base import Format
 
-FOREIGN = frozenset({".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz", ".mlmodel"})
+FOREIGN = frozenset({".bin", ".pt", ".pth", ".ckpt", ".ggml", ".h5", ".msgpack", ".npz", ".mlmodel"})
 """Suffixes of weights in formats that optkit knows by name alone."""
 KINDS = (
     # configs

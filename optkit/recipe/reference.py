@@ -47,7 +47,7 @@ FAMILIES = {
     ),
     "prune": Family("Prune", "Weights that become 0, and parts that go.", ("prune", "prune_structured")),
     "train": Family("Recover by training", "Training with a teacher.", ("distill", "lora_recover")),
-    "export": Family("Export to ONNX", "For ONNX Runtime.", ("onnx", "onnx_quantize", "onnx_optimize")),
+    "export": Family("Export", "For ONNX Runtime and llama.cpp.", ("onnx", "onnx_quantize", "onnx_optimize", "gguf")),
     "settings": Family(
         "Settings",
         "A setting changes no weights. It is recorded in the artifact and applied each time that it is opened.",

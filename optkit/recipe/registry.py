@@ -31,6 +31,7 @@ STAGES = {
     "cuda_graphs": "optkit.settings.cuda_graphs:CudaGraphs",
     "distill": "optkit.stages.distill:Distill",
     "fp8": "optkit.stages.fp8:Fp8",
+    "gguf": "optkit.stages.gguf:Gguf",
     "gptq": "optkit.stages.gptq:Gptq",
     "kv_cache": "optkit.settings.kv_cache:KvCache",
     "kv_scales": "optkit.stages.kv_scales:KvScales",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import SourceError
+from optkit.model.gguf_file import Gguf, read_gguf
 from optkit.model.writer import CheckpointWriter, write_config
 from optkit.progress import Progress
-from optkit.source.gguf_header import Gguf, read_gguf
 from optkit.source.gguf_llama import checkpoint_shape, layout_of, tensor_name
 from optkit.source.gguf_tokenizer import import_tokenizer
 from optkit.source.quiet import quiet_transformers

@@ -14,8 +14,8 @@ from typing import Any
 
 from optkit.errors import SourceError
 from optkit.model.config_file import check_against_tensors, check_values
+from optkit.model.gguf_file import Gguf
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.source.gguf_header import Gguf
 from optkit.source.gguf_metadata import lost_metadata, positive_float, rope_parameters
 
 OUTSIDE = {

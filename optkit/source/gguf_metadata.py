@@ -12,7 +12,7 @@ import struct
 from typing import Any
 
 from optkit.errors import SourceError
-from optkit.source.gguf_header import Gguf
+from optkit.model.gguf_file import Gguf
 
 CARRIED = frozenset({
     "block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.files import reading
+from optkit.model.gguf_file import Gguf
 from optkit.progress import Progress
-from optkit.source.gguf_header import Gguf
 from optkit.source.quiet import quiet_transformers
 
 LOADING_KEYS = (

@@ -23,6 +23,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import published_files
 from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
+from optkit.model.gguf_file import read_gguf
 from optkit.model.pooling import missing_modules
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task
@@ -30,7 +31,6 @@ from optkit.model.writer import SHARD_BYTES, link_or_copy
 from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.directory import TOKENIZERS, check_config, check_directory, directory_revision
-from optkit.source.gguf_header import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import checkpoint_shape
 from optkit.source.hub import HubRepo

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.gguf_file import read_gguf
 from optkit.plan import make_plan
 from optkit.progress import SilentProgress
 from optkit.recipe.recipe import load_recipe
-from optkit.source.gguf_header import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape
 from optkit.store.store import Store

@@ -5,8 +5,8 @@ import torch
 
 from optkit.errors import MissingPackageError, SourceError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.gguf_file import read_gguf
 from optkit.progress import SilentProgress
-from optkit.source.gguf_header import read_gguf
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import checkpoint_shape, layout_of
 from optkit.source.gguf_metadata import shortest_float32

@@ -5,9 +5,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from optkit.errors import SourceError
+from optkit.model.gguf_file import read_gguf
 from optkit.progress import SilentProgress
 from optkit.source.calibration import load_tokenizer
-from optkit.source.gguf_header import read_gguf
 from optkit.source.gguf_llama import checkpoint_shape
 from optkit.source.gguf_tokenizer import _found_by_hash, import_tokenizer
 from tests.conftest import Warnings

@@ -195,7 +195,7 @@ def _of_texts(desk: Desk) -> Iterator[tuple[str, Feed]]:
 
 def _of_binaries(desk: Desk) -> Iterator[tuple[str, Feed]]:
     """Yield the readers of GGUF and ONNX, if the packages that write them are installed."""
-    from optkit.source.gguf_header import read_gguf
+    from optkit.model.gguf_file import read_gguf
     from optkit.source.gguf_llama import checkpoint_shape
 
     draw = desk.draw

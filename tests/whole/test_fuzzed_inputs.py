@@ -18,12 +18,12 @@ import pytest
 from optkit.errors import OptkitError
 from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import INDEX, Checkpoint
+from optkit.model.gguf_file import read_gguf
 from optkit.model.safetensors_file import read_header
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.source.calibration import load_tokenizer
 from optkit.source.directory import check_directory
-from optkit.source.gguf_header import read_gguf
 from optkit.source.gguf_llama import checkpoint_shape
 from optkit.source.vocabulary import other_token
 from optkit.store.store import Store

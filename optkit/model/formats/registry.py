@@ -17,6 +17,7 @@ FORMATS = {
     "quantized": "optkit.model.formats.checkpoint:QuantizedCheckpoint",
     "adapted": "optkit.model.formats.checkpoint:AdaptedCheckpoint",
     "onnx": "optkit.model.formats.onnx:OnnxModel",
+    "gguf": "optkit.model.formats.gguf:GgufModel",
 }
 """Kind -> `module:Class`. If the files of several formats lie in a directory, the first one counts."""
 

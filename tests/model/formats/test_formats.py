@@ -194,7 +194,7 @@ def test_what_is_for_another_format(toy: Format, tiny_model: Callable[[str], Pat
 
 
 def test_a_format_is_its_kind() -> None:
-    assert [*Format] == ["checkpoint", "quantized", "adapted", "onnx"]
+    assert [*Format] == ["checkpoint", "quantized", "adapted", "onnx", "gguf"]
     assert Format("onnx") is Format.ONNX
     assert json.dumps({Format.ONNX: Format.CHECKPOINT}) == '{"onnx": "checkpoint"}'
     adapter = TypeAdapter(Format)

@@ -1,0 +1,1 @@
+"""GGUF files: written of a checkpoint, quantized by llama.cpp, and run by it."""

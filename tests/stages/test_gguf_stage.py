@@ -1,0 +1,235 @@
+"""A checkpoint as GGUF, read back by optkit's import and by transformers, and run by llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optkit.errors import StageError
+from optkit.kernels.packed_linear import PackedLinear
+from optkit.kernels.quant_methods import quantized_layers
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.formats.base import Format
+from optkit.model.gguf_file import read_gguf
+from optkit.model.layer_sizes import bits_per_weight
+from optkit.model.shape import ModelShape
+from optkit.progress import SilentProgress
+from optkit.session import open_session
+from optkit.source.gguf_import import import_gguf
+from optkit.stage import Context, Report
+from optkit.stages.gguf import Gguf
+from tests.conftest import TinyModel
+from tests.support.packed_models import save_packed
+from tests.support.tiny_models import SIZES, save_tokenizer
+
+gguf = pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
+TOKENS = torch.arange(48).reshape(2, 24) * 7
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+}
+
+
+def save(kind: str, target: Path, **fields: Any) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {**SIZES, "tie_word_embeddings": False, **KINDS.get(kind, {}), **fields}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), dtype=torch.float32)
+    model.save_pretrained(target)
+    save_tokenizer(target)
+    return target
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def made(stage: Gguf, source: Path, target: Path) -> Report:
+    target.mkdir(parents=True)
+    return stage.run(source, target, Context())
+
+
+def read_back(directory: Path, target: Path) -> Checkpoint:
+    target.mkdir()
+    import_gguf(directory / "model.gguf", target, SilentProgress())
+    return Checkpoint(target)
+
+
+def test_floats_come_back_as_they_were(source: Path, tmp_path: Path) -> None:
+    report = made(Gguf(), source, tmp_path / "gguf")
+    assert Format.of(tmp_path / "gguf") is Format.GGUF
+    before, after = Checkpoint(source), read_back(tmp_path / "gguf", tmp_path / "back")
+    assert set(before.tensors) == set(after.tensors)
+    assert all(torch.equal(before.read(name), after.read(name)) for name in before.tensors)
+    for key in ("rms_norm_eps", "head_dim", "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"):
+        assert key not in before.config or before.config[key] is None or after.config[key] == before.config[key]
+    assert report.details["types"] == {"F32": sum(len(each.shape) > 1 for each in before.tensors.values())}
+    assert report.details["bits_per_weight"] == 32
+
+
+@pytest.mark.parametrize(("symmetric", "kind"), [(True, "Q4_0"), (False, "Q4_1")])
+def test_codes_come_back_as_they_were(source: Path, tmp_path: Path, symmetric: bool, kind: str) -> None:
+    save_packed(source, tmp_path / "packed", tmp_path / "plain", symmetric=symmetric, dtype=torch.float16)
+    report = made(Gguf(), tmp_path / "packed", tmp_path / "gguf")
+    after = read_back(tmp_path / "gguf", tmp_path / "back")
+    layers = quantized_layers(Checkpoint(tmp_path / "packed")) or {}
+    assert report.details["types"][kind] == len(layers)
+    for name, layer in layers.items():
+        weight = layer.integers("cpu")
+        assert weight is not None
+        expected = PackedLinear(weight, None, torch.float32).dequantize()
+        found = after.read(f"{name}.weight")
+        assert torch.equal(found, expected) if symmetric else (found - expected).abs().max() < 2e-4
+    config = json.loads((tmp_path / "gguf" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert (tmp_path / "gguf" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_transformers_reads_the_same_model(tiny_model: TinyModel, tmp_path: Path, kind: str) -> None:
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    source = tiny_model(kind)
+    made(Gguf(), source, tmp_path / "gguf")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "gguf", gguf_file="model.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(source)(TOKENS).logits
+        assert torch.allclose(theirs(TOKENS).logits, expected, atol=1e-5)
+
+
+def test_the_counted_bits_are_those_of_the_file(tiny_model: TinyModel, tmp_path: Path) -> None:
+    save_packed(tiny_model("qwen2"), tmp_path / "packed", tmp_path / "plain")
+    report = made(Gguf(), tmp_path / "packed", tmp_path / "gguf")
+    tensors = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf").tensors
+    bits = 8 * sum(int(each.n_bytes) for each in tensors) / sum(int(each.n_elements) for each in tensors)
+    assert bits_per_weight(Format.GGUF.layer_sizes(tmp_path / "gguf")) == bits
+    assert report.details["bits_per_weight"] == round(bits, 4)
+    cost, left = Gguf().predict(Checkpoint(tmp_path / "packed").shape, "cpu")
+    assert left.size_bytes == cost.disk_bytes == sum(int(each.n_bytes) for each in tensors)
+    assert Format.GGUF.shape(tmp_path / "gguf").size_bytes == left.size_bytes
+
+
+def test_a_window_limits_the_context_and_scaled_frequencies_travel(tmp_path: Path) -> None:
+    made(Gguf(), save("mistral", tmp_path / "mistral", sliding_window=64), tmp_path / "a")
+    assert read_gguf(tmp_path / "a" / "model.gguf").get("context_length") == 64
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    made(Gguf(), save("llama", tmp_path / "llama", rope_parameters=rope), tmp_path / "b")
+    (factors,) = (
+        each.data for each in gguf.GGUFReader(tmp_path / "b" / "model.gguf").tensors if each.name == "rope_freqs.weight"
+    )
+    assert factors.shape == (8,)
+    assert factors[0] == 1
+    assert factors[-1] == pytest.approx(8)
+    linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    made(Gguf(), save("llama", tmp_path / "linear", rope_parameters=linear), tmp_path / "c")
+    assert read_back(tmp_path / "c", tmp_path / "back").config["rope_parameters"]["factor"] == 2
+
+
+class TestRefusals:
+    def refuse(self, stage: Gguf, source: Path, message: str, tmp_path: Path) -> None:
+        with pytest.raises(StageError, match=message):
+            made(stage, source, tmp_path / "gguf")
+
+    def test_another_architecture(self, tiny_model: TinyModel, tmp_path: Path) -> None:
+        message = (
+            "gguf: GemmaForCausalLM cannot be written as GGUF. optkit writes LlamaForCausalLM, Qwen2ForCausalLM, "
+            "Qwen3ForCausalLM, MistralForCausalLM"
+        )
+        self.refuse(Gguf(), tiny_model("gemma"), message, tmp_path)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"hidden_act": "gelu"}, "gguf: hidden_act is gelu. optkit writes models with silu as GGUF"),
+            (
+                {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+                "rope_type is dynamic. optkit writes models with default, linear, llama3 as GGUF",
+            ),
+            ({"mlp_bias": True}, r"mlp.\w+_proj.bias: llama.cpp has no such tensor in a plain LlamaForCausalLM"),
+        ],
+    )
+    def test_what_llama_cpp_computes_otherwise(self, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+        self.refuse(Gguf(), save("llama", tmp_path / "source", **fields), message, tmp_path)
+
+    def test_fields_that_mean_nothing(self, tiny_model: TinyModel, tmp_path: Path) -> None:
+        save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain")
+        self.refuse(Gguf(type="F16"), tmp_path / "packed", "gguf.type: type means nothing here: the codes", tmp_path)
+        message = "gguf.embedding: embedding means nothing here: the model has float weights. Leave it out"
+        self.refuse(Gguf(embedding="F16"), tmp_path / "plain", message, tmp_path / "b")
+
+    def test_a_type_that_llama_cpp_would_not_take(self, tiny_model: TinyModel) -> None:
+        shape = Checkpoint(tiny_model("llama")).shape
+        message = (
+            "model.embed_tokens.weight: rows of 64 numbers are no multiple of the 256 that Q4_K_M packs. llama.cpp "
+            "would store it as another type with more bits. Take Q4_0, .* or set allow_fallback: true"
+        )
+        with pytest.raises(StageError, match=message):
+            Gguf(type="Q4_K_M").predict(shape, "cpu")
+        narrow = {name: type(info)(info.dtype, (*info.shape[:-1], 40)) for name, info in shape.tensors.items()}
+        with pytest.raises(StageError, match="rows of 40 numbers are no multiple of the 32 that Q8_0 packs. Take F16"):
+            Gguf(type="Q8_0").predict(ModelShape(shape.config, narrow), "cpu")
+
+    def test_weights_that_are_no_codes(self, tiny_model: TinyModel, tmp_path: Path) -> None:
+        shutil.copytree(tiny_model("llama"), tmp_path / "nf4")
+        config = Checkpoint(tmp_path / "nf4").config | {"quantization_config": {"quant_method": "bitsandbytes"}}
+        (tmp_path / "nf4" / "config.json").write_text(json.dumps(config))
+        self.refuse(Gguf(), tmp_path / "nf4", "no type of GGUF has the weights of bitsandbytes. Put gptq", tmp_path)
+
+    def test_numbers_beyond_float16(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        source = save("llama", tmp_path / "source")
+        held = load_file(source / "model.safetensors")
+        held["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5
+        save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+        message = "model.layers.1.mlp.up_proj.weight: some weights lie outside of float16. Take BF16"
+        self.refuse(Gguf(type="F16"), source, message, tmp_path)
+
+
+class TestLlamaCpp:
+    @pytest.fixture(autouse=True)
+    def _needs(self) -> None:
+        pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, of the extra `llama-cpp`")
+
+    def test_it_computes_the_same(self, source: Path, tmp_path: Path) -> None:
+        made(Gguf(), source, tmp_path / "gguf")
+        ours, theirs = open_session(source), open_session(tmp_path / "gguf")
+        expected = ours.logits(TOKENS)
+        assert torch.allclose(theirs.logits(TOKENS), expected, atol=2e-3)  # its KV cache is in float16
+        assert torch.allclose(theirs.stepped_logits(TOKENS, 20), expected[:, 20:], atol=2e-3)
+        assert torch.equal(theirs.generate(TOKENS, 8), ours.generate(TOKENS, 8))
+        assert theirs.vocabulary == ours.vocabulary
+        assert theirs.positions == ours.positions
+        theirs.close()
+
+    @pytest.mark.parametrize(("kind", "most"), [("Q8_0", 0.01), ("Q5_0", 0.06), ("Q4_1", 0.12)])
+    def test_its_own_quantizer(self, tiny_model: TinyModel, tmp_path: Path, kind: str, most: float) -> None:
+        report = made(Gguf(type=kind), tiny_model("llama"), tmp_path / "gguf")
+        assert report.details["types"][kind] >= 20
+        assert not report.notes
+        assert [path.name for path in (tmp_path / "gguf").glob("*.gguf")] == ["model.gguf"]
+        before, after = Checkpoint(tiny_model("llama")), read_back(tmp_path / "gguf", tmp_path / "back")
+        for name in before.tensors:
+            weight = before.read(name)
+            assert (after.read(name) - weight).norm() <= most * weight.norm()
+
+    def test_a_fallback_is_said(self, tiny_model: TinyModel, tmp_path: Path) -> None:
+        report = made(Gguf(type="Q4_K_M", allow_fallback=True), tiny_model("llama"), tmp_path / "gguf")
+        types = " and ".join(f"{count} as {kind}" for kind, count in report.details["types"].items())
+        assert report.notes == (
+            f"llama.cpp stored 22 of 22 matrices otherwise than as Q4_K_M, whose rows are no multiple of 256: {types}; "
+            f"the file has {report.details['bits_per_weight']:.2f} bits a weight",
+        )
