@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from docs.understand.algorithms.draw import Lines, by_alpha, by_bits, by_power, by_zeros, layer
+from docs.understand.algorithms.draw import (
+    Lines,
+    by_alpha,
+    by_bits,
+    by_block,
+    by_code,
+    by_power,
+    by_scale,
+    by_size,
+    by_zeros,
+    layer,
+)
 
 PAGES = Path(__file__).parents[2] / "docs" / "understand" / "algorithms"
 RESULTS = PAGES.parents[1] / "benchmarks" / "results"
@@ -45,6 +56,35 @@ def test_the_best_scale_lies_between_none_and_all(curve: Callable[..., Lines], e
     best = min(line, key=lambda point: point[1])
     assert 0.1 < best[0] < 0.9
     assert best[1] < 0.8 * min(line[0][1], line[-1][1])
+
+
+def test_nf4_beats_fp4_and_unsearched_integers_and_large_blocks_cost_it_little() -> None:
+    largest, searched, fp4, nf4 = (dict(line) for line in by_code().values())
+    assert all(nf4[size] < largest[size] < fp4[size] for size in nf4)
+    assert searched[64] < nf4[64]
+    assert all(nf4[size] < searched[size] for size in nf4 if size > 64)
+
+
+def test_an_outlier_costs_the_other_inputs_in_integers_alone() -> None:
+    integers, floats = (dict(line) for line in by_size().values())
+    assert max(floats.values()) < 1.05 * min(floats.values())
+    assert integers[3] < floats[3]
+    assert integers[30] > floats[30]
+    assert integers[300] > 50 * integers[3]
+
+
+def test_too_large_a_scale_of_float8_costs_nothing_and_too_small_a_one_much() -> None:
+    (line,) = by_scale().values()
+    errors = dict(line)
+    assert all(errors[2.0**power] < 1.01 * errors[1.0] for power in range(11))
+    assert errors[0.5] > 2 * errors[1.0]
+
+
+def test_zero_points_and_searched_scales_both_help_onnx_quantize(error: Callable[..., float]) -> None:
+    nearest, nearest_zeros, searched, searched_zeros = (dict(line) for line in by_block(WEIGHT, error).values())
+    for size in (16, 32, 64, 128, 256):
+        assert searched[size] < nearest[size]
+        assert searched_zeros[size] < min(nearest_zeros[size], searched[size])
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
