@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.plan import Plan, Step
 from optkit.processes import signals
 from optkit.source.lineage import DRAFT, Reader, models_in, with_sketches, without_sketches
-from optkit.source.models import ModelSource, import_model, locate_model
+from optkit.source.models import IMPORT_VERSION, ModelSource, import_model, locate_model
 from optkit.source.text_place import TextPlace
 from optkit.stage import Context, Report
 from optkit.store.durations import Durations
@@ -252,16 +251,17 @@ def _outcomes(steps: Sequence[Step], store: Store, made: set[str]) -> list[StepO
 
 def _made_with(step: Step) -> dict[str, Any]:
     """Return what decides the bytes that a step leaves beside the machine and optkit's own packages."""
-    if step.stage is None:
-        return {"gguf": version} if (version := package_version("gguf")) else {}
-    names = (re.split(r"[^\w-]", need)[0] for choice in step.stage.requires for need in choice.split(" | "))
-    packages = {name: version for name in names if (version := package_version(name))}
-    capability = loaded.backends.cpu.get_cpu_capability() if (loaded := sys.modules.get("torch")) else None
+    import torch
+
+    needs = step.stage.requires if step.stage else ("gguf",)
+    names = (re.split(r"[^\w-]", need)[0] for choice in needs for need in choice.split(" | "))
+    packages = [f"{name}=={version}" for name in names if (version := package_version(name))]
+    if step.stage:
+        packages += step.stage.made_with().get("packages", ())
     return {
-        "instruction_set": capability,
-        step.kind: f"version {step.stage.version}",
-        **packages,
-        **step.stage.made_with(),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "version of the step": step.stage.version if step.stage else IMPORT_VERSION,
+        "packages": packages,
     }
 
 

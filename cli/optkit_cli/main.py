@@ -27,6 +27,7 @@ COMMANDS = (
     "eval",
     "verify",
     "reproduce",
+    "bom",
     "show",
     "compare",
     "report",

@@ -13,13 +13,18 @@ SCORECARD_HTML = "scorecard.html"
 LOSS_CURVE_SVG = "loss_curve.svg"
 """Where artifacts had it before there were attachments; now it is one."""
 VERIFICATION_JSON = "verification.json"
+BOM = "bom.cdx.json"
+SIGNATURE = "model.sig"
+"""What `model_signing` calls it too."""
 ATTACHMENTS = "scorecard_files"
 """Folder of what evals and trainings leave beside their numbers."""
 CARD = "README.md"
 """The model card that `optkit card` writes; its author may edit it, so no run replaces it."""
 SOURCE_CARD = "README.base.md"
 """What an artifact calls the card of the model that it was made of."""
-OWN_FILES = frozenset({RECORD, SCORECARD_JSON, SCORECARD_MARKDOWN, SCORECARD_HTML, LOSS_CURVE_SVG, VERIFICATION_JSON})
+NUMBERS = frozenset({SCORECARD_JSON, SCORECARD_MARKDOWN, SCORECARD_HTML, LOSS_CURVE_SVG, VERIFICATION_JSON})
+"""Those that a later measurement or verification writes anew."""
+OWN_FILES = frozenset({RECORD, *NUMBERS, BOM, SIGNATURE})
 
 
 def is_own(relative: PurePath | str) -> bool:

@@ -45,7 +45,7 @@ def with_sketches(texts: Iterable[Mapping[str, str]], stage: BaseModel, reader: 
     """
     from optkit.source.shingles import sketch
 
-    read = list(_parts_of(stage, TextSource))
+    read = list(texts_in(stage))
     found = []
     for identity in texts:
         same = [
@@ -83,6 +83,11 @@ def shared_with(text: TextSource, passages: Sequence[str], lineage: Iterable[Map
 def models_in(value: Any) -> Iterator[ModelSource]:
     """Return the models that a stage's or a setting's fields name: teachers, drafts."""
     return _parts_of(value, ModelSource)
+
+
+def texts_in(value: Any) -> Iterator[TextSource]:
+    """Return the texts that a stage or an eval reads."""
+    return _parts_of(value, TextSource)
 
 
 def _parts_of(value: Any, kind: type[Part]) -> Iterator[Part]:
