@@ -51,6 +51,16 @@ class Command(click.Command):
         super().__init__(*args, **{"context_settings": CONTEXT_SETTINGS, **settings})
         debug_option(self)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it, with the shared store named for the processes that it starts too."""
+        before = os.environ.get(REMOTE)
+        os.environ |= {REMOTE: ctx.meta[REMOTE]} if REMOTE in ctx.meta else {}
+        try:
+            return super().invoke(ctx)
+        finally:
+            os.environ.pop(REMOTE, None)
+            os.environ |= {REMOTE: before} if before else {}
+
 
 class Group(click.Group):
     """Commands below one word; it takes `--debug` and `-h` like each of them."""
@@ -151,18 +161,8 @@ store_option = click.option(
 
 
 def _share(context: click.Context, _parameter: click.Parameter, url: str | None) -> None:
-    """Name the shared store for this command and for the processes that it starts."""
-    if not url:
-        return
-    before = os.environ.get(REMOTE)
-
-    def restore() -> None:
-        os.environ.pop(REMOTE, None)
-        if before is not None:
-            os.environ[REMOTE] = before
-
-    os.environ[REMOTE] = url
-    context.call_on_close(restore)
+    if url:
+        context.meta[REMOTE] = url
 
 
 remote_option = click.option(
@@ -171,6 +171,9 @@ remote_option = click.option(
     expose_value=False,
     callback=_share,
     help="Store that machines share, e.g. s3://bucket/prefix [$OPTKIT_STORE_REMOTE].",
+)
+shared_option = click.option(
+    "--remote", metavar="URL", required=True, envvar=REMOTE, help="Store that machines share [$OPTKIT_STORE_REMOTE]."
 )
 retime_option = click.option(
     "--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now."

@@ -5,10 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, json_option, store_option
+from optkit_cli.options import (
+    CONTEXT_SETTINGS,
+    Command,
+    Group,
+    all_of,
+    json_option,
+    quiet_option,
+    shared_option,
+    store_option,
+)
+
+if TYPE_CHECKING:
+    from optkit.store.remote import Remote
 
 SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 BYTES = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -32,30 +45,90 @@ AGE = Amount("age", SECONDS, "45m, 12h, 30d or 2w")
 SIZE = Amount("size", BYTES, "500MB, 20GB or 0B")
 
 
-@click.group(cls=Group, context_settings=CONTEXT_SETTINGS, short_help="See and prune what was finished before.")
+@click.group(cls=Group, context_settings=CONTEXT_SETTINGS, short_help="See, prune and share what was finished before.")
 def command() -> None:
-    """See and prune the store: the finished steps and numbers that are not made again.
+    """See, prune and share the store: the finished steps and numbers that are not made again.
 
     Everything in it can be made again, so deleting is always safe; artifacts are not touched.
     """
 
 
 @command.command("show", cls=Command, short_help="Print what the store holds.")
+@click.option("--remote", metavar="URL", help="Print what the store holds that machines share.")
 @store_option
 @json_option
-def show_command(store: Path | None, as_json: bool) -> None:
+def show_command(remote: str | None, store: Path | None, as_json: bool) -> None:
     """Print the store's place, size, steps (model, size, last use) and unfinished work."""
     from optkit.common.cache import default_store
-    from optkit.store.contents import survey
+    from optkit.store.contents import survey, survey_remote
     from optkit.store.store import Store
     from optkit_cli.output import print_json, show
     from optkit_cli.store_view import contents_view
 
-    contents = survey(Store(store or default_store()))
+    contents = survey_remote(_reached(remote)) if remote else survey(Store(store or default_store()))
     if as_json:
         print_json({**contents.model_dump(mode="json"), "size_bytes": contents.size_bytes})
     else:
         show(*contents_view(contents))
+
+
+@command.command("push", cls=Command, short_help="Give steps to a store that machines share.")
+@click.argument("keys", metavar="[KEY]...", nargs=-1)
+@all_of(shared_option, store_option, json_option, quiet_option)
+def push_command(keys: tuple[str, ...], remote: str, store: Path | None, as_json: bool, quiet: bool) -> None:
+    """Push all finished steps and numbers, or those whose keys begin with KEY.
+    Files that are there already stay, but those of a KEY go up again.
+    """
+    from optkit.common.cache import default_store
+    from optkit.store.exchange import push
+    from optkit.store.store import Store
+    from optkit_cli.output import print_result
+    from optkit_cli.progress import open_progress
+    from optkit_cli.store_view import exchanged_view
+
+    done = push(Store(store or default_store()), _reached(remote), keys, open_progress(quiet=quiet))
+    print_result(done, lambda: exchanged_view(done, "pushed to"), as_json=as_json)
+
+
+@command.command("pull", cls=Command, short_help="Take steps from a store that machines share.")
+@click.argument("keys", metavar="[KEY]...", nargs=-1)
+@click.option("--recipe", metavar="RECIPE", help="Pull what a run of this recipe would begin with, and its numbers.")
+@all_of(shared_option, store_option, json_option, quiet_option)
+def pull_command(
+    keys: tuple[str, ...], recipe: str | None, remote: str, store: Path | None, as_json: bool, quiet: bool
+) -> None:
+    """Pull the steps and numbers whose keys begin with KEY, or what a recipe needs."""
+    from optkit.common.cache import default_store
+    from optkit.errors import UsageError
+    from optkit.store.exchange import pull
+    from optkit.store.store import Store
+    from optkit_cli.output import print_result
+    from optkit_cli.progress import open_progress
+    from optkit_cli.store_view import exchanged_view
+
+    if not (keys or recipe):
+        raise UsageError("nothing says what to pull", remedy="Name keys, or give --recipe RECIPE")
+    here, there, progress = Store(store or default_store()), _reached(remote), open_progress(quiet=quiet)
+    if recipe:
+        from optkit import pipeline
+        from optkit.measuring.evaluation import metric_keys
+        from optkit.store.remote import METRICS
+        from optkit.store.shared import SharedStore
+
+        wanted = pipeline.plan(recipe, store=SharedStore(here.root, there, progress))
+        keys += tuple(step.key for step in wanted.fetched)
+        keys += tuple({*metric_keys(*wanted.evals, *wanted.further)} & {*there.keys(METRICS)})
+    done = pull(here, there, keys, progress)
+    print_result(done, lambda: exchanged_view(done, "pulled from"), as_json=as_json)
+
+
+def _reached(url: str) -> Remote:
+    """Return the shared store of a URL, of which it is sure that it answers."""
+    from optkit.store.remote import Remote
+
+    remote = Remote(url)
+    remote.check()
+    return remote
 
 
 @command.command("prune", cls=Command, short_help="Delete old steps, or until the rest fits.")

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.store.contents import Contents, Pruned, StoredStep
+from optkit.store.exchange import Exchanged
 from optkit.store.work import StoredWork
 from optkit_cli.tables import plain_table, size_text
 
@@ -24,7 +25,7 @@ def contents_view(contents: Contents) -> list[RenderableType]:
     linked = sum(step.linked_bytes for step in contents.steps)
     parts: list[RenderableType] = [Text(""), Text.assemble((str(contents.root), "bold"), told)]
     if contents.steps:
-        parts += [Text(""), _steps(contents.steps)]
+        parts += [Text(""), _steps(contents.steps, "made" if isinstance(contents.root, str) else "last use")]
     if contents.work:
         parts += [Text(""), _work(contents.work)]
     if linked:
@@ -58,12 +59,18 @@ def pruned_view(pruned: Pruned, *, dry_run: bool) -> list[RenderableType]:
     return [*table, Text(""), *(Text(line) for line in said if line)]
 
 
-def _steps(steps: Sequence[StoredStep]) -> Table:
+def exchanged_view(done: Exchanged, verb: str) -> list[RenderableType]:
+    """Return what to print of a push or a pull: `pushed to` or `pulled from`."""
+    what = f"{_counted(len(done.steps), 'step')} and {_counted(len(done.metrics), 'measurement')}"
+    return [Text(f"{what} {verb} {done.url}"), *(Text(f"  {key}", style="dim") for key in done.steps)]
+
+
+def _steps(steps: Sequence[StoredStep], when: str = "last use") -> Table:
     rows: list[tuple[Text | str, ...]] = []
     for step in steps:
         name = Text.assemble(step.kind, (f" {_fields(step.fields)}" if step.kind != "model" else "", "dim"))
         rows.append((name, step.model or "-", *_facts(step, step.key)))
-    return plain_table("step", "model", ">size", ">last use", "key", rows=rows)
+    return plain_table("step", "model", ">size", f">{when}", "key", rows=rows)
 
 
 def _work(works: Sequence[StoredWork]) -> Table:

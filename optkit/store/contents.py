@@ -7,10 +7,12 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from optkit.common.frozen import Frozen
+from optkit.store.remote import METRICS, Remote
 from optkit.store.store import RECORD, Store
 from optkit.store.work import StoredWork, delete_work, survey_work
 
@@ -32,17 +34,18 @@ class StoredStep(Frozen):
     linked_bytes: int
     """How many of these are in an artifact as well, and stay on the disk when the step is deleted."""
     last_use: float
-    """Seconds since 1970."""
+    """Seconds since 1970; in a shared store, when it was made."""
 
 
 class Contents(Frozen):
     """Everything in a store."""
 
-    root: Path
+    root: Path | str
+    """A URL if machines share it."""
     steps: tuple[StoredStep, ...]
     """The one used last first."""
-    metrics: tuple[Path, ...]
-    """One file for each eval of each model."""
+    metrics: tuple[Path | str, ...]
+    """One file, or one key of a shared store, for each eval of each model."""
     work: tuple[StoredWork, ...] = ()
     """Checkpoints of steps that were not finished, and what teachers said."""
 
@@ -88,10 +91,25 @@ def survey(store: Store) -> Contents:
     steps = [_step(entry, records) for entry in entries]
     return Contents(
         root=store.root,
-        steps=tuple(sorted(steps, key=lambda step: (-step.last_use, step.key))),
+        steps=_newest_first(steps),
         metrics=tuple(path for path in _below(store.root / "metrics") if METRIC.fullmatch(path.name)),
         work=survey_work(store),
     )
+
+
+def survey_remote(remote: Remote) -> Contents:
+    """Return what lies in a store that machines share. Raises StoreError if it does not answer."""
+    records = remote.records()
+    steps = [
+        StoredStep(
+            **_told(key, record, records),
+            size_bytes=sum(known["size_bytes"] for known in record["files"].values()),
+            linked_bytes=0,
+            last_use=datetime.fromisoformat(str(record.get("created", "1970-01-01T00:00+00:00"))).timestamp(),
+        )
+        for key, record in records.items()
+    ]
+    return Contents(root=remote.url, steps=_newest_first(steps), metrics=tuple(remote.keys(METRICS)))
 
 
 def prune(
@@ -112,7 +130,7 @@ def prune(
     contents = survey(store)
     before = math.inf if everything else -math.inf if older_than_s is None else time.time() - older_than_s
     chosen = [step for step in contents.steps if step.last_use < before]
-    metrics = [path for path in contents.metrics if path.stat().st_mtime < before]
+    metrics = [path for path in map(Path, contents.metrics) if path.stat().st_mtime < before]
     work = [each for each in contents.work if each.last_use < before]
     deleted, in_use = _delete(store, chosen, dry_run=dry_run)
     if max_bytes is not None:
@@ -172,14 +190,20 @@ def _record(entry: Path) -> Mapping[str, Any]:
     return record if whole else {}
 
 
+def _newest_first(steps: list[StoredStep]) -> tuple[StoredStep, ...]:
+    return tuple(sorted(steps, key=lambda step: (-step.last_use, step.key)))
+
+
+def _told(key: str, record: Mapping[str, Any], records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    kind, fields = str(record.get("kind", "damaged")), record.get("fields") or {}
+    return {"key": key, "kind": kind, "fields": fields, "model": _model(record, records)}
+
+
 def _step(entry: Path, records: Mapping[str, Mapping[str, Any]]) -> StoredStep:
     record = records[entry.name]
     files = [path.lstat() for path in (entry / "model").rglob("*") if path.is_file()]
     return StoredStep(
-        key=entry.name,
-        kind=str(record.get("kind", "damaged")),
-        fields=record.get("fields") or {},
-        model=_model(record, records),
+        **_told(entry.name, record, records),
         size_bytes=sum(status.st_size for status in files),
         linked_bytes=sum(status.st_size for status in files if status.st_nlink > 1),
         last_use=(entry / RECORD).stat().st_mtime,

@@ -71,8 +71,15 @@ class Remote:
     def record(self, key: str) -> dict[str, Any] | None:
         """Return the record of a step; None if there is none that can be followed."""
         found = self.read(STEPS, key)
-        files = found.get("files") if isinstance(found, dict) else None
-        return found if isinstance(files, dict) and all(_is_file(*each) for each in files.items()) else None
+        return found if _is_record(found) else None
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        """Return the records of all steps by their keys, read at the same time if that is possible."""
+        keys = self.keys(STEPS)
+        with self._talking("read"):
+            texts = self._files.cat([self._path(STEPS, f"{key}.json") for key in keys], on_error="omit") if keys else {}
+        found = ((Path(path).stem, unsealed(text)) for path, text in texts.items())
+        return {key: record for key, record in found if record and _is_record(record)}
 
     def keys(self, folder: str) -> list[str]:
         """Return the keys of all steps or metrics."""
@@ -173,6 +180,11 @@ def fetch_step(store: Store, remote: Remote, key: str, progress: Progress) -> Pa
     return store.get(key)
 
 
+def _is_record(found: Any) -> bool:
+    files = found.get("files") if isinstance(found, dict) else None
+    return isinstance(files, dict) and all(_is_file(*each) for each in files.items())
+
+
 def _is_file(name: str, known: Any) -> bool:
     """Say whether a record describes a file below the step's directory."""
     climbs = Path(name).is_absolute() or ".." in Path(name).parts
@@ -193,8 +205,9 @@ def _opened(url: str) -> tuple[Any, str]:
         # Others write there too, so nothing that was listed before is true.
         files, root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
-        known = fsspec.registry.known_implementations[urlsplit(url).scheme]
-        package = known["class"].split(".")[0]
+        from fsspec.registry import known_implementations
+
+        package = known_implementations[urlsplit(url).scheme]["class"].split(".")[0]
         raise MissingPackageError(package, where=url, install=PACKAGES.get(package, package)) from error
     except ValueError as error:
         remedy = "Write s3://bucket/prefix, gs://bucket/prefix or a directory"

@@ -46,6 +46,15 @@ class SharedStore(Store):
         super().put_json(key, value)
         self._try("push", lambda: self.remote.write(METRICS, key, value))
 
+    def record(self, key: str) -> dict[str, Any]:
+        """Return the record of a step that any of the machines finished."""
+        try:
+            return super().record(key)
+        except StoreError:
+            if found := self._try("fetch", lambda: self.remote.record(key)):
+                return found
+            raise
+
     def fetch(self, key: str) -> Path | None:
         """Take a finished step that another machine made."""
         return self._try("fetch", lambda: fetch_step(self, self.remote, key, self._progress))

@@ -2,52 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from optkit.errors import ResourceError
 from optkit.store.remote import Remote
-from optkit.store.shared import SharedStore, open_store
+from optkit.store.shared import SharedStore
 from optkit.store.store import Store
 from tests.conftest import RUN, TinyModel, Warnings
+from tests.store.conftest import Opened
 from tests.support.command_line import spoken
-from tests.support.object_store import SECRET, Way, environment, object_store, refusing
+from tests.support.object_store import SECRET, Way, refusing
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = "model.safetensors"
 KEY, OTHER = "a" * 64, "b" * 64
-Opened = Callable[..., SharedStore]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with object_store() as address:
-        yield address
-
-
-@pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """The URL of a store in a bucket of its own; the environment leads there."""
-    from s3fs import S3FileSystem
-
-    monkeypatch.setattr(S3FileSystem, "retries", 1)
-    logging.getLogger("werkzeug").setLevel(logging.WARNING)
-    for name, value in environment(server).items():
-        monkeypatch.setenv(name, value)
-    name = "b" + hashlib.sha256(request.node.name.encode()).hexdigest()[:20]
-    files().mkdir(name)
-    return f"s3://{name}/team"
 
 
 @pytest.fixture(params=["s3", "file"])
@@ -58,27 +35,10 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"file://{tmp_path}/shared"
 
 
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opened:
-    """Opens the store of a machine, by name."""
-
-    def opened(name: str, url: str) -> SharedStore:
-        monkeypatch.setenv("OPTKIT_STORE_REMOTE", url)
-        store = open_store(tmp_path / name, Warnings())
-        assert isinstance(store, SharedStore)
-        return store
-
-    return opened
-
-
 def said(store: SharedStore) -> list[str]:
     """Return the warnings of a store that `machine` opened."""
     assert isinstance(store._progress, Warnings)
     return store._progress.lines
-
-
-def files() -> fsspec.AbstractFileSystem:
-    return fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
 
 
 def make(store: Store, key: str = KEY, text: str = "weights") -> None:
@@ -146,7 +106,7 @@ def writer(root: Path, text: str, program: str = WRITER) -> subprocess.Popen[byt
     return subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
 
 
-@pytest.mark.parametrize("texts", ["xx", "wxyz"])
+@pytest.mark.parametrize(("url", "texts"), [("file", "xx"), ("s3", "wxyz")], indirect=["url"])
 def test_several_writers_of_one_key_do_not_mix(url: str, machine: Opened, tmp_path: Path, texts: str) -> None:
     store = machine("reader", url)
     writers = [writer(tmp_path / f"{number}", text) for number, text in enumerate(texts)]
@@ -194,7 +154,9 @@ def _lose(remote: Remote, path: str) -> None:
     remote._files.rm_file(path)
 
 
-@pytest.mark.parametrize("damage", [_cut, _flip, _lose])
+@pytest.mark.parametrize(
+    ("url", "damage"), [("s3", _cut), ("s3", _flip), ("s3", _lose), ("file", _cut), ("file", _lose)], indirect=["url"]
+)
 def test_a_damaged_file_is_not_taken_and_the_next_push_mends_it(
     url: str, machine: Opened, damage: Callable[[Remote, str], None]
 ) -> None:
@@ -211,15 +173,15 @@ def test_a_damaged_file_is_not_taken_and_the_next_push_mends_it(
     assert contents(fetch(three)) == contents(one.get(KEY))
 
 
-@pytest.mark.parametrize("damage", [_cut, _flip, _lose])
+@pytest.mark.parametrize("damage", [_cut, _flip])
 def test_a_damaged_record_or_number_is_not_there(
-    url: str, machine: Opened, damage: Callable[[Remote, str], None]
+    bucket: str, machine: Opened, damage: Callable[[Remote, str], None]
 ) -> None:
-    one, two = machine("one", url), machine("two", url)
+    one, two = machine("one", bucket), machine("two", bucket)
     make(one)
     one.put_json(OTHER, 1.5)
     for folder in ("steps", "metrics"):
-        damage(one.remote, objects(url, folder)[0])
+        damage(one.remote, objects(bucket, folder)[0])
     assert not two.is_remote(KEY)
     assert fetch(two) is None
     assert two.get_json(OTHER) is None
