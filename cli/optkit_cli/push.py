@@ -21,6 +21,7 @@ def command(artifact: Path, address: str, dry_run: bool, allow_failed_gates: boo
 
     \b
     hf://OWNER/NAME[@REVISION]            the Hugging Face hub ($HF_TOKEN, $HF_ENDPOINT)
+    mlflow://EXPERIMENT[/REGISTERED_NAME] MLflow ($MLFLOW_TRACKING_URI)
 
     Exit status: 3 if a file was lost or changed, or a gate failed and --allow-failed-gates is not
     given.

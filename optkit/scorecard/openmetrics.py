@@ -31,7 +31,7 @@ def to_openmetrics(scorecard: Scorecard) -> str:
     """
     from prometheus_client.openmetrics.exposition import generate_latest
 
-    lines = [line for row in scorecard.rows for line in _of_row(row)]
+    lines = number_lines(scorecard)
     lines += [
         ("gate_exit_status", {"gate": f"{line.row} {line.limit}"}, EXIT_STATUS[line.verdict])
         for line in gate_lines(scorecard)
@@ -39,6 +39,11 @@ def to_openmetrics(scorecard: Scorecard) -> str:
     ]
     written: bytes = generate_latest(_Families(scorecard.name, lines))
     return written.decode("utf-8")
+
+
+def number_lines(scorecard: Scorecard) -> list[Line]:
+    """Return every number and ratio that was measured, with the ends of its interval."""
+    return [line for row in scorecard.rows for line in _of_row(row)]
 
 
 class _Families:

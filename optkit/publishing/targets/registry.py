@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 TARGETS = {
     "hf": "optkit.publishing.targets.hub:Hub",
+    "mlflow": "optkit.publishing.targets.mlflow:Mlflow",
 }
 """Scheme -> `module:Class` of an `optkit.publishing.targets.base.Target`."""
 PASSWORD = re.compile(r"[^/]*@")
