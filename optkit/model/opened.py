@@ -20,6 +20,8 @@ class Opened(Protocol):
     """How many tokens there are."""
     positions: int
     """Longest sequence that the model was built for, in tokens."""
+    trust_remote_code: bool
+    """Whether the code that came with the model is run."""
     hidden_memory: str
     """Why torch does not know how much of the device's memory the session takes; empty if it
     does.

@@ -53,12 +53,12 @@ class TextSession(ABC):
 
     def __init__(self, directory: Path, device: str, trust_remote_code: bool) -> None:
         self.directory, self.device = directory, device
-        self._trust_remote_code = trust_remote_code
+        self.trust_remote_code = trust_remote_code
 
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the directory; raises SourceError if there is none."""
-        return load_tokenizer(self.directory, self._trust_remote_code)
+        return load_tokenizer(self.directory, self.trust_remote_code)
 
     def _in_use(self, opened: Opened | None) -> Opened:
         """Return what `close` takes away; raises OptkitError if it did."""

@@ -30,6 +30,7 @@ class MadeUp:
 
     directory, device, vocabulary, positions, hidden_memory = Path("made-up"), "cpu", 256, 64, ""
     notes: tuple[str, ...] = ()
+    trust_remote_code = False
 
     def __init__(
         self, noise: float = 0.0, pooling: str = "mean of the tokens", shift: int = 0, width: int = 16

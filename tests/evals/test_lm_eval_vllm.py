@@ -16,10 +16,12 @@ from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.store.store import Store
+from optkit.verification.engines import ask
 from tests.support.fake_engine import answer, program, refusal
 
 pytest.importorskip("lm_eval")
 
+from optkit_evals import vllm
 from optkit_evals.lm_eval import LmEval
 
 from tests.support.harness_tasks import ITEMS, write_tasks
@@ -100,6 +102,27 @@ def test_what_vllm_cannot_do_is_an_error(session, tasks, tmp_path, monkeypatch, 
     monkeypatch.setenv("OPTKIT_VLLM_PYTHON", program(tmp_path, said))
     with pytest.raises(EvalError, match=told):
         Found.of(LmEval(tasks=tasks[:1], engine="vllm"), session, EvalContext())
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_of_the_model_runs_under_vllm_if_it_is_trusted(tiny_model, tasks, tmp_path, monkeypatch, trusted):
+    model = tmp_path / "own"
+    shutil.copytree(tiny_model("llama"), model)
+    config = json.loads((model / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "configuration_mine.Mine"}
+    (model / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("OPTKIT_VLLM_PYTHON", program(tmp_path, refusal("ValueError: it wants its own code")))
+    requests = []
+    monkeypatch.setattr(vllm, "ask", lambda *args: requests.append(args[2]) or ask(*args))
+    opened = open_session(tiny_model("llama"), [], device="cpu", trust_remote_code=trusted)
+    opened.directory = model
+    told = (
+        "Open it with" if trusted else r"code of its own \(configuration_mine\.Mine\): .* --trust-remote-code, or take"
+    )
+    with pytest.raises(EvalError, match=told):
+        Found.of(LmEval(tasks=tasks[:1], engine="vllm"), opened, EvalContext())
+    assert [each["trust_remote_code"] for each in requests] == [trusted]
+    opened.close()
 
 
 def test_an_item_for_which_vllm_has_no_room_is_refused(python, session, tasks, tmp_path):

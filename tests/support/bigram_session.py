@@ -21,6 +21,7 @@ class BigramSession:
         self.positions = positions
         self.notes: tuple[str, ...] = ()
         self.hidden_memory = ""
+        self.trust_remote_code = False
         self.table = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed))
         self.before, self.after = before, after
         self.on_token: Callable[[int, int], None] = lambda batch, index: None

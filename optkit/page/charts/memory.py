@@ -11,6 +11,7 @@ from optkit.page.charts.chart import MODELS, Chart, Colour, Key, Mark, paint
 from optkit.scorecard import Scorecard
 
 READ = "Resident memory of the run and of the processes that it started"
+ON_GPU = " On the GPU it is what torch allocated in the run's own process; that of other processes is not counted."
 COLOURS: dict[str, Colour] = {"": "grey", **dict(MODELS)}
 LETTER = 0.018
 """About the share of a chart's width that a letter takes; a phase that has no room for its name has none."""
@@ -23,11 +24,14 @@ def memory(scorecard: Scorecard) -> list[Chart]:
     caption = f"{READ}." + (" A step from the store was read when it was made." if any(x.cached for x in steps) else "")
     if without := [step.kind for step in steps if not step.memory]:
         caption += f" Not read: {', '.join(without)}, made by an earlier optkit."
+    on_gpu = "" if scorecard.environment.get("device", "cpu") == "cpu" else ON_GPU
     measured = [(trace, f"{trace.of}: {trace.name}") for trace in scorecard.memory]
     timed = f"{READ}; of what is timed, the process that is timed alone, in the first of its turns."
     return [
-        *_chart("memory-made", "Memory while it was made", [(each, name) for each, name in made if each], caption),
-        *_chart("memory-measured", "Memory while it was measured", measured, timed),
+        *_chart(
+            "memory-made", "Memory while it was made", [(each, name) for each, name in made if each], caption + on_gpu
+        ),
+        *_chart("memory-measured", "Memory while it was measured", measured, timed + on_gpu),
     ]
 
 
