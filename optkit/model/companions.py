@@ -8,6 +8,7 @@ merely happens to lie there.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,9 +31,15 @@ KINDS = (
     # templates and processors
     "*.jinja", "chat_template*.json", "*processor*.json",
     # documents
-    "README*", "LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "CITATION*", "*POLICY*", "MODEL_CARD*",
+    "README*", "*LICENSE*", "*LICENCE*", "COPYING*", "*NOTICE*", "CITATION*", "*POLICY*", "MODEL_CARD*",
 )  # fmt: skip
 """What travels with the weights, by patterns of file names; `*.py` too if its code is trusted."""
+LICENCES = re.compile("licen[cs]es", re.IGNORECASE)
+"""A folder of texts that all travel."""
+FOLDERS = re.compile(rf"|\d+_\w+|adapter|additional_chat_templates|{LICENCES.pattern}", re.IGNORECASE)
+"""Folders of a repository with files of the model in its root: modules of sentence-transformers,
+e.g. `1_Pooling`, an adapter, templates, licences. Others hold the same model for other programs.
+"""
 CODE = ".py"
 UNSAID = frozenset({".git", ".gitattributes", ".gitignore", ".cache", "__pycache__"})
 """Left out of every copy, and nobody has to be told."""
@@ -141,9 +148,27 @@ def _why_not(root: Path, name: str, path: Path, trusted: bool) -> str:
         return OUTSIDE
     if path.suffix == CODE:
         return "" if trusted else UNTRUSTED
+    return "" if _is_known(name) and not _is_hidden(name) else UNKNOWN
+
+
+def _is_known(name: str) -> bool:
+    path = PurePath(name)
     spellings = (path.name, path.name.upper())  # documents are spelled either way
-    known = any(fnmatchcase(each, pattern) for pattern in KINDS for each in spellings)
-    return "" if known and not _is_hidden(name) else UNKNOWN
+    return LICENCES.fullmatch(path.parent.name) is not None or any(
+        fnmatchcase(each, pattern) for pattern in KINDS for each in spellings
+    )
+
+
+def belongs_to_model(name: str, trusted: bool = False) -> bool:
+    """Say whether a file of a repository is one of its model's: a weight, or of a kind that travels.
+    `trusted`: Python files in the root too.
+    """
+    folder, _, file = name.rpartition("/")
+    if not folder and file.endswith(CODE):
+        return trusted
+    if not FOLDERS.fullmatch(folder) or file.startswith("consolidated") or file.endswith(".bin.index.json"):
+        return False
+    return file.endswith((".safetensors", ".json")) or _is_known(name)
 
 
 def holds_weights(path: PurePath) -> bool:

@@ -5,10 +5,9 @@ Files are looked for in the hub's own cache first.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,8 +85,8 @@ class HubRepo:
                 ) from error
         raise self._unreachable(name, cached, unreachable[0])
 
-    def download(self, commit: str, wanted: tuple[str, ...], unwanted: tuple[str, ...], progress: Progress) -> Path:
-        """Return a commit's directory in the hub's cache, with the `wanted` files, not `unwanted`.
+    def download(self, commit: str, wanted: Callable[[str], bool], progress: Progress) -> Path:
+        """Return a commit's directory in the hub's cache, with the files whose names are `wanted`.
 
         Raises SourceError if they cannot all be had.
         """
@@ -95,12 +94,7 @@ class HubRepo:
             from huggingface_hub import HfApi
 
             listed = HfApi().model_info(self.name, revision=commit, files_metadata=True).siblings or []
-            files = {
-                file.rfilename: file.size or 0
-                for file in listed
-                if any(fnmatch(file.rfilename, pattern) for pattern in wanted)
-                and not any(fnmatch(file.rfilename, pattern) for pattern in unwanted)
-            }
+            files = {file.rfilename: file.size or 0 for file in listed if wanted(file.rfilename)}
             with progress.task(f"download {self.name}", sum(files.values()), "bytes") as task:
                 for name, size_bytes in sorted(files.items()):
                     self.file(name, commit)

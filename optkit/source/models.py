@@ -8,6 +8,7 @@ import difflib
 import importlib.util
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from optkit.common.files import is_directory, is_file
 from optkit.common.frozen import Frozen, digest
 from optkit.errors import MissingPackageError, SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.companions import published_files
+from optkit.model.companions import belongs_to_model, published_files
 from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
 from optkit.model.gguf_file import read_gguf
@@ -42,9 +43,6 @@ UNPACKING = 3
 order.
 """
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
-WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
-UNWANTED = ("[!0-9]*/*", "?[!_]*/*", "*/*/*", "consolidated*", "*.bin.index.json")
-"""Of folders only those of the modules of sentence-transformers are wanted, e.g. `1_Pooling`."""
 
 
 @dataclass(frozen=True)
@@ -200,8 +198,8 @@ def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[
         if place.is_dir():
             raise SourceError("a directory is used where it is", where=str(place))
         return import_gguf(place, target, progress)
-    wanted = (*WANTED, "*.py") if pinned.trust_remote_code else WANTED
-    snapshot = place.download(str(pinned.revision), wanted, UNWANTED, progress)
+    wanted = partial(belongs_to_model, trusted=pinned.trust_remote_code)
+    snapshot = place.download(str(pinned.revision), wanted, progress)
     Checkpoint(snapshot)
     if not _is_whole(snapshot):
         raise SourceError(

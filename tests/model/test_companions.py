@@ -15,7 +15,7 @@ import pytest
 from optkit import pipeline
 from optkit.errors import SourceError
 from optkit.model.checkpoint import INDEX, Checkpoint
-from optkit.model.companions import find_companions, lies_inside, published_files, require_inside
+from optkit.model.companions import belongs_to_model, find_companions, lies_inside, published_files, require_inside
 from optkit.model.pooling import missing_modules
 from optkit.source.digests import FileDigests
 from optkit.source.directory import check_directory, directory_revision, left_out
@@ -165,3 +165,30 @@ class TestWeights:
         (tmp_path / "link").symlink_to(model)
         assert Checkpoint(tmp_path / "link").tensors
         assert require_inside(tmp_path / "link", "LICENSE") == tmp_path / "link" / "LICENSE"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("model-00001-of-00002.safetensors", True),
+        ("README.md", True),
+        ("Third_Party_Notices.txt", True),
+        ("Gemma-License.pdf", True),
+        ("LICENSES/MIT.txt", True),
+        ("1_Pooling/config.json", True),
+        ("adapter/adapter_config.json", True),
+        ("adapter/adapter_model.safetensors", True),
+        ("additional_chat_templates/tool_use.jinja", True),
+        ("1_Pooling/deep/x.json", False),
+        ("onnx/model.json", False),
+        ("original/params.json", False),
+        ("consolidated.safetensors", False),
+        ("pytorch_model.bin.index.json", False),
+        ("notes.txt", False),
+        ("modeling.py", False),
+    ],
+)
+def test_files_of_a_repository(name: str, wanted: bool) -> None:
+    assert belongs_to_model(name) is wanted
+    assert belongs_to_model("modeling.py", trusted=True)
+    assert not belongs_to_model("scripts/run.py", trusted=True)

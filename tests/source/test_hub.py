@@ -138,6 +138,8 @@ class TestOnline:
     def files(self, online, tiny_model):
         """Let the hub hold a tiny model, and files that nobody needs."""
         names = {file.name: file for file in tiny_model("llama").iterdir()}
+        documents = ("README.md", "NOTICE.txt", "USE_POLICY.md", "LICENSES/Apache-2.0.txt", "tokenizer.spm")
+        names |= dict.fromkeys(documents, names["tokenizer_config.json"])
         unwanted = [
             "pytorch_model.bin",
             "model.gguf",
@@ -173,10 +175,11 @@ class TestOnline:
         assert sorted(online.downloaded) == sorted(files)
         assert steps == [("download org/tiny", 10 * len(files), "bytes"), *[10] * len(files)]
         assert details == {"format": "hub", "snapshot": str(hub_cache / "models--org--tiny" / "snapshots" / NEW)}
-        assert {file.name: file.read_bytes() for file in target.iterdir()} == {
+        there = {file.relative_to(target).as_posix(): file for file in target.rglob("*") if not file.is_dir()}
+        assert {name: file.read_bytes() for name, file in there.items()} == {
             name: file.read_bytes() for name, file in files.items()
         }
-        assert not any(file.is_symlink() for file in target.iterdir())
+        assert not any(file.is_symlink() for file in there.values())
         assert locate_model(pinned) == Path(details["snapshot"])
 
     def test_code_is_downloaded_only_where_it_is_trusted(self, hub_cache, online, files, tmp_path, tiny_model):
