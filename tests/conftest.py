@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("OPTKIT_STORE_REMOTE", None)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest

@@ -34,6 +34,10 @@ class RemoteError(StoreError):
     """The store that machines share does not answer, or refuses."""
 
 
+class UnusableError(RemoteError):
+    """It will never answer like this: no such place, or no credentials."""
+
+
 class Remote:
     """The files below a URL. Everything raises RemoteError if the other side fails."""
 
@@ -45,7 +49,7 @@ class Remote:
         """Steps of which a damaged file was read here: they go up again as a whole."""
 
     def check(self) -> None:
-        """Raise StoreError if there is no such bucket or directory, or no credentials."""
+        """Raise UnusableError if there is no such bucket or directory, or no credentials."""
         path = self._root if self._root.startswith("/") else self._root.split("/")[0]
         with self._talking("read"):
             try:
@@ -53,7 +57,8 @@ class Remote:
             except FileNotFoundError:
                 if not self._files.exists(path):
                     remedy = "Make it, or correct the URL"
-                    raise StoreError(f"there is no bucket or directory {path}", where=self.url, remedy=remedy) from None
+                    what = f"there is no bucket or directory {path}"
+                    raise UnusableError(what, where=self.url, remedy=remedy) from None
 
     def read(self, folder: str, key: str) -> Any | None:
         """Return a JSON document; None if there is none, or it was changed or cut off."""
@@ -142,7 +147,7 @@ class Remote:
                 raise
             if "redential" in type(error).__name__:
                 remedy = "Set those of your provider, e.g. AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-                raise StoreError("there are no credentials for it", where=self.url, remedy=remedy) from error
+                raise UnusableError("there are no credentials for it", where=self.url, remedy=remedy) from error
             raise RemoteError(f"it cannot be {what}", where=self.url, why=first_line(error)) from error
 
 

@@ -5,15 +5,16 @@ A run never fails because of that one. What it cannot fetch it makes, what it ca
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from optkit.common.cache import default_store
-from optkit.errors import StoreError
+from optkit.errors import ResourceError, StoreError
 from optkit.progress import Progress, SilentProgress
-from optkit.store.remote import METRICS, Remote, RemoteError, fetch_step, push_step
+from optkit.store.remote import METRICS, Remote, RemoteError, UnusableError, fetch_step, push_step
 from optkit.store.store import Store
 
 VARIABLE = "OPTKIT_STORE_REMOTE"
@@ -21,6 +22,7 @@ GOING_ON = {
     "fetch": "What is not here is made here",
     "push": "What is made stays here; give it later by `optkit store push --remote {url}`",
 }
+DAMAGED = {"fetch": "It is made again", "push": "It is not pushed"}
 T = TypeVar("T")
 
 
@@ -38,7 +40,8 @@ class SharedStore(Store):
         if found is None:
             found = self._try("fetch", lambda: self.remote.read(METRICS, key))
             if found is not None:
-                super().put_json(key, found)
+                with contextlib.suppress(StoreError, ResourceError):  # who can only read here may look all the same
+                    super().put_json(key, found)
         return found
 
     def put_json(self, key: str, value: Any) -> None:
@@ -69,21 +72,21 @@ class SharedStore(Store):
 
     def check(self) -> None:
         """Raise an OptkitError if the remote store can never be used like this."""
-        self._try("fetch", self.remote.check, but=StoreError)
+        self._try("fetch", self.remote.check, but=UnusableError)
 
-    def _try(self, direction: str, do: Callable[[], T], but: type[StoreError] | tuple[()] = ()) -> T | None:
+    def _try(self, direction: str, do: Callable[[], T], but: type[UnusableError] | tuple[()] = ()) -> T | None:
         """Talk to the remote store. Once that has failed it is no longer asked in this direction."""
         if direction in self._off:
             return None
         try:
             return do()
+        except but:
+            raise
         except RemoteError as error:
             self._off.add(direction)
             self._progress.warn(f"{error} {GOING_ON[direction].format(url=self.remote.url)}.")
-        except but:
-            raise
         except StoreError as error:
-            self._progress.warn(f"{error} It is made again.")
+            self._progress.warn(f"{error} {DAMAGED[direction]}.")
         return None
 
 

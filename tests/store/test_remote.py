@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -199,20 +200,19 @@ def test_a_record_that_leads_out_of_the_step_is_not_followed(bucket: str, machin
     assert not (two.root / "drafts" / "outside").exists()
 
 
-def test_a_full_disk_while_fetching_is_said_and_leaves_nothing(
-    bucket: str, machine: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_while_fetching_is_said_and_leaves_nothing(bucket: str, machine: Opened) -> None:
     one, two = machine("one", bucket), machine("two", bucket)
-    make(one)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(two.remote._files, "get_file", full)
-    with pytest.raises(ResourceError, match="disk"):
-        fetch(two)
+    make(one, text="x" * 2_000_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        with pytest.raises(ResourceError, match="larger than this process may write .* while writing the step aaaa"):
+            fetch(two)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert two.get(KEY) is None
     assert not any((two.root / "drafts").iterdir())
+    assert contents(fetch(two)) == contents(one.get(KEY))
 
 
 def test_a_key_that_is_refused_stops_no_run(
@@ -263,6 +263,23 @@ def test_a_server_that_does_not_answer_stops_no_run(
         f"{bucket}: it cannot be read",
         f"{bucket}: it cannot be written",
     ]
+
+
+def test_a_machine_that_can_only_read_its_own_store_still_sees_what_is_shared(bucket: str, machine: Opened) -> None:
+    machine("one", bucket).put_json(OTHER, 1.5)
+    two = machine("two", bucket)
+    two.root.write_text("no directory")
+    assert two.get_json(OTHER) == 1.5
+
+
+def test_a_step_that_was_changed_meanwhile_is_not_pushed(bucket: str, machine: Opened) -> None:
+    one = machine("one", bucket)
+    with one.write(KEY) as draft:
+        (draft.model / "a").write_text("a")
+    (one.get(KEY) / "a").write_text("b!")
+    one.push(KEY)
+    assert said(one) == ["the step aaaaaaaaaaaa: its files were changed or lost. Make it again. It is not pushed."]
+    assert one.remote.keys("steps") == []
 
 
 def test_a_server_that_is_not_there_stops_no_run(bucket: str, machine: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
