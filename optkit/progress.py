@@ -4,8 +4,18 @@ The command line draws it, the library is silent by default.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Protocol, Self
+
+
+class ToActOn(str):
+    """A note of a session that asks someone to act, e.g. because layers have no fast kernel here."""
+
+
+def asking(notes: Iterable[str]) -> list[str]:
+    """Return those of a session's notes that ask someone to act."""
+    return [note for note in notes if isinstance(note, ToActOn)]
 
 
 class Task(Protocol):
@@ -34,6 +44,16 @@ class Progress(Protocol):
     def warn(self, line: str) -> None:
         """Print one line that the user must not miss."""
         ...
+
+
+class OneModel:
+    """Reports to another, and names in the bars the model that is worked on."""
+
+    def __init__(self, progress: Progress, model: str) -> None:
+        self._model, self.say, self.warn, self._task = model, progress.say, progress.warn, progress.task
+
+    def task(self, label: str, total: int, unit: str = "") -> Task:
+        return self._task(f"{label} of {self._model}", total, unit)
 
 
 class SilentTask:

@@ -25,7 +25,12 @@ from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 
 @click.command(cls=Command, short_help="Measure a model or an artifact.")
 @click.argument("model", metavar="MODEL_OR_ARTIFACT", shell_complete=artifacts)
-@click.option("--evals", metavar="FILE", required=True, help="A recipe, or any YAML file with a list `evals:`.")
+@click.option(
+    "--evals",
+    metavar="FILE",
+    required=True,
+    help="A recipe, shipped (e.g. llama_int4) or yours, or any YAML file with a list `evals:`.",
+)
 @click.option(
     "--model",
     "unmodified",

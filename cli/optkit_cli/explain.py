@@ -1,4 +1,4 @@
-"""`optkit explain`: what a stage, an eval, a metric, an error, an exit status or a word means."""
+"""`optkit explain`: what a stage, an eval, a field, a metric, an error, an exit status or a word means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -33,10 +33,11 @@ EXIT_STATUSES = {
 RELATIVE = "1x", "x: times the baseline"
 
 
-@click.command(cls=Command, short_help="Say what a stage, metric, error or word means.")
+@click.command(cls=Command, short_help="Say what a stage, field, metric, error or word means.")
 @click.argument("name", metavar="NAME", nargs=-1, required=True, shell_complete=completion.names)
 def command(name: tuple[str, ...]) -> None:
-    """Print what NAME means: a stage, a setting, an eval, a metric, an error, an exit status, a word.
+    """Print what NAME means: a stage, a setting, a field of these, an eval, a metric, an error, an exit
+    status, a word.
 
     Of an error, give some words of its message too: optkit explain "no such model".
     """
@@ -54,7 +55,9 @@ def pages(name: str) -> list[str]:
 
     found = [page for read in READERS for page in read(name)]
     if not found:
-        known = {word.lower(): word for word in known_names()}
+        from optkit.recipe.reference import field_names
+
+        known = {word.lower(): word for word in [*field_names(), *known_names()]}
         near = [f"'{known[word]}'" for word in difflib.get_close_matches(name.lower(), known, n=3)]
         remedy = (
             f"Did you mean {' or '.join(near)}?" if near else "`optkit list stages`, or evals, has what recipes name"
@@ -82,6 +85,31 @@ def _entry(name: str) -> Iterator[str]:
     for role, names in (("stage", stage_names()), ("eval", eval_names())):
         if name in names:
             yield f"{name} ({role})\n\n{plain(entry(role, name))}"
+
+
+def _field(name: str) -> Iterator[str]:
+    """Yield a page for each meaning of a field, and of the one that a message of a recipe begins with."""
+    from optkit.recipe.reference import fields_called
+
+    path = re.sub(r"^(error: )?(\S+:\d+:\d+: )?([\w.]+): .* is not .*", r"\3", name)
+    for said, places in fields_called(path).items():
+        inside = sorted({place.rpartition(".")[0] for place in places})
+        there = f"In {', '.join(inside)}." if any(inside) else "A key of the recipe."
+        yield "\n\n".join([f"{path.rpartition('.')[2]} (field)", plain(said), _wrapped(there), _with_field(places)])
+
+
+def _with_field(places: Sequence[str]) -> str:
+    """Return an example with a field that is at these places, of the first stage or eval that has one."""
+    from optkit.recipe.entries import class_of
+
+    written = ""
+    for group, kind, *way in (place.split(".") for place in places if "." in place):
+        example = class_of(group[:-1], kind).example
+        if all(f"{name}:" in example for name in way):
+            return textwrap.indent(f"{group}:\n{textwrap.indent(example, '  ')}", "    ")
+        few = f"    {group}:\n      - {kind}: {{{way[0]}: VALUE}}" if len(way) == 1 else ""
+        written = written or few or f"`optkit explain {kind}` has an example of {group}.{kind}."
+    return written or f"    {places[0]}: VALUE"
 
 
 def _metric(name: str) -> Iterator[str]:
@@ -173,7 +201,7 @@ def _words() -> Mapping[str, str]:
     return {word: plain(" ".join(text.split())) for word, text in found}
 
 
-READERS: tuple[Callable[[str], Iterator[str]], ...] = (_entry, _metric, _error, _status, _word)
+READERS: tuple[Callable[[str], Iterator[str]], ...] = (_entry, _field, _metric, _error, _status, _word)
 
 
 def plain(markdown: str) -> str:

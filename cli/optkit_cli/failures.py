@@ -81,6 +81,8 @@ def failure_of(error: BaseException) -> Failure:
 
 def _usage_error(error: click.ClickException) -> Failure:
     message = " ".join(error.format_message().split())
+    if isinstance(error, click.MissingParameter) and (meaning := getattr(error.param, "help", "")):
+        message += f" It is: {meaning}"
     if not isinstance(error, click.UsageError) or error.ctx is None:
         return Failure("UsageError", error.exit_code, message)
     remedy = f"Try: {error.ctx.command_path} --help"

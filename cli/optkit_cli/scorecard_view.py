@@ -121,6 +121,8 @@ class Numbers:
 
     def _table(self, narrow: bool) -> Table:
         table = plain_table("", ">baseline", ">artifact", ">ratio or ± [95%]", "gate", space=1 if narrow else 2)
+        verdicts = [gate.verdict for row in self.scorecard.rows for gate in row.gates]
+        table.columns[-1].min_width = max(map(len, verdicts), default=0)
         lines = table_rows(self.scorecard)
         firsts = [index for index, line in enumerate(lines) if line.of == "baseline"]
         blocks = [lines[start:end] for start, end in pairwise([*firsts, len(lines)])]

@@ -16,6 +16,7 @@ from optkit.kernels.float8_linear import Float8Linear, WidenedLinear, why_not_sc
 from optkit.kernels.int8_linear import Int8Linear, why_not_integers
 from optkit.kernels.stored_layer import StoredLayer
 from optkit.model.shape import TensorInfo
+from optkit.progress import ToActOn
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,12 @@ class FloatQuantizedLayer(_EightBitLayer):
         parts = self._parts(device)
         if self.rounding in ("none", "group") or self.scheme["weights"]["strategy"] == "block":
             group = self._input_group()
-            sentence = f"fp8: {{layers}} are dequantized at each call, {_INPUTS[self.rounding]}"
+            sentence = ToActOn(f"fp8: {{layers}} are dequantized at each call, {_INPUTS[self.rounding]}")
             return WidenedLinear(parts.codes, parts.scales, parts.tile, group, bias, dtype), sentence
         layer = Float8Linear(parts.codes, parts.scales, parts.input_scale, bias, dtype)
         reason = why_not_scaled(*self.shape, device)
-        how = f"are widened at each call, because {reason}" if reason else "use torch._scaled_mm"
-        return layer, f"fp8: {{layers}} {how}; {_INPUTS[self.rounding]}"
+        how = ToActOn(f"are widened at each call, because {reason}") if reason else "use torch._scaled_mm"
+        return layer, type(how)(f"fp8: {{layers}} {how}; {_INPUTS[self.rounding]}")
 
     def _input_group(self) -> int | None:
         """Return how many inputs are rounded with one scale, None if they are not rounded."""
@@ -146,8 +147,8 @@ class IntQuantizedLayer(_EightBitLayer):
         parts = self._parts(device)
         layer = Int8Linear(parts.codes, parts.scales, parts.input_scale, bias, dtype)
         reason = why_not_integers(*self.shape, device)
-        how = f"are multiplied in float32, because {reason}" if reason else "use torch._int_mm"
-        return layer, f"w8a8: {{layers}} {how}; {_INPUTS[self.rounding]}"
+        how = ToActOn(f"are multiplied in float32, because {reason}") if reason else "use torch._int_mm"
+        return layer, type(how)(f"w8a8: {{layers}} {how}; {_INPUTS[self.rounding]}")
 
 
 _INPUTS = {

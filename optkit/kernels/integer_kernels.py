@@ -17,6 +17,7 @@ from optkit.kernels.fastest_kernel import Kernel, fastest
 from optkit.kernels.int4 import Int4Linear, why_not_int4
 from optkit.kernels.packed_linear import PackedLinear, PackedWeight
 from optkit.kernels.stored_layer import StoredLayer
+from optkit.progress import ToActOn
 
 BITS = (2, 3, 4, 8)
 
@@ -67,7 +68,7 @@ def packed_weight(
 def integer_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
     """Return the fastest layer for a packed weight on the device, and a sentence that names it."""
     layer, phrase = packed_layer(weight, bias, dtype, device)
-    return layer, f"int{weight.bits}: {{layers}} {phrase}"
+    return layer, type(phrase)(f"int{weight.bits}: {{layers}} {phrase}")
 
 
 TILED_IS_FASTER = "optkit's own int4 kernel is faster on GPUs (docs/benchmarks), and can be part of cuda_graphs"
@@ -106,7 +107,7 @@ def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, 
     able = [kernel for kernel, reason in zip(KERNELS, reasons, strict=True) if reason is None]
     if not able:
         reason = reasons[-1] if torch.device(device).type == "cpu" else why_not_tiled(weight, dtype, device)
-        return PackedLinear(weight, bias, dtype), f"are dequantized at each call, because {reason}"
+        return PackedLinear(weight, bias, dtype), ToActOn(f"are dequantized at each call, because {reason}")
     layer, chosen = fastest(able, weight, bias, dtype, device)
     phrase = chosen.phrase(weight)
     if len(able) > 1:

@@ -20,6 +20,7 @@ from optkit.errors import SourceError
 from optkit.kernels.linear_layer import hold_
 from optkit.kernels.stored_layer import StoredLayer
 from optkit.model.shape import TensorInfo
+from optkit.progress import ToActOn
 
 NAMES = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
 
@@ -96,7 +97,7 @@ class MicroscaledLayer(StoredLayer):
                 remedy="Make the artifact again",
             )
         layer = MicroscaledLinear(packed, scales, parts.get("weight_global_scale"), bias, dtype)
-        return layer, f"{name}: {{layers}} are dequantized at each call, because torch has no kernel for them"
+        return layer, ToActOn(f"{name}: {{layers}} are dequantized at each call, because torch has no kernel for them")
 
 
 @cache

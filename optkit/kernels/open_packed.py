@@ -100,7 +100,8 @@ def fill_(
             sentences[sentence] += 1
             task.advance(note=name)
     _load_rest_(model, checkpoint, matched.names, set(layers), device, dtype)
-    return [sentence.replace("{layers}", f"{count} of {len(layers)} layers") for sentence, count in sentences.items()]
+    counted = {sentence: f"{count} of {len(layers)} layers" for sentence, count in sentences.items()}
+    return [type(sentence)(sentence.replace("{layers}", count)) for sentence, count in counted.items()]
 
 
 def _layers_by_module(

@@ -16,6 +16,7 @@ from optkit.environment import describe_environment
 from optkit.measure import EvalContext, Found, Opened
 from optkit.plan import PlannedEval
 from optkit.processes import signals
+from optkit.progress import OneModel, asking
 from optkit.stage import Setting
 from optkit.store.durations import Durations
 from optkit.store.store import Store
@@ -45,20 +46,22 @@ class Bench:
     openings: dict[int, tuple[MemoryTrace, ...]] = field(default_factory=dict)
     """What opening a session needed, by its `id`, until an eval is kept that measured it."""
 
-    def measure(self, session: Opened, wanted: Wanted, beside: Opened | None = None) -> None:
+    def measure(self, session: Opened, wanted: Wanted, beside: Opened | None = None, of: str = "") -> None:
         """Run evals on one opened model, and keep each under its key.
-        Those that compare have the baseline `beside` it.
+        Those that compare have the baseline `beside` it. Progress says whose evals they are, if `of` does.
         """
+        progress = OneModel(self.context.progress, of) if of else self.context.progress
         for key, each in wanted:
             signals.check()
-            context = replace(self.context, baseline=beside if each.eval.compares else None, notes=[], warnings=[])
+            compared = beside if each.eval.compares else None
+            context = replace(self.context, baseline=compared, progress=progress, notes=[], warnings=[])
             start = time.perf_counter()
             with MemoryWatch(each.kind, self.device) as memory:
                 found = Found.of(each.eval, session, context)
             seconds = time.perf_counter() - start
             traces = (*self.openings.pop(id(session), ()), *memory.traces)
-            notes = [*session.notes, *context.notes]
-            self.keep(key, each, found, notes, seconds, warnings=context.warnings, memory=traces)
+            notes, warnings = [*session.notes, *context.notes], [*asking(session.notes), *context.warnings]
+            self.keep(key, each, found, notes, seconds, warnings=warnings, memory=traces)
 
     def keep(
         self,

@@ -13,7 +13,7 @@ from optkit.environment import describe_environment
 from optkit.measure import EvalContext, Found, Turn
 from optkit.measuring.fresh_process import Answer
 from optkit.processes.child_program import Parent
-from optkit.progress import Progress
+from optkit.progress import Progress, asking
 from optkit.session import open_session
 
 
@@ -45,7 +45,8 @@ def run(order: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
             )
             results = Found.of(each, session, context)
             environment = describe_environment(order["device"])
-            said = tuple(context.notes), session.notes, environment, tuple(context.warnings)
+            warnings = (*asking(session.notes), *context.warnings)
+            said = tuple(context.notes), session.notes, environment, warnings
             found.append(Answer(results, *said).to_json())
     finally:
         session.close()

@@ -106,7 +106,9 @@ def measure(
         time_in_turns(bench, models, failed=_leaving_out(bench, models[-1]) if further else None)
     if baseline and (of_baseline or pairs):
         with bench.opened(baseline) as unmodified:
-            bench.measure(unmodified, [(each.baseline_key or each.key, each) for each in of_baseline])
+            bench.measure(
+                unmodified, [(each.baseline_key or each.key, each) for each in of_baseline], of="the baseline"
+            )
             if pairs:
                 with bench.opened(artifact) as changed:
                     bench.measure(changed, [(each.key, each) for each in alone + pairs], beside=unmodified)

@@ -17,6 +17,7 @@ from optkit.measuring.bench import Bench, Subject, Wanted
 from optkit.measuring.fresh_process import Answer, measure_apart
 from optkit.plan import PlannedEval
 from optkit.processes import signals
+from optkit.progress import asking
 
 LOST = "the rounds of an earlier sitting were damaged, and were taken again"
 
@@ -211,5 +212,6 @@ def _here(bench: Bench, subject: Subject, index: int, evals: Sequence[Eval]) -> 
             context: EvalContext = replace(bench.context, turn=Turn(index, each.turns()), notes=[], warnings=[])
             found = Found.of(each, session, context)
             environment = describe_environment(bench.device)
-            answers.append(Answer(found, tuple(context.notes), session.notes, environment, tuple(context.warnings)))
+            warnings = (*asking(session.notes), *context.warnings)
+            answers.append(Answer(found, tuple(context.notes), session.notes, environment, warnings))
     return answers

@@ -101,6 +101,40 @@ def fields_of(model: type[BaseModel], home: str = "fields.md") -> str:
     )
 
 
+def fields_called(path: str) -> dict[str, list[str]]:
+    """Return what is said of the fields at the end of a path, e.g. `bits` or `stages.0.gptq.bits`, and where each
+    such field is, as `stages.gptq.bits`.
+    """
+    wanted = tuple(part for part in path.split(".") if part and not part.isdecimal())
+    said: dict[str, list[str]] = {}
+    for way, field in _every_field():
+        if wanted and way[-len(wanted) :] == wanted:
+            text = f"`{way[-1]}`: {_type(field.annotation, field.metadata)}{_default(field)}"
+            said.setdefault(definitions([(text, field.description or "")]), []).append(".".join(way))
+    return said
+
+
+def field_names() -> set[str]:
+    """Return the names of all fields of recipes."""
+    return {way[-1] for way, _ in _every_field()}
+
+
+def _every_field() -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Yield each field of a recipe with the way to it."""
+    yield from (((name,), field) for name, field in Recipe.model_fields.items())
+    for role, kinds in (("stage", STAGES), ("eval", EVALS)):
+        for kind in kinds:
+            yield from _fields_below(class_of(role, kind), (f"{role}s", kind))
+
+
+def _fields_below(model: type[BaseModel], way: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    for name, field in model.model_fields.items():
+        here = (*way, field.alias or name)
+        yield here, field
+        for inner in _models_in(field.annotation):
+            yield from _fields_below(inner, here)
+
+
 def sections(models: Iterable[type[BaseModel]], home: str = "fields.md") -> str:
     """Return a section for each class."""
     return "\n".join(f"## `{model.__name__}`\n\n{_prose(model)}\n\n{fields_of(model, home)}" for model in models)

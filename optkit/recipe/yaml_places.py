@@ -46,7 +46,9 @@ class Place:
 
     def problem(self, message: str) -> Problem:
         """Return a problem at this place."""
-        return Problem(message, self.file, self.line, self.column)
+        name, _, rest = message.partition(": ")  # as `--set stages.0.gptq.bits` says it already
+        said = self.file.startswith("--") and rest and f".{self.file.rpartition(' ')[2]}".endswith(f".{name}")
+        return Problem(rest if said else message, self.file, self.line, self.column)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from optkit.kernels.cpu.decoding import StepDecoder
 from optkit.model.carried_state import CACHES, KEYS_AND_VALUES, CarriedState, keeps_keys_and_values, state_name
 from optkit.model.compiling import RECOMPILE_LIMIT, times_given_up
 from optkit.model.memory import return_freed_memory
+from optkit.progress import ToActOn
 from optkit.session.cast_logits import cast_logits
 from optkit.session.generating import NO_POSITIONS, Decoder, GeneratingSession
 from optkit.session.offloading import delete_offloaded
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from optkit.session.compile_watch import CompileWatch
 
 REMEDY = "Lower the batch, the prompt or the new tokens"
-UNCOMPILED = (
+UNCOMPILED = ToActOn(
     f"torch compiled a function for {RECOMPILE_LIMIT} shapes and ran it uncompiled for others: "
     "ask for fewer batches and lengths"
 )

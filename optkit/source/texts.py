@@ -114,7 +114,8 @@ class TextSource(Frozen):
             )
         splits = known.splits if known else (WHOLE,) if is_file_name(self.dataset) else None
         if splits and self.split not in splits:
-            raise ValueError(f"'{self.dataset}' has no split '{self.split}'.{did_you_mean(self.split, splits)}")
+            hint = f"{did_you_mean(self.split, splits)} Set it too: --set PATH.split={splits[-1]}"
+            raise ValueError(f"'{self.dataset}' has no split '{self.split}'.{hint}")
         return self
 
     @property

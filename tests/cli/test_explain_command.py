@@ -13,6 +13,7 @@ from optkit_evals.meanings import MEANINGS
 
 from optkit.errors import UsageError
 from optkit.recipe.gates import check_gate, parse_gate
+from optkit.recipe.reference import field_names
 from optkit.recipe.registry import EVALS, eval_class
 from optkit.scorecard import read_json
 from optkit.scorecard.scorecard import EXIT_STATUS
@@ -52,7 +53,7 @@ def test_the_gate_that_is_shown_is_taken(name: str) -> None:
 def test_a_gate_of_a_metric_of_others_does_not_guess_which_way_is_better(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Write `>=`" not in "".join(pages("size_bytes"))
     monkeypatch.delitem(MEANINGS, "size_bytes")
-    (page,) = pages("size_bytes")
+    (page,) = [each for each in pages("size_bytes") if "(metric)" in each]
     assert " ".join(page.split()).endswith("Write `>=` if more of it is better.")
 
 
@@ -76,6 +77,29 @@ def test_a_stage_has_its_fields_and_an_example(capsys: pytest.CaptureFixture[str
     assert spoken(capsys, "explain", "sdpa")[0].startswith(
         "sdpa (preset): short for `- attention: {implementation: sdpa}`"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "meaning", "places", "example"),
+    [
+        ("group_size", "it must divide the inputs of every layer", "stages.awq, stages.gptq,", "- awq: {"),
+        ("stages.0.gptq.bits", "default `4`\n    Bits of a weight.", "In stages.gptq.", "- gptq: {bits: 4"),
+        ("calibration.sequence_length", "", "stages.gptq.calibration", ""),
+        ("seed", "The seed of everything random", "A key of the recipe.", "    seed: VALUE"),
+        ("mine.yaml:4:9: gptq.bits: 5 is not one of 2, 3, 4, 8.", "Bits of a weight.", "In stages.gptq.", "bits: 4"),
+    ],
+)
+def test_a_field_is_explained_by_name_path_and_message(name: str, meaning: str, places: str, example: str) -> None:
+    found = [page for page in pages(name) if meaning in page and places in page and example in page]
+    assert found
+    assert "(field)\n\n`" in found[0]
+
+
+def test_every_field_has_a_page_and_is_suggested() -> None:
+    assert {"group_size", "window", "teacher"} <= field_names()
+    assert all("(field)" in pages(name)[0] + pages(name)[-1] for name in ("group_size", "teacher", "damping"))
+    with pytest.raises(UsageError, match=r"nothing is called 'grup_size'. Did you mean 'group_size'\?"):
+        pages("grup_size")
 
 
 def test_errors_are_explained_by_class_and_by_words_of_a_message(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "x", "--set", "seed"], "'seed' has no '='. Write it as stages.0.gptq.group_size=32."),
         (["run", "x", "--data", "/nowhere"], "Directory '/nowhere' does not exist."),
         (["list", "models?"], "is not one of 'stages', 'evals', 'recipes', 'datasets', 'models'"),
-        (["eval", "m"], "error: Missing option '--evals'."),
+        (["eval", "m"], "error: Missing option '--evals'. It is: A recipe, shipped (e.g. llama_int4) or yours,"),
         (["compare"], "error: Missing argument 'ARTIFACT...'."),
     ],
 )

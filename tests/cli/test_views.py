@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from optkit_cli.output import plain_text
@@ -115,6 +117,17 @@ def test_at_80_columns_nothing_is_cut() -> None:
     for part in (*numbers, "INCONCLUSIVE", "FAIL", "decode_tokens_per_s", "bits_per_quantized_weight"):
         assert part in text
     assert "…" not in text
+
+
+@pytest.mark.parametrize("render", [short_scorecard, whole_scorecard])
+def test_at_80_columns_no_verdict_is_broken(render: Callable[..., Any]) -> None:
+    (timed,) = [row for row in card().rows if row.gates and row.gates[0].verdict == "INCONCLUSIVE"]
+    labels = {"batch": 1, "prompt": 128, "new_tokens": 64, "engine": "vllm", "task": "arc_easy"}
+    long = timed.model_copy(update={"metric": timed.metric.model_copy(update={"labels": labels})})
+    other = long.model_copy(update={"metric": long.metric.model_copy(update={"labels": {**labels, "batch": 8}})})
+    text = plain_text(*render(card().model_copy(update={"rows": (long, other)})), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("INCONCLUSIVE") >= 2
 
 
 def test_what_made_it_stands_above_and_the_verdict_below() -> None:

@@ -157,7 +157,7 @@ def test_float_layers_take_the_kernel_where_it_is_faster(monkeypatch: pytest.Mon
     model.requires_grad_(False)
     monkeypatch.setattr("optkit.kernels.cpu.float_linear._is_faster", lambda module: module.out_features == 40)
     weight = model["head"].weight
-    assert use_float_kernels_(model) == ["float: head use optkit's CPU kernel"]
+    assert use_float_kernels_(model) == ["float: head uses optkit's CPU kernel"]
     assert type(model["head"]) is FloatLinear
     assert model["head"].weight is weight
     assert type(model["router"]) is nn.Linear

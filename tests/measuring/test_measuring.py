@@ -12,7 +12,7 @@ from optkit.measure import Eval, Metric, TimedEval, Turn
 from optkit.measuring.bench import Subject
 from optkit.measuring.measurement import measure
 from optkit.plan import make_plan
-from optkit.progress import SilentProgress
+from optkit.progress import SilentProgress, SilentTask, ToActOn
 from optkit.recipe import registry
 from optkit.recipe.recipe import load_recipe
 from optkit.store.store import Store
@@ -158,6 +158,32 @@ def test_the_models_take_turns_and_each_turn_is_one_sample(measured, monkeypatch
         *(f"baseline: noise in turn {index}" for index in (1, 4, 5)),
     )
     assert measured({"timed": {"processes": 3}}).warnings == found.warnings
+
+
+@pytest.mark.parametrize("kind", ["plain", "timed"])
+def test_notes_of_a_session_that_ask_someone_to_act_are_warnings(measured, monkeypatch, kind):
+    slow = ToActOn("mxfp4: 3 of 3 layers are dequantized at each call")
+    monkeypatch.setattr(FakeSession, "notes", ("said by the session", slow))
+    found = measured({kind: {}})
+    assert found.notes[:2] == ("said by the session", slow)
+    assert found.warnings == (slow, f"baseline: {slow}")
+
+
+def test_bars_of_the_baseline_name_it(measured, monkeypatch):
+    said = []
+
+    def task(self, label, total, unit=""):
+        said.append(label)
+        return SilentTask()
+
+    def run(self, session, context):
+        with context.progress.task("plain", 1):
+            return [Metric(name="plain", value=1, unit="", higher_is_better=True, protocol="p")]
+
+    monkeypatch.setattr(Said, "task", task)
+    monkeypatch.setattr(Plain, "run", run)
+    measured({"plain": {}})
+    assert said == ["plain of the baseline", "plain"]
 
 
 def test_evals_of_fewer_turns_leave_the_later_ones_out(measured):

@@ -192,7 +192,7 @@ def test_a_mistake_is_told_at_its_line(text: str, said: str) -> None:
         ("seed=1,", "--set seed: an empty value in '1,'. Write PATH=VALUE,VALUE."),
         ("seed=1,1", "--set seed: the axis seed has the value 1 twice. Remove one."),
         ("seed=1,[", "--set seed: the value '[' is not YAML: "),
-        ("stages.0.rtn.bits=4,5", "--set stages.0.rtn.bits: bits: 5 is not one of 2, 3, 4, 8. It is so in bits5."),
+        ("stages.0.rtn.bits=4,5", "--set stages.0.rtn.bits: 5 is not one of 2, 3, 4, 8. It is so in bits5."),
         ("seed", "--set seed: write PATH=VALUE, for example stages.0.gptq.group_size=32."),
     ],
 )

@@ -129,7 +129,7 @@ class TestOverrides:
     @pytest.mark.parametrize(
         ("override", "problem"),
         [
-            ("stages.0.shrink.bits=5", "--set stages.0.shrink.bits: bits: 5 is not one of 2, 3, 4, 8."),
+            ("stages.0.shrink.bits=5", "--set stages.0.shrink.bits: 5 is not one of 2, 3, 4, 8."),
             ("stages.0.shrink.bit=4", "--set stages.0.shrink.bit: unknown field 'bit'. Did you mean 'bits'?"),
             ("stages.0.halve.by=4", "--set stages.0.halve.by: stages.0 is "
                                     "shrink, not halve. Write stages.0.shrink.by."),
@@ -148,7 +148,7 @@ class TestOverrides:
             ("seed=[1", "--set seed: the value '[1' is not YAML: this is "
                         "not YAML: while parsing a flow sequence, expected "
                         "',' or ']', but got '<stream end>'."),
-            ("gates.score=4x", "--set gates.score: score: '4x' is no limit."),
+            ("gates.score=4x", "--set gates.score: '4x' is no limit."),
             ("evals.0.score.split=train", "--set evals.0.score.split"),
         ],
     )  # fmt: skip

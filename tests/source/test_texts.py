@@ -54,9 +54,12 @@ class TestNames:
             ({"dataset": "zzz"}, "unknown data set 'zzz'. Known: c4, python-reference, wikitext2."),
             (
                 {"dataset": "wikitext2", "split": "valid"},
-                "'wikitext2' has no split 'valid'. Did you mean 'validation'?",
+                "'wikitext2' has no split 'valid'. Did you mean 'validation'? Set it too: --set PATH.split=test",
             ),
-            ({"dataset": "a.jsonl", "split": "train"}, "'a.jsonl' has no split 'train'. Known: all."),
+            (
+                {"dataset": "a.jsonl", "split": "train"},
+                "'a.jsonl' has no split 'train'. Known: all. Set it too: --set PATH.split=all",
+            ),
             ({"dataset": "c4", "splitt": "train"}, "Extra inputs are not permitted"),
             ({"split": "train"}, "Field required"),
             ({"dataset": 3}, "Input should be a valid string"),

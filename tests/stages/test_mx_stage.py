@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from optkit.errors import SourceError, StageError
 from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
+from optkit.progress import asking
 from optkit.session import open_session
 from optkit.stage import Context, Report
 from optkit.stages.cast import Cast
@@ -67,6 +68,7 @@ def test_a_session_computes_what_transformers_does(
     assert not torch.allclose(expected, original, atol=1e-2)
     assert session.notes[0].startswith(f"{type}: ")
     assert session.notes[0].endswith("layers are dequantized at each call, because torch has no kernel for them")
+    assert asking(session.notes) == [session.notes[0]]
 
 
 def test_transformers_opens_experts_in_mxfp4(halved: Halved, tmp_path: Path) -> None:

@@ -50,11 +50,8 @@ def use_float_kernels_(model: nn.Module) -> list[str]:
         if _is_faster(module):
             module.__class__ = FloatLinear
             changed.append(name)
-    return (
-        [f"float: {', '.join(sorted(changed)[:3])}{', ...' if len(changed) > 3 else ''} use optkit's CPU kernel"]
-        if changed
-        else []
-    )
+    named = f"{', '.join(sorted(changed)[:3])}{', ...' if len(changed) > 3 else ''}"
+    return [f"float: {named} {'uses' if len(changed) == 1 else 'use'} optkit's CPU kernel"] if changed else []
 
 
 def _is_faster(module: nn.Linear) -> bool:
