@@ -172,6 +172,9 @@ class Sources:
             case ast.Name(id=name):
                 for value in scope.names.get(name, ()):
                     yield from self._elements(value, index, scope.without(name))
+            case ast.Call(func=ast.Attribute(value=ast.Dict(values=values), attr="get"), args=[_, *otherwise]):
+                for value in (*values, *otherwise):
+                    yield from self._elements(value, index, scope)
             case ast.Subscript(value=value, slice=ast.Constant(value=int() | None as outer)):
                 for element, place in self._elements(value, outer, scope):
                     yield from self._elements(element, index, place)
