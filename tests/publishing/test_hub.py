@@ -95,6 +95,18 @@ def test_a_push_that_broke_off_goes_on(hub: Hub, artifact: Path) -> None:
     assert len(set(hub.uploaded)) == len(hub.uploaded)
 
 
+def test_weights_that_an_earlier_push_left_go_with_the_same_commit(hub: Hub, artifact: Path) -> None:
+    stale = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter/adapter_model.safetensors")
+    kept = ("images/cat.png", ".gitattributes", "onnx/model.onnx", "NOTES.md")
+    left = dict.fromkeys([*stale, *kept, "scorecard_files/loss.svg"], b"x")
+    hub.repositories["me/tiny"] = {"main": left}
+    pushed(artifact)
+    there = hub.repositories["me/tiny"]["main"].keys()
+    assert {*kept} <= there
+    assert not {*stale, "scorecard_files/loss.svg"} & there
+    assert {file.name for file in prepare_push(artifact, "hf://me/tiny").files} <= there
+
+
 def test_no_token(hub: Hub, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     assert refused(artifact).startswith("hf://me/tiny: there is no token for the hub. Set HF_TOKEN to one that may")

@@ -165,3 +165,24 @@ def test_a_secret_of_what_caused_an_error_is_hidden_too() -> None:
 def test_a_target_without_network_is_silent(artifact: Path, tmp_path: Path) -> None:
     known = prepare_push(artifact, f"directory://{tmp_path / 'there'}").upload(SilentProgress())
     assert known == {"url": (tmp_path / "there").as_uri()}
+
+
+def test_a_token_of_the_environment_reaches_no_file_and_no_line(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+    for name in names:
+        monkeypatch.setenv(name, "open-sesame")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:open-sesame@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    out, store = str(tmp_path / "out"), ("--store", str(tmp_path / "store"), "--device", "cpu")
+    said = [*spoken(capsys, "run", str(tiny_run / "tiny.yaml"), "--out", out, *store)]
+    said += spoken(capsys, "card", out)
+    said += spoken(capsys, "show", out, "--verbose")
+    said += spoken(capsys, "push", out, "mlflow://x/y", "--dry-run", "--json")
+    said += spoken(capsys, "push", out, "hf://me/x", "--debug", status=1)
+    said += spoken(capsys, "push", out, "mlflow://x/y", "--debug", status=1)
+    assert "open-sesame" not in "".join(said)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert (tmp_path / "out" / "README.md") in files
+    assert [path for path in files if b"open-sesame" in path.read_bytes()] == []

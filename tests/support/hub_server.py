@@ -54,6 +54,9 @@ class Hub:
         )
         if found is None or found[1] not in self.repositories:
             return 404, {"error": "Repository not found"}
+        if method == "GET" and found[2] == "tree":
+            there = self.repositories[found[1]][found[3]].items()
+            return 200, [{"type": "file", "path": path, "size": len(data), "oid": "0" * 40} for path, data in there]
         if method == "GET":
             return 200, {"id": found[1], "sha": self._commit(found[1], "main")}
         if found[1].partition("/")[0] != user:
@@ -113,6 +116,8 @@ class Hub:
                 self.messages.append(value["summary"])
             elif line["key"] == "file":
                 branch[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "deletedFile":
+                del branch[value["path"]]
             else:
                 branch[value["path"]] = self.objects[value["oid"]]
         oid = hashlib.sha1(repr(sorted(branch.items())).encode()).hexdigest()

@@ -9,10 +9,13 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import ClassVar
 
 from optkit import __version__
+from optkit.common.own_files import is_own
 from optkit.errors import PushError, first_line
+from optkit.model.companions import belongs_to_model, holds_weights
 from optkit.progress import Progress
 from optkit.publishing.targets.base import Shipment, Target, Upload
 from optkit.source.hub import without_bars
@@ -68,9 +71,10 @@ class Hub(Target):
 
     def upload(self, shipment: Shipment, files: tuple[Upload, ...], progress: Progress) -> dict[str, str]:
         """Create repository and branch if they are not there, upload large files one by one, then
-        commit all at once.
+        commit all at once. The commit deletes weights and records that an earlier push left and this
+        artifact does not have: programs would open them.
         """
-        from huggingface_hub import CommitOperationAdd, HfApi, get_token, utils
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, utils
 
         token = get_token()
         if not token:
@@ -96,8 +100,13 @@ class Hub(Target):
                     )
                     additions.append(addition)
                     task.advance(file.size_bytes, note=file.name)
+            there = api.list_repo_files(self.repository, revision=self.revision)
+            kept = {file.name for file in files}
+            stale = [CommitOperationDelete(name) for name in there if _is_replaced(name) and name not in kept]
             message = f"{shipment.scorecard.name}, artifact {shipment.artifact.record.key[:12]}"
-            info = api.create_commit(self.repository, additions, commit_message=message, revision=self.revision)
+            info = api.create_commit(
+                self.repository, [*additions, *stale], commit_message=message, revision=self.revision
+            )
         return {"url": f"{self.endpoint}/{self.repository}/tree/{info.oid}", "commit": str(info.oid)}
 
     @contextmanager
@@ -137,3 +146,9 @@ class Hub(Target):
             404: ("the hub has no such repository, or hides it from the token", "Check its name and the token"),
         }.get(status, (f"the hub refused with status {status}", "Push again: what arrived is not sent twice"))
         return PushError(what, where=str(self), why=f"It said: {said}", remedy=remedy)
+
+
+def _is_replaced(name: str) -> bool:
+    """Say whether a file of the repository is one of weights that programs open, or optkit's own."""
+    weights = holds_weights(PurePath(name)) or name.endswith(".index.json")
+    return is_own(name) or (weights and belongs_to_model(name))
