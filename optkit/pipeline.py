@@ -35,6 +35,7 @@ from optkit.measuring.speed import speed_rungs
 from optkit.page import scorecard_page
 from optkit.plan import Plan, make_plan
 from optkit.progress import Progress, SilentProgress
+from optkit.publishing.signing import Trusted, check_signature
 from optkit.recipe.gate_places import require_earlier_release
 from optkit.recipe.recipe import Recipe, load_recipe
 from optkit.scorecard import (
@@ -56,6 +57,7 @@ from optkit.store.out_directory import reserve, settle
 from optkit.store.shared import open_store
 from optkit.store.store import Store
 from optkit.trust import allow_code, allow_directory, say_code
+from optkit.verification.artifact_checks import check_artifact
 from optkit.verification.registry import engine_names
 from optkit.verification.result_file import keep_loading, read_loading
 from optkit.verification.result_file import read_scorecard as read_scorecard
@@ -188,12 +190,14 @@ def verify(
     tokens: int = 128,
     timeout_s: float = 1800,
     trust_remote_code: bool = False,
+    signed_by: Trusted | None = None,
     progress: Progress | None = None,
 ) -> Verified:
     """Check an artifact's files and what each engine makes of it beside optkit's own session.
     The result is kept in its scorecard.
 
-    Without `engines` all are asked. `pythons` says in which interpreter an engine is installed, if
+    Without `engines` all are asked; with `signed_by`, which checks the signature first, none is.
+    `pythons` says in which interpreter an engine is installed, if
     it is not our own. The logits after `tokens` tokens of a fixed text are compared. Raises
     UsageError for an interpreter that is not there, ArtifactError if the directory is no artifact
     or its run did not finish, SourceError if opening it would run code of others without
@@ -201,6 +205,10 @@ def verify(
     """
     progress = progress or SilentProgress()
     found = read_finished(Path(artifact))
+    signature = (check_signature(found, signed_by),) if signed_by else ()
+    if signature and not (signature[0].ok and engines):
+        checks = (*signature, *(check_artifact(found) if signature[0].ok else ()))
+        return Verified(artifact=found.directory, artifact_key=found.record.key, checks=checks)
     trusted = allow_code(found, (), trust_remote_code, progress)
     done = verify_artifact(
         found,
@@ -216,7 +224,7 @@ def verify(
         keep_loading(found, done.loading)
         if (found.directory / SCORECARD_JSON).is_file():
             _attach(found, read_scorecard(found.directory))
-    return done
+    return done.model_copy(update={"checks": (*signature, *done.checks)})
 
 
 def open_artifact(

@@ -28,6 +28,7 @@ COMMANDS = (
     "verify",
     "reproduce",
     "bom",
+    "sign",
     "show",
     "compare",
     "report",

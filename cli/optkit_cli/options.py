@@ -127,6 +127,7 @@ def number_option(flag: str, default: int, help: str, least: int = 1) -> Callabl
 
 
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
+FILE = click.Path(path_type=Path, dir_okay=False)
 recipe_argument = click.argument("recipe", metavar="RECIPE", shell_complete=completion.recipes)
 model_option = click.option(
     "--model",

@@ -11,7 +11,16 @@ import click
 
 from optkit.verification.registry import engine_names
 from optkit_cli.completion import artifacts
-from optkit_cli.options import Command, all_of, device_option, json_option, number_option, quiet_option, trust_option
+from optkit_cli.options import (
+    FILE,
+    Command,
+    all_of,
+    device_option,
+    json_option,
+    number_option,
+    quiet_option,
+    trust_option,
+)
 
 
 class EngineName(click.ParamType[str]):
@@ -65,6 +74,9 @@ class EnginePython(click.ParamType[tuple[str, str]]):
     default=1800,
     help="Seconds that one engine may take [1800].",
 )
+@click.option("--signature", is_flag=True, help="Check who signed it, and its files; engines only by --engine.")
+@click.option("--public-key", metavar="PEM", type=FILE, help="Public key of whoever has to have signed it.")
+@click.option("--certificate", metavar="PEM", type=FILE, help="Root of the certificate that has to have signed it.")
 @all_of(device_option, json_option, quiet_option, trust_option)
 def command(
     artifact: Path,
@@ -72,6 +84,9 @@ def command(
     pythons: tuple[tuple[str, str], ...],
     tokens: int,
     timeout_s: float,
+    signature: bool,
+    public_key: Path | None,
+    certificate: Path | None,
     device: str | None,
     as_json: bool,
     quiet: bool,
@@ -83,6 +98,7 @@ def command(
     engine that could be asked agrees, 3 a check failed, or an engine does not open it or disagrees.
     """
     from optkit import pipeline
+    from optkit.publishing.signing import Trusted
     from optkit_cli.output import only_the_result_on_stdout, print_result
     from optkit_cli.progress import open_progress
     from optkit_cli.verify_view import refuse_unasked, verified_view
@@ -97,6 +113,7 @@ def command(
             tokens=tokens,
             timeout_s=timeout_s,
             trust_remote_code=trust_remote_code,
+            signed_by=Trusted(public_key, certificate) if signature or public_key or certificate else None,
             progress=open_progress(quiet=quiet),
         )
     print_result(found, lambda: verified_view(found), as_json=as_json)

@@ -159,7 +159,7 @@ def test_weights_that_are_no_model(
 ) -> None:
     """What the headers cannot tell, optkit's own session does."""
     monkeypatch.setattr(
-        "optkit.verification.artifact_checks._digests", lambda _: Check(name="digests", ok=True, detail="")
+        "optkit.verification.artifact_checks.check_digests", lambda _: Check(name="digests", ok=True, detail="")
     )
     config = json.loads((artifact / "config.json").read_text())
     (artifact / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
@@ -276,7 +276,7 @@ def test_a_run_whose_artifact_is_not_sound_is_status_3_and_prints_its_scorecard(
     tiny_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        "optkit.verification.artifact_checks._digests",
+        "optkit.verification.artifact_checks.check_digests",
         lambda _: Check(name="digests", ok=False, detail="config.json was changed"),
     )
     words = [

@@ -1,0 +1,170 @@
+"""Sign an artifact, and check a signature: OpenSSF model signing 1.1, as the library `model-signing` does it
+(https://github.com/ossf/model-signing-spec).
+
+The signature holds the SHA-256 of everything that deploys, of optkit.json and of the bill of materials.
+What later commands write anew is not signed: scorecards, their files, verification.json and the model
+card. Nothing here needs the network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from optkit.artifact import Artifact
+from optkit.common.files import read_object
+from optkit.common.own_files import ATTACHMENTS, CARD, NUMBERS, SIGNATURE
+from optkit.errors import ArtifactError, MissingPackageError, UnsoundError, UsageError, first_line
+from optkit.verification.artifact_checks import check_digests
+from optkit.verification.check_result import Check, check_of
+
+UNSIGNED = (*sorted(NUMBERS), ATTACHMENTS, CARD, SIGNATURE)
+PASSWORD = "OPTKIT_KEY_PASSWORD"
+CURVES = "P-256, P-384 or P-521"
+MAKE_ONE = "Make one: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
+FOUND = (
+    (r"Hash mismatch for '([^']*)'", "was changed"),
+    (r"Missing files in model '[^']*': ([^\"']*)", "is missing"),
+    (r"Extra files found in model '[^']*': ([^\"']*)", "was added"),
+)
+"""What the library says of files, and what is said here."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Trusted:
+    """Whose signatures count: a public key's, or those below a root certificate.
+    Without either they are the operating system's certificates.
+    """
+
+    public_key: Path | None = None
+    certificate: Path | None = None
+
+
+def sign(artifact: Artifact, key: Path, certificate: Path | None = None) -> Path:
+    """Sign an artifact with a private key of an elliptic curve, and return the signature's file.
+
+    `certificate` is of this key, with those that it stands on below it. `$OPTKIT_KEY_PASSWORD` opens
+    an encrypted key. Raises UnsoundError if a file was lost or changed, UsageError for a key or
+    certificate that will not do, ArtifactError for links in the artifact.
+    """
+    hashing, signing, _ = _library()
+    if not (whole := check_digests(artifact)).ok:
+        why = "A signature says that the files are those that the recipe made"
+        raise UnsoundError(whole.detail, where=str(artifact.directory), why=why, remedy="Run its recipe again")
+    password = os.environ.get(PASSWORD, "").encode() or None
+    config = signing.Config().set_hashing_config(hashing.Config().set_ignored_paths(paths=UNSIGNED))
+    with_key = partial(config.use_elliptic_key_signer, private_key=key, password=password)
+    _opened(with_key, key, f"is no private key of the curves {CURVES} in PEM that can be opened", MAKE_ONE)
+    if certificate:
+        what = "is no certificate in PEM of this key"
+        chain = {"signing_certificate": certificate, "certificate_chain": [certificate]}
+        with_both = partial(config.use_certificate_signer, private_key=key, **chain)
+        _opened(with_both, certificate, what, "Name the one that was made for it")
+        if late := _expired(certificate.read_bytes()):
+            raise UsageError(late, where=str(certificate), remedy="Have it renewed")
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / SIGNATURE
+        try:
+            config.sign(artifact.directory, made)
+        except ValueError as error:
+            raise ArtifactError("it cannot be signed", where=str(artifact.directory), why=first_line(error)) from error
+        artifact.attach(SIGNATURE, made.read_bytes())
+    return artifact.directory / SIGNATURE
+
+
+def check_signature(artifact: Artifact, trusted: Trusted) -> Check:
+    """Return whether those who are trusted signed an artifact as it is. Raises UsageError for a key
+    or certificate that will not do, or none.
+    """
+    _, _, verifying = _library()
+    file = artifact.directory / SIGNATURE
+    if not file.is_file():
+        return Check(name="signature", ok=False, detail=f"there is no {SIGNATURE}: nobody signed it")
+    try:
+        material = read_object(file, ArtifactError).get("verificationMaterial") or {}
+    except ArtifactError as error:
+        return Check(name="signature", ok=False, detail=f"{SIGNATURE} is no signature: {error.what}")
+    config = _verifier(verifying, trusted, "publicKey" in material)
+    try:
+        config.verify(artifact.directory, file)
+    except Exception as error:  # of json, protobuf, cryptography or OpenSSL
+        return check_of("signature", _problems(error, trusted), "")
+    chain = (material.get("x509CertificateChain") or {}).get("certificates") or []
+    by = trusted.public_key or trusted.certificate or "the system's certificates"
+    late = [said for each in chain[:1] if (said := _expired(str(each["rawBytes"])))]
+    return check_of("signature", late, f"every file is as it was signed; {by} vouches for it")
+
+
+def _verifier(verifying: Any, trusted: Trusted, of_key: bool) -> Any:
+    config = verifying.Config()
+    if of_key and not trusted.public_key:
+        why = "It was signed with a key and no certificate"
+        raise UsageError(
+            "the signature needs a public key", where="--signature", why=why, remedy="Add --public-key PEM"
+        )
+    if not of_key and trusted.public_key:
+        what, why = "the signature is of a certificate", "A public key alone does not tell whom it was made for"
+        raise UsageError(what, where="--public-key", why=why, remedy="Name its root: --certificate PEM")
+    if key := trusted.public_key:
+        what = f"is no public key of the curves {CURVES} in PEM"
+        remedy = "Make one of the private key: openssl ec -in key.pem -pubout -out public.pem"
+        return _opened(partial(config.use_elliptic_key_verifier, public_key=key), key, what, remedy)
+    roots = [trusted.certificate] if trusted.certificate else []
+    use = partial(config.use_certificate_verifier, certificate_chain=roots)
+    return _opened(use, trusted.certificate or Path(), "is no certificate in PEM", "Name that of the root")
+
+
+def _problems(error: Exception, trusted: Trusted) -> list[str]:
+    """Return what is wrong with a signature, from what the library raised."""
+    said = str(error)
+    if "Signature mismatch" in said:
+        found = [(name, what) for form, what in FOUND for names in re.findall(form, said) for name in names.split(", ")]
+        return [f"{name} {what} after it was signed" for name, what in found] or [said]
+    if "Key mismatch" in said:
+        return [f"it was made with another key than that of {trusted.public_key}"]
+    if type(error).__name__ == "InvalidSignature":
+        return [f"{SIGNATURE} was changed: it does not fit its own words"]
+    if type(error).__name__ == "X509StoreContextError":
+        return [f"its certificate does not lead to a trusted one: {said}"]
+    return [f"{SIGNATURE} cannot be read as a signature: {first_line(error)}"]
+
+
+def _opened(use: Callable[[], T], file: Path, what: str, remedy: str) -> T:
+    """Return what `use` returns; a key or certificate that it cannot take is the user's mistake."""
+    try:
+        return use()
+    except Exception as error:  # an OSError, a ValueError, or an AttributeError for a key of another kind
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(what, where=str(file), why=why, remedy=remedy) from error
+
+
+def _expired(certificate: bytes | str) -> str:
+    """Return what is wrong with the time of a certificate, as PEM or base64 of DER; else empty.
+    A signature has no time of its own that could be trusted.
+    """
+    from base64 import b64decode
+
+    from cryptography import x509
+
+    if isinstance(certificate, str):
+        found = x509.load_der_x509_certificate(b64decode(certificate))
+    else:
+        found = x509.load_pem_x509_certificate(certificate)
+    until, now = found.not_valid_after_utc, datetime.now(UTC)
+    return f"its certificate was valid until {until:%Y-%m-%d}, and it is {now:%Y-%m-%d}" if now > until else ""
+
+
+def _library() -> tuple[Any, Any, Any]:
+    try:
+        from model_signing import hashing, signing, verifying
+    except ImportError as error:
+        raise MissingPackageError("model-signing", where=SIGNATURE, install="optkit[sign]") from error
+    return hashing, signing, verifying
