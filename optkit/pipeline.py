@@ -101,6 +101,7 @@ def run(
     verified: bool = False,
     against: Path | str | None = None,
     timings: bool = True,
+    since: str | None = None,
     progress: Progress | None = None,
 ) -> Scorecard:
     """Make a recipe's artifact in `out` (`artifacts/NAME`) and return its scorecard.
@@ -111,8 +112,9 @@ def run(
     but for timings if `retime` is true. `verified`: every engine that is installed opens the
     artifact at the end; UnsoundError if its files do not pass the checks. `against` is an earlier
     release that gates are relative to: its artifact or scorecard.json, or `none` if there is none
-    yet. Without `timings` the timed evals and their gates are left for `add_timings`. Raises an
-    OptkitError for everything that a user can cause.
+    yet. Without `timings` the timed evals and their gates are left for `add_timings`. What was measured
+    before `since`, the beginning of this run, is noted. Raises an OptkitError for everything that a
+    user can cause.
     """
     progress = progress or SilentProgress()
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
@@ -147,6 +149,7 @@ def run(
             retime=retime,
             previous=previous,
             speed=speed,
+            since=since,
         )
         added = attribute(todo, measured, shelf, context, execution.calibrated_on)
         scorecard = _finish(artifact, todo, scorecard.model_copy(update={"attribution": added}), measured)

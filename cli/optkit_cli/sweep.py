@@ -8,6 +8,7 @@ from typing import Unpack
 import click
 
 from optkit_cli.options import (
+    Assignment,
     Command,
     Place,
     against_option,
@@ -47,6 +48,21 @@ from optkit_cli.options import (
 )
 @click.option("--seed", default=0, metavar="N", help="The seed of what a sampler draws [0].")
 @click.option("--retry", is_flag=True, help="Try again what failed before.")
+@click.option(
+    "--executor",
+    metavar="NAME",
+    default="local",
+    show_default=True,
+    help="Who makes the artifacts: local (this machine, one after another), ray, slurm.",
+)
+@click.option("--address", metavar="HOST:PORT", help="The Ray cluster of this machine; without it Ray runs here alone.")
+@click.option(
+    "--slurm",
+    metavar="OPTION=VALUE",
+    type=Assignment(),
+    multiple=True,
+    help="An option of sbatch, e.g. partition=gpu; time counts minutes; repeatable.",
+)
 @retime_option
 @all_of(place_options, json_option, quiet_option, trust_option)
 def command(
@@ -64,6 +80,9 @@ def command(
     sampler: str | None,
     seed: int,
     retry: bool,
+    executor: str,
+    address: str | None,
+    slurm: tuple[str, ...],
     retime: bool,
     as_json: bool,
     quiet: bool,
@@ -77,6 +96,7 @@ def command(
     goes on with what is not finished. Exit status: 0 if a combination passes all gates, 1 if one
     failed, 3 if none passes, 4 if none is known to.
     """
+    from optkit.sweep.executors.registry import executor_of
     from optkit.sweep.run import exit_status, sweep
     from optkit_cli.output import only_the_result_on_stdout, print_json, show
     from optkit_cli.sweep_view import closing_view, watching
@@ -99,6 +119,7 @@ def command(
             seed=seed,
             retry=retry,
             retime=retime,
+            executor=executor_of(executor, address=address, slurm=dict(each.split("=", 1) for each in slurm)),
             watcher=watcher,
             progress=progress,
             **place,

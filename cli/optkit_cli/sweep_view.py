@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from optkit_cli.tables import duration_text, plain_table, verdict_text
 if TYPE_CHECKING:
     from rich.live import Live
 
-    from optkit.sweep.run import Watcher
+    from optkit.sweep.record import Watcher
 
 STYLES = {Status.WAITING: "dim", Status.MADE: "yellow", Status.DONE: "green", Status.FAILED: "bold red"}
 
@@ -48,9 +48,9 @@ class Lines:
 
     progress: Progress
     before: SweepRecord | None = None
-    now: str = ""
+    now: tuple[str, ...] = ()
 
-    def show(self, record: SweepRecord, now: str) -> None:
+    def show(self, record: SweepRecord, now: Collection[str]) -> None:
         """Print what is new."""
         known = {entry.name: entry for entry in self.before.entries} if self.before else {}
         over = len(record.entries) - len(record.having(Status.WAITING))
@@ -59,9 +59,10 @@ class Lines:
             earlier = known.get(entry.name)
             if self.before and earlier and (earlier.status, earlier.reason) != (entry.status, entry.reason):
                 self.progress.say(visible(f"{count}  {entry.name}: {said_of(entry)}"))
-        if now and now != self.now:
-            self.progress.say(visible(f"{count}  {now}"))
-        self.before, self.now = record, now
+        for name in now:
+            if name not in self.now:
+                self.progress.say(visible(f"{count}  {name}"))
+        self.before, self.now = record, tuple(now)
 
 
 @dataclass
@@ -71,13 +72,13 @@ class LiveTable:
     console: Console
     live: Live | None = None
     record: SweepRecord | None = None
-    now: str = ""
+    now: tuple[str, ...] = ()
     said: str = ""
     tasks: list[Pace] = field(default_factory=list)
 
-    def show(self, record: SweepRecord, now: str) -> None:
+    def show(self, record: SweepRecord, now: Collection[str]) -> None:
         """Draw the table anew."""
-        self.record, self.now, self.said = record, now, ""
+        self.record, self.now, self.said = record, tuple(now), ""
 
     def task(self, label: str, total: int, unit: str = "") -> Task:
         """Open a task that is drawn below the table."""
@@ -96,7 +97,7 @@ class LiveTable:
         if self.record is None:
             return Text("")
         lines = [f"{pace.label}  {pace.count}  {pace.left}".rstrip() for pace in self.tasks[-1:]]
-        below = "  ".join(part for part in (self.now, self.said, *lines) if part)
+        below = "  ".join(part for part in (*self.now[:1], self.said, *lines) if part)
         return Group(sweep_table(self.record, self.now), Text(visible(below), style="dim"))
 
 
@@ -118,11 +119,11 @@ class LiveTask(SilentTask):
         self.pace.done += steps
 
 
-def sweep_table(record: SweepRecord, now: str = "") -> Table:
+def sweep_table(record: SweepRecord, now: Collection[str] = ()) -> Table:
     """Return a line for each combination."""
     table = plain_table("combination", "", "gates", ">made in", "")
     for entry in record.entries:
-        state = Text("at work", style="cyan") if entry.name == now else Text(entry.status, style=STYLES[entry.status])
+        state = Text("at work", style="cyan") if entry.name in now else Text(entry.status, style=STYLES[entry.status])
         table.add_row(
             Text(entry.name),
             state,

@@ -36,13 +36,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
+
+
+class Lines(Protocol):
+    """Where lines go: a file, or what stands for one."""
+
+    def write(self, line: str, /) -> Any: ...
+    def flush(self) -> Any: ...
 
 
 class Parent:
     """The process that started this one: it gives orders, and draws what it is told; a `Progress`."""
 
-    def __init__(self, lines: TextIO) -> None:
+    def __init__(self, lines: Lines) -> None:
         self._lines, self._lock, self._numbers = lines, threading.Lock(), itertools.count(1)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 

@@ -17,7 +17,7 @@ from optkit.recipe.matrix import Combination
 from optkit.store.durations import Durations
 from optkit.store.shared import open_store
 from optkit.store.store import Store
-from optkit.sweep.executor import reason_of
+from optkit.sweep.executors.base import reason_of
 from optkit.sweep.timing import timed_groups
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from optkit import __version__
 from optkit.artifact import is_artifact
@@ -94,6 +94,21 @@ class SweepRecord(Frozen):
             write_text_atomically(directory / RECORD, self.model_dump_json(indent=1) + "\n")
         except OSError as error:
             raise explain_os_error(error, RECORD, directory) from error
+
+
+class Watcher(Protocol):
+    """Who looks on while a sweep runs."""
+
+    def show(self, record: SweepRecord, now: Collection[str]) -> None:
+        """Draw how far each combination is; `now` has those at work, or `timings`."""
+        ...
+
+
+class NoWatcher:
+    """Draws nothing."""
+
+    def show(self, record: SweepRecord, now: Collection[str]) -> None:
+        return None
 
 
 def new_record(name: str) -> SweepRecord:

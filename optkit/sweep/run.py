@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from optkit.artifact import is_artifact, read_artifact, read_finished
 from optkit.common.frozen import digest
@@ -25,27 +24,16 @@ from optkit.recipe.matrix_reading import load_matrix
 from optkit.scorecard import Scorecard
 from optkit.store.shared import open_store
 from optkit.store.store import Store
-from optkit.sweep.executor import Executor, LocalExecutor, Order, Outcome, reason_of
+from optkit.sweep.executors.base import Executor, Needs, Order, Outcome, reason_of
+from optkit.sweep.executors.local import LocalExecutor
 from optkit.sweep.keep import delete_weights, parse_keep, to_delete
-from optkit.sweep.order import nearest
-from optkit.sweep.record import Entry, Status, SweepRecord, held, new_record, read_record
+from optkit.sweep.order import nearest, ready
+from optkit.sweep.record import Entry, NoWatcher, Status, SweepRecord, Watcher, held, new_record, read_record
 from optkit.sweep.search import Search, chosen
 from optkit.sweep.timing import Timed, take_turns, timed_groups
 
-
-class Watcher(Protocol):
-    """Who looks on while a sweep runs."""
-
-    def show(self, record: SweepRecord, now: str) -> None:
-        """Draw how far each combination is; `now` is the one at work, `timings`, or nothing."""
-        ...
-
-
-class NoWatcher:
-    """Draws nothing."""
-
-    def show(self, record: SweepRecord, now: str) -> None:
-        return None
+LOOK_S = 5.0
+"""How often is looked whether a step is there that others wait for."""
 
 
 @dataclass
@@ -90,12 +78,13 @@ class Sweep:
         """
         with held(self.directory):
             self._begin()
-            self._make()
-            self._search()
+            with self.executor:
+                self._make()
+                self._search()
             self.record.write(self.directory)
             self._time()
             self._delete_weights()
-            self.watcher.show(self.record, "")
+            self.watcher.show(self.record, ())
             return self.record
 
     def place(self, name: str) -> Path:
@@ -148,17 +137,31 @@ class Sweep:
 
     def _make(self) -> None:
         """Make the artifacts that wait, the nearest first."""
+        at_work: list[str] = []
         while waiting := {entry.name: self.plans[entry.name] for entry in self.record.having(Status.WAITING)}:
             left = self.until - time.monotonic()
             if left <= 0:
+                self.executor.stop()
                 self.progress.say(f"the time is over: {len(waiting)} combinations wait for the same command")
                 return
-            done = self.record.having(Status.MADE, Status.DONE)
-            finished = {step.key for entry in done for step in self.plans[entry.name].steps}
-            name = nearest(waiting, finished)
-            self.watcher.show(self.record, name)
-            outcome = self.executor.run(self._order(name), self.progress, left if left < float("inf") else None)
-            self._note(name, outcome)
+            for name in self._next(waiting, at_work):
+                at_work.append(name)
+                self.watcher.show(self.record, at_work)
+                self.executor.begin(self._order(name))
+            limit_s = min(left, LOOK_S) if self.executor.together and len(at_work) < len(waiting) else left
+            for name, outcome in self.executor.ended(
+                self.progress, limit_s if limit_s < float("inf") else None
+            ).items():
+                at_work.remove(name)
+                self._note(name, outcome)
+                self.watcher.show(self.record, at_work)
+
+    def _next(self, waiting: Mapping[str, Plan], at_work: Collection[str]) -> list[str]:
+        """Return the combinations to begin now."""
+        if self.executor.together:
+            return ready(waiting, at_work, lambda key: bool(self.store.get(key)) or self.store.is_remote(key))
+        done = self.record.having(Status.MADE, Status.DONE)
+        return [nearest(waiting, {step.key for entry in done for step in self.plans[entry.name].steps})]
 
     def _search(self) -> None:
         """Make what the search proposes, one after another."""
@@ -179,8 +182,18 @@ class Sweep:
         )
 
     def _order(self, name: str) -> Order:
-        recipe, store = self.plans[name].recipe, self.store.root
-        return Order(name, recipe, self.place(name), self.device, store, self.data, self.against)
+        plan = self.plans[name]
+        return Order(
+            name,
+            plan.recipe,
+            self.place(name),
+            self.device,
+            self.store.root,
+            self.data,
+            self.against,
+            self.record.created,
+            Needs.of(plan),
+        )
 
     def _note(self, name: str, outcome: Outcome) -> None:
         if outcome.verdict is None and not outcome.reason:
@@ -211,7 +224,7 @@ class Sweep:
             groups = self._groups([entry for entry in there if entry.weights])
         for group in groups:
             if any(self._lacks_timings(name, group) for name in group.plans):
-                self.watcher.show(self.record, "timings")
+                self.watcher.show(self.record, ("timings",))
                 self._time_group(group)
 
     def _groups(self, entries: Sequence[Entry]) -> tuple[Timed, ...]:
@@ -245,7 +258,7 @@ class Sweep:
 
     def _failed_timing(self, name: str, error: Exception) -> None:
         self._change(name, status=Status.FAILED, reason=f"its timings failed: {reason_of(error)}")
-        self.watcher.show(self.record, "timings")
+        self.watcher.show(self.record, ("timings",))
 
     def _complete(self, name: str, group: Timed, earlier: Scorecard | None) -> None:
         plan = group.plans[name]

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from optkit.scorecard import read_json
 from optkit.sweep import run as sweeping
+from optkit.sweep.executors import local
 from optkit.sweep.record import Status, SweepRecord
 from tests.support.command_line import desk_with, spoken
 from tests.support.sweeps import NAMES, Here, recipe
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def desk(tmp_path: Path, tiny_model: Callable[[str], Path], letters: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a directory with the recipe of a sweep; artifacts are made in this process."""
-    monkeypatch.setattr(sweeping, "LocalExecutor", Here)
+    monkeypatch.setattr(local, "LocalExecutor", Here)
     return desk_with(tmp_path, monkeypatch, "s.json", json.dumps(recipe(tiny_model("llama"), letters)))
 
 
@@ -111,7 +112,7 @@ def test_on_a_terminal_a_table_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(sweep_view, "Console", lambda **_: Console(file=screen, force_terminal=True, width=90))
     with sweep_view.watching(quiet=False) as (watcher, progress):
-        watcher.show(record(("a", Status.DONE, ""), ("b", Status.WAITING, "")), "b")
+        watcher.show(record(("a", Status.DONE, ""), ("b", Status.WAITING, "")), ["b"])
         with progress.task("rtn", 3, "blocks") as task:
             task.advance()
             progress.warn("mind this")

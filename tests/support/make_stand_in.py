@@ -1,4 +1,4 @@
-"""Stands in for `optkit.sweep.make_worker`: the name of the order's directory says what becomes of it."""
+"""Stands in for `optkit.sweep.executors.make_worker`: the name of the order's directory says what becomes of it."""
 
 import os
 import signal

@@ -11,7 +11,8 @@ from optkit.errors import OptkitError
 from optkit.measure import EvalContext, Metric
 from optkit.progress import Progress
 from optkit.recipe.recipe import load_recipe
-from optkit.sweep.executor import Order, Outcome, reason_of
+from optkit.sweep.executors.base import Order, Outcome, reason_of
+from optkit.sweep.executors.local import LocalExecutor
 from tests.support.quick_evals import THROUGHPUT
 
 STAGES: list[Any] = ["bf16", "rtn"]
@@ -34,7 +35,7 @@ def quick_throughput(self: object, session: object, context: EvalContext) -> lis
     return [Metric.model_validate({"name": "decode_tokens_per_s", "value": speed, "samples": (speed,), **said})]
 
 
-class Here:
+class Here(LocalExecutor):
     """Makes artifacts in this process; `before` sees each order first and may raise."""
 
     def __init__(self, before: Callable[[Order], None] = lambda order: None) -> None:

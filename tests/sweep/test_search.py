@@ -18,7 +18,7 @@ from optkit.recipe.matrix import Combination, Matrix
 from optkit.recipe.matrix_reading import load_matrix
 from optkit.scorecard import Scorecard
 from optkit.scorecard.scorecard import Measured
-from optkit.sweep.executor import Order
+from optkit.sweep.executors.base import Order
 from optkit.sweep.run import Sweep, sweep
 from optkit.sweep.search import chosen
 from tests.support.fresh_python import imported_by

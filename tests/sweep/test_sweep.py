@@ -18,7 +18,7 @@ from optkit.measuring import turns
 from optkit.pipeline import read_scorecard
 from optkit.scorecard import Scorecard
 from optkit.sweep import run as sweeping
-from optkit.sweep.executor import Order
+from optkit.sweep.executors.base import Order
 from optkit.sweep.keep import parse_keep, to_delete
 from optkit.sweep.record import RECORD, Status, SweepRecord, read_record
 from optkit.sweep.run import Sweep, exit_status, sweep

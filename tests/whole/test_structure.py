@@ -99,6 +99,7 @@ def test_the_architecture_page_shows_the_tree_in_its_layers() -> None:
         "optkit/model/formats",
         "optkit/kernels",
         "optkit/verification/workers",
+        "optkit/sweep/executors",
         "optkit/publishing/targets",
         "evals/optkit_evals",
     ],

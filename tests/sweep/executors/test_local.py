@@ -8,8 +8,9 @@ import pytest
 
 from optkit.progress import SilentProgress
 from optkit.recipe.recipe import load_recipe
-from optkit.sweep import executor
-from optkit.sweep.executor import LocalExecutor, Order, Outcome
+from optkit.sweep.executors import local
+from optkit.sweep.executors.base import Order, Outcome
+from optkit.sweep.executors.local import LocalExecutor
 from tests.support.remembered import Lines
 from tests.support.waiting import is_gone
 
@@ -17,7 +18,7 @@ from tests.support.waiting import is_gone
 def run(
     out: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float | None = None, progress: Lines | None = None
 ) -> Outcome:
-    monkeypatch.setattr(executor, "MODULE", "tests.support.make_stand_in")
+    monkeypatch.setattr(local, "MODULE", "tests.support.make_stand_in")
     recipe = load_recipe("model: smollm2-135m\nevals: [footprint]\n")
     order = Order(out.name, recipe, out, "cpu", out / "store", None)
     return LocalExecutor().run(order, progress or SilentProgress(), timeout_s)

@@ -1,4 +1,4 @@
-"""One recipe of a sweep in the process that `executor` starts: make it, measure it, say its verdict."""
+"""One recipe of a sweep in the process that an executor starts: make it, measure it, say its verdict."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def work(parent: Parent) -> dict[str, Any]:
         data=None if order["data"] is None else Path(order["data"]),
         against=order["against"],
         timings=False,
+        since=order["since"],
         progress=parent,
     )
     return {"verdict": str(scorecard.verdict)}

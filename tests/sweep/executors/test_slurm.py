@@ -1,0 +1,112 @@
+"""Executor `slurm`: jobs by submitit, run here as its own jobs and handed to a stand-in of sbatch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optkit.errors import UsageError
+from optkit.recipe.recipe import load_recipe
+from optkit.sweep.executors.base import Needs, Order
+from optkit.sweep.executors.slurm import Make, SlurmExecutor
+from optkit.sweep.run import sweep
+from tests.support.remembered import Lines
+from tests.support.sweeps import recipe
+
+pytest.importorskip("submitit")
+SBATCH = """#!/bin/sh
+cat "$1" > {seen}
+{says}
+"""
+
+
+def order(home: Path) -> Order:
+    made = load_recipe("model: smollm2-135m\nevals: [footprint]\n")
+    return Order("one", made, home / "s" / "one", "cpu", home / "store", None, needs=Needs(3, 2, 5 << 30))
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Return what puts a stand-in of sbatch into place, and the file that holds what it was given."""
+
+    def put(says: str) -> Path:
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        for name in ("sbatch", "srun", "scancel"):
+            (tmp_path / "bin" / name).write_text(SBATCH.format(seen=tmp_path / name, says=says))
+            (tmp_path / "bin" / name).chmod(0o755)
+        return tmp_path / "sbatch"
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return put
+
+
+def test_jobs_leave_artifacts_and_what_they_said(
+    tmp_path: Path, tiny_model: Callable[[str], Path], letters: Path
+) -> None:
+    asked = recipe(tiny_model("llama"), letters, stages=["rtn"], matrix={"stages.0.rtn.group_size": [16, 32]})
+    (tmp_path / "s.json").write_text(json.dumps(asked))
+    lines = Lines()
+    places = {"out": tmp_path / "s", "store": tmp_path / "store", "device": "cpu"}
+    done = sweep(tmp_path / "s.json", executor=SlurmExecutor({"cluster": "local"}), progress=lines, **places)
+    assert [str(entry.status) for entry in done.record.entries] == ["done", "done"]
+    assert {"group_size16: rtn of 3 blocks", "group_size32: rtn of 3 blocks"} <= {*lines.lines}
+    assert not [*tmp_path.glob(".store-*")]
+
+
+def test_sbatch_gets_what_the_plan_says_and_what_the_user_adds(
+    tmp_path: Path, sbatch: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = sbatch("echo Submitted batch job 12")
+    with SlurmExecutor({"partition": "gpu", "time": "90", "mem": "7GB"}) as executor:
+        executor.begin(order(tmp_path))
+        asked = [line for line in seen.read_text().splitlines() if line.startswith("#SBATCH")]
+    said = {"cpus-per-task=3", "gpus-per-node=2", "mem=7GB", "partition=gpu", "time=90", "job-name=one"}
+    assert {f"#SBATCH --{each}" for each in said} <= {*asked}
+    assert (tmp_path / "scancel").exists()
+
+
+def test_what_sbatch_refuses_is_a_failure(tmp_path: Path, sbatch: Callable[[str], Path]) -> None:
+    sbatch("echo no such partition >&2; exit 1")
+    with SlurmExecutor() as executor:
+        executor.begin(order(tmp_path))
+        outcome = executor.ended(Lines(), None)["one"]
+    assert outcome.reason.startswith("one: Slurm refuses the job: ")
+    assert "no such partition" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"time": "1:00:00"}, "--slurm time: '1:00:00' is no number of minutes."),
+        ({}, "--executor slurm: there is no srun here. Run it where Slurm is, or try it with --slurm cluster=local."),
+    ],
+)
+def test_what_cannot_be_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], said: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError) as error:
+        SlurmExecutor(given).begin(order(tmp_path))
+    assert str(error.value) == said
+
+
+def test_a_job_that_is_preempted_is_queued_again_and_one_that_died_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("submitit.core.core.Job._results_timeout_s", 0)
+    again = Make().checkpoint({"name": "one"}, tmp_path / "lines")
+    assert isinstance(again.function, Make)
+    assert again.args == ({"name": "one"}, tmp_path / "lines")
+    executor: Any = SlurmExecutor({"cluster": "local"})
+    with executor:
+        wanted = order(tmp_path)
+        executor.begin(wanted)
+        executor._jobs["one"]._process.kill()
+        outcome = executor.ended(Lines(), None)["one"]
+    assert outcome.verdict is None
+    assert outcome.reason.startswith("Slurm: Job ")
