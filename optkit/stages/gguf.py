@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from optkit.environment import unmet
 from optkit.errors import StageError
 from optkit.gguf.architecture import gguf_architecture, gguf_name
+from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.formats.gguf import MODEL
 from optkit.model.gguf_file import read_gguf
 from optkit.model.layer_sizes import bits_per_weight
+from optkit.model.linear_layers import layers_of
 from optkit.model.packed_names import BESIDE, CODES
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.prediction import exported_config
+from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
 
 Type = Literal[
@@ -29,6 +34,9 @@ BLOCKS_OF_32 = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL")
 """Types that pack 32 inputs at a time; the others pack 256."""
 LIBRARY_BYTES = 700_000_000
 """What torch, transformers and llama.cpp take."""
+TOKENS, LOGITS, BATCH = 256, 5, 8
+"""Of the text on which file and source are compared, and the tensors of their logits; sequences of
+`imatrix` that run at once."""
 FLOAT_FILE = "float.gguf"
 STALE = "quantize_config.json"
 """Says how the source's layers were quantized."""
@@ -53,6 +61,9 @@ class Gguf(Transform):
     model its codes decide."""
     embedding: Literal["F32", "F16", "BF16", "Q8_0"] | None = None
     """Of a quantized model: what a float embedding and lm_head are stored as. Left out: Q8_0."""
+    imatrix: Calibration | None = None
+    """Of a type that llama.cpp quantizes to: the text whose activations weigh its rounding errors.
+    Left out: all inputs weigh the same."""
     allow_fallback: bool = False
     """llama.cpp stores a matrix whose rows are no multiple of 256 as another type with more bits.
     `true`: it may, and the report says which; else such a model is refused."""
@@ -68,6 +79,7 @@ class Gguf(Transform):
 
         shape = Checkpoint(source).shape
         coded = self._refuse(shape)
+        importance = self._importance(source, shape, context)
         file = target / (FLOAT_FILE if self._by_llama_cpp else MODEL)
         matrices = None if self._by_llama_cpp else self.type
         outside = (self.embedding or "Q8_0") if coded else matrices
@@ -75,12 +87,12 @@ class Gguf(Transform):
             write_gguf(source, file, matrices, outside, context.trust_remote_code, task)
             if self._by_llama_cpp:
                 task.advance(0, note=f"llama.cpp makes {self.type}")
-                quantize(file, target / MODEL, str(self.type))
+                quantize(file, target / MODEL, str(self.type), importance)
                 file.unlink()
         copy_companions(source, target, context.trust_remote_code)
         (target / STALE).unlink(missing_ok=True)
         write_config(target, exported_config(shape.config, "float32"))
-        return self._report(target)
+        return self._report(target, *self._proof(source, target / MODEL, context))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the size by the bits of the type, and the memory of two matrices; of a mix of types
@@ -101,29 +113,55 @@ class Gguf(Transform):
         size = sum(info.size_bytes for info in left.values())
         largest = max(4 * info.elements for info in shape.tensors.values())
         beside = shape.size_bytes if self._by_llama_cpp else 0
-        cost = Cost(disk_bytes=size + beside, ram_bytes=LIBRARY_BYTES + 3 * largest)
+        logits = 4 * TOKENS * int(shape.config.get("vocab_size") or 0)
+        ram = max(3 * largest, shape.size_bytes + int(size) + LOGITS * logits)
+        if self.imatrix:
+            tokens, length = self.imatrix.samples * self.imatrix.sequence_length, self.imatrix.sequence_length
+            hidden, batch = calibration_bytes(shape, layers_of(shape), tokens, (BATCH, length))
+            ram = max(ram, hidden + batch + max(shape.block_bytes, shape.outside_bytes))
+        cost = Cost(disk_bytes=size + beside, ram_bytes=LIBRARY_BYTES + ram)
         return cost, ModelShape(exported_config(shape.config, "float32"), left)
 
-    def _report(self, target: Path) -> Report:
+    def _importance(self, source: Path, shape: ModelShape, context: Context) -> dict[str, Any]:
+        """Return tensor of the file -> mean square of each input; nothing without a text."""
+        if not self.imatrix:
+            return {}
+        from optkit.stages.quantizing.input_squares import input_squares
+
+        _, layout = gguf_architecture(shape.config)
+        found = input_squares(source, self.imatrix, context, "gguf.imatrix")
+        return {gguf_name(f"{name}.weight", layout): squares.numpy() for name, squares in found.items()}
+
+    def _proof(self, source: Path, file: Path, context: Context) -> tuple[dict[str, Any], tuple[str, ...]]:
+        if unmet(self.requires):
+            return {}, ("the file was not compared with its source: llama-cpp-python is not installed",)
+        from optkit.gguf.proof import compare
+
+        return compare(source, file, self._by_llama_cpp, context.trust_remote_code)
+
+    def _report(self, target: Path, proof: Mapping[str, Any], said: tuple[str, ...]) -> Report:
         tensors = read_gguf(target / MODEL).tensors
         types = Counter(each.type for each in tensors.values() if len(each.shape) > 1)
         details = {
             "types": dict(types.most_common()),
             "bits_per_weight": round(bits_per_weight(Format.GGUF.layer_sizes(target)), 4),
             "size_bytes": (target / MODEL).stat().st_size,
+            **proof,
         }
         others = Counter(
             each.type for each in tensors.values() if len(each.shape) > 1 and each.shape[-1] % 256 and self._packs_256
         )
-        notes: tuple[str, ...] = ()
+        notes = said
         if others:
             made = " and ".join(f"{count} as {kind}" for kind, count in others.most_common())
             notes = (
+                *said,
                 f"llama.cpp stored {sum(others.values())} of {sum(types.values())} matrices otherwise than as "
                 f"{self.type}, whose rows are no multiple of 256: {made}; the file has "
                 f"{details['bits_per_weight']:.2f} bits a weight",
             )
-        return Report(changed=len(tensors), details=details, notes=notes)
+        text = (self.imatrix.identity(),) if self.imatrix else ()
+        return Report(changed=len(tensors), details=details, notes=notes, calibrated_on=text)
 
     @property
     def _by_llama_cpp(self) -> bool:
@@ -148,6 +186,12 @@ class Gguf(Transform):
                 "embedding means nothing here: the model has float weights",
                 where="gguf.embedding",
                 remedy="Leave it out",
+            )
+        if self.imatrix and not self._by_llama_cpp:
+            raise StageError(
+                "imatrix means nothing here: nothing is rounded by llama.cpp",
+                where="gguf.imatrix",
+                remedy="Leave it out, or take a type such as Q4_K_M",
             )
         if coded:
             return True

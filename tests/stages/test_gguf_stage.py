@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from optkit.errors import StageError
+from optkit.gguf import proof, vocabulary, writing
 from optkit.kernels.packed_linear import PackedLinear
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
@@ -169,6 +170,9 @@ class TestRefusals:
         self.refuse(Gguf(type="F16"), tmp_path / "packed", "gguf.type: type means nothing here: the codes", tmp_path)
         message = "gguf.embedding: embedding means nothing here: the model has float weights. Leave it out"
         self.refuse(Gguf(embedding="F16"), tmp_path / "plain", message, tmp_path / "b")
+        text = {"dataset": "python-reference"}
+        message = "gguf.imatrix: imatrix means nothing here: nothing is rounded by llama.cpp. Leave it out, or take a"
+        self.refuse(Gguf(type="F16", imatrix=text), tmp_path / "plain", message, tmp_path / "c")
 
     def test_a_type_that_llama_cpp_would_not_take(self, tiny_model: TinyModel) -> None:
         shape = Checkpoint(tiny_model("llama")).shape
@@ -214,6 +218,31 @@ class TestLlamaCpp:
         assert theirs.vocabulary == ours.vocabulary
         assert theirs.positions == ours.positions
         theirs.close()
+
+    def test_a_file_that_says_something_else_is_refused(
+        self, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(proof, "LIMIT", 0.01)  # a tiny model loses 0.06 so, and a real one 0.26
+        assert made(Gguf(), tiny_model("llama"), tmp_path / "whole").details["divergence"] < 1e-6
+        monkeypatch.setattr(writing, "PERMUTED", {})
+        with pytest.raises(
+            StageError, match=r"gguf: llama.cpp computes something else: 0.06\d* nats a token apart. Its"
+        ):
+            made(Gguf(), tiny_model("llama"), tmp_path / "a")
+        monkeypatch.undo()
+        monkeypatch.setattr(vocabulary, "PRE_TOKENIZERS", {("ByteLevel+",): "refact"})
+        report = made(Gguf(), tiny_model("llama"), tmp_path / "b")
+        assert report.details["divergence"] < 1e-3
+        assert report.notes[0].startswith("llama.cpp cuts text into other tokens than transformers, from token ")
+
+    def test_a_text_weighs_what_its_quantizer_loses(self, tiny_model: TinyModel, tmp_path: Path) -> None:
+        text = {"dataset": "python-reference", "samples": 4, "sequence_length": 64}
+        weighed = made(Gguf(type="Q4_0", imatrix=text), tiny_model("llama"), tmp_path / "a")
+        plain = made(Gguf(type="Q4_0"), tiny_model("llama"), tmp_path / "b")
+        assert weighed.details["divergence"] < plain.details["divergence"]
+        assert [each["dataset"] for each in weighed.calibrated_on] == ["python-reference"]
+        cost, _ = Gguf(type="Q4_0", imatrix=text).predict(Checkpoint(tiny_model("llama")).shape, "cpu")
+        assert cost.ram_bytes > 7e8
 
     @pytest.mark.parametrize(("kind", "most"), [("Q8_0", 0.01), ("Q5_0", 0.06), ("Q4_1", 0.12)])
     def test_its_own_quantizer(self, tiny_model: TinyModel, tmp_path: Path, kind: str, most: float) -> None:
