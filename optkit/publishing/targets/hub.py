@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import PurePath
 from typing import ClassVar
 
-from optkit import __version__
 from optkit.common.own_files import is_own
 from optkit.errors import PushError, first_line
 from optkit.model.companions import belongs_to_model, holds_weights
@@ -83,7 +82,7 @@ class Hub(Target):
                 where=str(self),
                 remedy=f"Set HF_TOKEN to one that may write ({TOKENS}), or run: hf auth login",
             )
-        api = HfApi(endpoint=self.endpoint, token=token, library_name="optkit", library_version=__version__)
+        api = HfApi(endpoint=self.endpoint, token=token)
         with self._explained(), without_bars(utils):
             api.create_repo(self.repository, private=True, exist_ok=True)
             if self.revision != MAIN:
