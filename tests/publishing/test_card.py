@@ -182,3 +182,17 @@ def test_a_model_with_a_card_is_measured_under_the_key_of_the_store(
     pipeline.run(tmp_path / "x.yaml", out=tmp_path / "out", store=tmp_path / "store", device="cpu")
     artifact = read_artifact(tmp_path / "out")
     assert measured_weights(artifact, Store(tmp_path / "store")) == artifact.record.weights_key
+
+
+def test_a_run_replaces_a_card_that_nobody_edited(
+    artifact: Path, tiny_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ("--out", str(artifact), "--store", str(tiny_run / "store"), "--device", "cpu", "--quiet")
+    spoken(capsys, "card", str(artifact))
+    spoken(capsys, "run", str(tiny_run / "tiny.yaml"), *place, "--set", "stages.0.rtn.bits=8")
+    assert not (artifact / "README.md").exists()
+    spoken(capsys, "card", str(artifact))
+    with (artifact / "README.md").open("a", encoding="utf-8") as file:
+        file.write("For cats.\n")
+    _, err = spoken(capsys, "run", str(tiny_run / "tiny.yaml"), *place, status=1)
+    assert "files that optkit did not write: README.md" in err
