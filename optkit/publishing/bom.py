@@ -17,6 +17,7 @@ from optkit.common.frozen import canonical_json
 from optkit.common.own_files import is_own
 from optkit.environment import PACKAGES
 from optkit.errors import MissingPackageError
+from optkit.publishing.card import licence_metadata
 from optkit.recipe.recipe import load_recipe
 from optkit.scorecard import Scorecard
 from optkit.source.digests import PREFIX
@@ -36,6 +37,7 @@ def bill_of_materials(artifact: Artifact, scorecard: Scorecard) -> str:
 
     Raises MissingPackageError without the extra `bom`, ValueError if it were not valid.
     """
+    _require_library()
     record = artifact.record
     base = _base_model(ModelSource.model_validate(record.recipe["model"]))
     texts, packages = list(_texts(artifact)), list(_packages(artifact))
@@ -86,6 +88,7 @@ def _model(artifact: Artifact, scorecard: Scorecard, base: Mapping[str, Any], te
             for name, facts in sorted(record.files.items())
             if not is_own(name)
         ],
+        **_licences(licence_metadata(artifact, base["name"])),
         "pedigree": {"ancestors": [{name: base[name] for name in base if name != "bom-ref"}]},
         "modelCard": {
             "modelParameters": {name: value for name, value in parameters.items() if value},
@@ -93,6 +96,20 @@ def _model(artifact: Artifact, scorecard: Scorecard, base: Mapping[str, Any], te
         },
         "properties": _properties([*said.items(), *settings]),
     }
+
+
+def _licences(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the licences that a model card names, by their SPDX identifiers if they have one."""
+    from cyclonedx.spdx import fixup_id
+
+    given = said.get("license") or []
+    names = [said.get("license_name") or each for each in (given if isinstance(given, list) else [given])]
+    named = [(fixup_id(str(name)), str(name)) for name in names]
+    return (
+        {"licenses": [{"license": {"id": known} if known else {"name": name}} for known, name in named]}
+        if named
+        else {}
+    )
 
 
 def _metrics(scorecard: Scorecard) -> Iterator[dict[str, Any]]:
@@ -223,11 +240,16 @@ def _sha256(digest: str) -> list[dict[str, str]]:
     return [{"alg": "SHA-256", "content": digest}]
 
 
-def _check(text: str) -> None:
+def _require_library() -> None:
     try:
-        from cyclonedx.schema import SchemaVersion
-        from cyclonedx.validation.json import JsonStrictValidator
+        import cyclonedx  # noqa: F401
     except ImportError as error:
         raise MissingPackageError("cyclonedx-python-lib", where="bom", install="optkit[bom]") from error
+
+
+def _check(text: str) -> None:
+    from cyclonedx.schema import SchemaVersion
+    from cyclonedx.validation.json import JsonStrictValidator
+
     if wrong := JsonStrictValidator(SchemaVersion.V1_7).validate_str(text):
         raise ValueError(f"the BOM is not valid: {wrong}")

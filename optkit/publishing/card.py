@@ -81,7 +81,7 @@ def _metadata(artifact: Artifact, scorecard: Scorecard, config: Mapping[str, Any
     chats = (artifact.directory / "chat_template.jinja").is_file()
     tags = ["optkit", *(step["kind"] for step in artifact.record.steps), method, "conversational" if chats else ""]
     return {
-        **_licence_metadata(artifact, source["name"]),
+        **licence_metadata(artifact, source["name"]),
         "base_model": origin or None,
         "base_model_relation": ("quantized" if packed else "finetune") if origin else None,
         "library_name": LIBRARIES.get(format.label, format.label.lower()),
@@ -98,7 +98,7 @@ def _pipeline_tag(config: Mapping[str, Any]) -> str | None:
     return next(special, str(task) if task else None)
 
 
-def _licence_metadata(artifact: Artifact, model: str) -> dict[str, Any]:
+def licence_metadata(artifact: Artifact, model: str) -> dict[str, Any]:
     """Return licence and language, from the source's card, a file of the artifact, or what is known."""
     found: dict[str, Any] = {}
     with contextlib.suppress(OptkitError):

@@ -25,7 +25,8 @@ from optkit.errors import ArtifactError, MissingPackageError, UnsoundError, Usag
 from optkit.verification.artifact_checks import check_digests
 from optkit.verification.check_result import Check, check_of
 
-UNSIGNED = (*sorted(NUMBERS), ATTACHMENTS, CARD, SIGNATURE)
+UNSIGNED = (*sorted(NUMBERS), ATTACHMENTS, CARD, SIGNATURE, ".cache")
+"""In `.cache` the hub's library notes what it downloaded."""
 PASSWORD = "OPTKIT_KEY_PASSWORD"
 CURVES = "P-256, P-384 or P-521"
 MAKE_ONE = "Make one: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
@@ -75,7 +76,8 @@ def sign(artifact: Artifact, key: Path, certificate: Path | None = None) -> Path
         try:
             config.sign(artifact.directory, made)
         except ValueError as error:
-            raise ArtifactError("it cannot be signed", where=str(artifact.directory), why=first_line(error)) from error
+            why, remedy = _of_links(error) or first_line(error), "Copy what it leads to"
+            raise ArtifactError("it cannot be signed", where=str(artifact.directory), why=why, remedy=remedy) from error
         artifact.attach(SIGNATURE, made.read_bytes())
     return artifact.directory / SIGNATURE
 
@@ -130,11 +132,19 @@ def _problems(error: Exception, trusted: Trusted) -> list[str]:
         return [f"{name} {what} after it was signed" for name, what in found] or [said]
     if "Key mismatch" in said:
         return [f"it was made with another key than that of {trusted.public_key}"]
+    if links := _of_links(error):
+        return [f"{links}. Copy the artifact with the files that links lead to"]
     if type(error).__name__ == "InvalidSignature":
         return [f"{SIGNATURE} was changed: it does not fit its own words"]
     if type(error).__name__ == "X509StoreContextError":
         return [f"its certificate does not lead to a trusted one: {said}"]
     return [f"{SIGNATURE} cannot be read as a signature: {first_line(error)}"]
+
+
+def _of_links(error: Exception) -> str:
+    """Return what to say of a link, which may lead to other bytes later; else empty."""
+    found = re.match(r"Cannot use '(.*)' because it is a symlink", str(error))
+    return f"{found[1]} is a link, and what a link leads to can change" if found else ""
 
 
 def _opened(use: Callable[[], T], file: Path, what: str, remedy: str) -> T:

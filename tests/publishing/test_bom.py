@@ -91,6 +91,22 @@ def test_it_says_what_the_artifact_is_made_of(artifact: Path, capsys: pytest.Cap
     assert [task["name"] for task in workflow["tasks"]] == ["prune", "rtn"]
     assert workflow["taskDependencies"] == [{"ref": "step:1:rtn", "dependsOn": ["step:0:prune"]}]
     assert str(artifact.parent) not in json.dumps(said)
+    assert "licenses" not in model
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("apache-2.0", [{"license": {"id": "Apache-2.0"}}]),
+        ("[mit, gpl-3.0]", [{"license": {"id": "MIT"}}, {"license": {"id": "GPL-3.0"}}]),
+        ("other\nlicense_name: our-own", [{"license": {"name": "our-own"}}]),
+    ],
+)
+def test_licences_of_the_base_model(
+    artifact: Path, capsys: pytest.CaptureFixture[str], written: str, said: list[Any]
+) -> None:
+    (artifact / "README.base.md").write_text(f"---\nlicense: {written}\n---\n", encoding="utf-8")
+    assert bom_of(artifact, capsys)["metadata"]["component"]["licenses"] == said
 
 
 def test_a_hub_model_has_its_commit(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:

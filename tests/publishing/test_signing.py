@@ -174,7 +174,10 @@ def test_certificates(
 def test_what_is_not_whole_is_not_signed(artifact: Path, keys: Path, capsys: Spoken) -> None:
     (artifact / "link").symlink_to(artifact / "config.json")
     err = spoken(capsys, "sign", str(artifact), "--key", str(keys / "key.pem"), status=1)[1]
-    assert "it cannot be signed. Cannot use" in err
+    assert "it cannot be signed. " in err
+    assert "out/link is a link, and what a link leads to can change. Copy what it leads to." in err
+    said = check_signature(read_artifact(artifact), Trusted(keys / "key.pub.pem")).detail
+    assert said.endswith("what a link leads to can change. Copy the artifact with the files that links lead to")
     flip(artifact)
     err = spoken(capsys, "sign", str(artifact), "--key", str(keys / "key.pem"), status=3)[1]
     assert "model.safetensors was changed. A signature says that the files are those that the recipe made." in err
