@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +13,18 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from optkit.common.atomic import write_bytes_atomically
-from optkit.common.files import check_name_inside, read_object, reading, sha256_of
+from optkit.common.files import check_name_inside, read_object, reading
 from optkit.common.frozen import Frozen, digest
-from optkit.common.own_files import ATTACHMENTS, CARD, OWN_FILES, RECORD, SCORECARD_JSON, is_own, name_in_artifact
+from optkit.common.own_files import (
+    ATTACHMENTS,
+    CARD,
+    OWN_FILES,
+    RECORD,
+    SCORECARD_JSON,
+    is_own,
+    is_unedited,
+    name_in_artifact,
+)
 from optkit.errors import ArtifactError, StoreError
 from optkit.model.companions import published_files
 from optkit.model.formats.base import Format
@@ -69,8 +77,6 @@ class ArtifactRecord(Frozen):
     """
     attachments: tuple[str, ...] = ()
     """Files beside the scorecard, by their places below the artifact; a later run replaces them."""
-    card: str = ""
-    """SHA-256 of the model card as optkit wrote it: a run replaces it unless somebody edited it."""
     files: dict[str, dict[str, Any]]
     """Size, time and SHA-256 of every file of the model."""
 
@@ -113,12 +119,6 @@ class Artifact(Frozen):
     def finish(self) -> None:
         """Say in its record that the scorecard is there."""
         self._recorded(finished=True)
-
-    def write_card(self, text: str) -> Artifact:
-        """Write the model card, and return the artifact that knows it as optkit's own."""
-        known = self._recorded(card=hashlib.sha256(text.encode("utf-8")).hexdigest())
-        self.attach(CARD, text)
-        return known
 
     def replace_attachments(self, files: Mapping[str, bytes]) -> Artifact:
         """Return the artifact with these files below its folder of attachments.
@@ -254,7 +254,7 @@ def standing(out: Path, key: str) -> Artifact | None:
             found.check()
             return found
     ours = {*OWN_FILES, *found.record.files, *found.record.attachments}
-    if (out / CARD).is_file() and sha256_of(out / CARD) == found.record.card:
+    if (out / CARD).is_file() and is_unedited((out / CARD).read_bytes()):
         ours.add(CARD)
     own = map(Path, (CARD, *OWN_FILES, *found.record.attachments))
     drafts = tuple(path.with_name(f".{path.name}.").as_posix() for path in own)

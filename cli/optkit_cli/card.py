@@ -30,7 +30,7 @@ def command(artifact: Path, repo: str, printed: bool, as_json: bool) -> None:
     found = read_finished(artifact)
     text = card_of(found, read_scorecard(artifact), repo)
     if not printed:
-        found.write_card(text)
+        found.attach(CARD, text)
     if as_json:
         print_json({"card": text, "file": None if printed else str(artifact / CARD)})
     else:

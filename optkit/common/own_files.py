@@ -4,6 +4,7 @@ They say how it was made and measured, and deploy nothing.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path, PurePath
 
 RECORD = "optkit.json"
@@ -20,6 +21,7 @@ ATTACHMENTS = "scorecard_files"
 """Folder of what evals and trainings leave beside their numbers."""
 CARD = "README.md"
 """The model card that `optkit card` writes; its author may edit it, so no run replaces it."""
+MARK = "<!-- Written by optkit, and unchanged if the text above has the SHA-256 "
 SOURCE_CARD = "README.base.md"
 """What an artifact calls the card of the model that it was made of."""
 NUMBERS = frozenset({SCORECARD_JSON, SCORECARD_MARKDOWN, SCORECARD_HTML, LOSS_CURVE_SVG, VERIFICATION_JSON})
@@ -38,6 +40,17 @@ def is_own(relative: PurePath | str) -> bool:
 def name_in_artifact(name: str) -> str:
     """Return what an artifact calls a file of a directory of weights."""
     return SOURCE_CARD if name == CARD else name
+
+
+def marked(card: str) -> str:
+    """Return a card that says below its text what it was when optkit wrote it."""
+    return f"{card}\n{MARK}{hashlib.sha256(card.encode()).hexdigest()} -->\n"
+
+
+def is_unedited(card: bytes) -> bool:
+    """Say whether a card is as optkit wrote it, so that it can write it again."""
+    text, _, mark = card.rpartition(f"\n{MARK}".encode())
+    return mark == f"{hashlib.sha256(text).hexdigest()} -->\n".encode()
 
 
 def without_home(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.artifact import Artifact
 from optkit.common.files import object_if_any, read_text, reading
-from optkit.common.own_files import SCORECARD_HTML, SOURCE_CARD
+from optkit.common.own_files import SCORECARD_HTML, SOURCE_CARD, marked
 from optkit.errors import OptkitError
 from optkit.model.formats.base import Format
 from optkit.model.task import Task, architecture_of, task_of
@@ -63,7 +63,7 @@ def card_of(artifact: Artifact, scorecard: Scorecard, place: str = "") -> str:
         **{title: said[title] for title in SHOWN},
         "## Licence": _licence(data.to_dict()),
     }
-    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{as_page(page)}"))
+    return marked(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{as_page(page)}")))
 
 
 def origin_of(source: Mapping[str, Any]) -> str:

@@ -196,3 +196,9 @@ def test_a_run_replaces_a_card_that_nobody_edited(
         file.write("For cats.\n")
     _, err = spoken(capsys, "run", str(tiny_run / "tiny.yaml"), *place, status=1)
     assert "files that optkit did not write: README.md" in err
+
+
+def test_a_card_changes_nothing_that_is_signed(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (artifact / "optkit.json").read_bytes()
+    spoken(capsys, "card", str(artifact))
+    assert (artifact / "optkit.json").read_bytes() == before
