@@ -208,7 +208,7 @@ def _opened(url: str) -> tuple[Any, str]:
         raise MissingPackageError("fsspec", where=url, install="optkit[remote]") from error
     try:
         # Others write there too, so nothing that was listed before is true.
-        files, root = fsspec.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+        files, root = fsspec.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         from fsspec.registry import known_implementations
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from s3fs import S3FileSystem
 
 from optkit.errors import ResourceError
 from optkit.store.remote import Remote
 from optkit.store.shared import SharedStore
 from optkit.store.store import Store
 from tests.conftest import RUN, TinyModel, Warnings
-from tests.store.conftest import Opened
+from tests.store.conftest import Opened, lead_to
 from tests.support.command_line import spoken
 from tests.support.object_store import SECRET, Way, refusing
 
@@ -124,7 +125,7 @@ def test_a_killed_upload_is_not_found_and_can_be_completed(
     bucket: str, server: str, machine: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Way(server, 20_000, ends=False) as way:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", way.address)
+        lead_to(way.address, monkeypatch)
         monkeypatch.setenv("OPTKIT_STORE_REMOTE", bucket)
         process = writer(tmp_path / "one", "kilobyte")
         process.stdin.write(b"\n")
@@ -132,7 +133,7 @@ def test_a_killed_upload_is_not_found_and_can_be_completed(
         assert way.broken.wait(60)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    lead_to(server, monkeypatch)
     one, two = machine("one", bucket), machine("two", bucket)
     assert len(objects(bucket, "files")) < 3
     assert fetch(two) is None
@@ -237,7 +238,7 @@ def test_a_server_that_dies_in_the_middle_stops_no_run(
     bucket: str, server: str, machine: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Way(server, 40_000, ends=True) as way:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", way.address)
+        lead_to(way.address, monkeypatch)
         one = machine("one", bucket)
         make(one, KEY, "k" * 30_000)
         make(one, OTHER)
@@ -245,18 +246,16 @@ def test_a_server_that_dies_in_the_middle_stops_no_run(
     assert one.get(OTHER)
     (line,) = said(one)
     assert line.startswith(f"{bucket}: it cannot be written. ")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    lead_to(server, monkeypatch)
     assert machine("two", bucket).remote.keys("steps") == []
 
 
 def test_a_server_that_does_not_answer_stops_no_run(
     bucket: str, server: str, machine: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from s3fs import S3FileSystem
-
     monkeypatch.setattr(S3FileSystem, "read_timeout", 0.3)
     with Way(server, 0, ends=False) as way:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", way.address)
+        lead_to(way.address, monkeypatch)
         one = machine("one", bucket)
         make(one)
     assert [line.split(". ")[0] for line in said(one)] == [
@@ -283,7 +282,7 @@ def test_a_step_that_was_changed_meanwhile_is_not_pushed(bucket: str, machine: O
 
 
 def test_a_server_that_is_not_there_stops_no_run(bucket: str, machine: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    lead_to("http://127.0.0.1:9", monkeypatch)
     one = machine("one", bucket)
     make(one)
     assert one.get(KEY)
