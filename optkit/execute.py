@@ -105,14 +105,14 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
     step = plan.steps[index]
     if index == 0 and (there := locate_model(plan.recipe.model)):
         return there
-    if found := store.get(step.key):
+    if found := store.get(step.key) or store.fetch(step.key):
         return found
     source = materialize(plan, index - 1, store, context, made) if index else None
     with store.lock(
         step.key,
         waiting=lambda: context.progress.say(f"{step.kind}: another run is at work on this step; waiting for it"),
     ):
-        if found := store.get(step.key) or store.fetch(step.key):
+        if found := store.get(step.key):
             return found
         if store.is_damaged(step.key):
             context.progress.warn(f"{step.kind}: its files in the store were changed or lost; they are made again")

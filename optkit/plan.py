@@ -139,10 +139,11 @@ class Plan(Frozen):
     @property
     def fetched(self) -> tuple[Step, ...]:
         """The steps that come from the store that machines share: what the run begins with, and the
-        unmodified model.
+        unmodified model if something is measured.
         """
-        last = max((index for index, step in enumerate(self.steps) if step.hit), default=0)
-        return tuple(self.steps[index] for index in sorted({0, last}) if self.steps[index].remote)
+        needed = {max((index for index, step in enumerate(self.steps) if step.hit), default=0)}
+        needed |= {0} if any(each.pending for each in self.evals) else set()
+        return tuple(self.steps[index] for index in sorted(needed) if self.steps[index].remote)
 
     @property
     def disk_bytes(self) -> int:

@@ -47,15 +47,14 @@ def pull(store: Store, remote: Remote, named: Sequence[str], progress: Progress)
     """
     steps, metrics = _chosen(named, remote.keys(STEPS), remote.keys(METRICS), remote.url)
     for key in steps:
-        with store.lock(key):
-            try:
-                there = store.get(key) or fetch_step(store, remote, key, progress)
-            except RemoteError:
-                raise
-            except StoreError as error:
-                raise _damaged(remote, key) from error
-            if there is None:
-                raise _damaged(remote, key)
+        try:
+            there = fetch_step(store, remote, key, progress)
+        except RemoteError:
+            raise
+        except StoreError as error:
+            raise _damaged(remote, key) from error
+        if there is None:
+            raise _damaged(remote, key)
     for key in metrics:
         if (found := remote.read(METRICS, key)) is None:
             raise _damaged(remote, key)

@@ -166,23 +166,26 @@ def push_step(store: Store, remote: Remote, key: str, progress: Progress, *, aga
 
 
 def fetch_step(store: Store, remote: Remote, key: str, progress: Progress) -> Path | None:
-    """Take a finished step; None if there is none. Call it inside `store.lock(key)`.
+    """Take a finished step; None if there is none. It holds `store.lock(key)` meanwhile.
     Raises StoreError if a file is not what the record says; ResourceError on a full disk here.
     """
     record = remote.record(key)
     if record is None:
         return None
     files = record["files"]
-    remote.distrusted.add(key)
-    with store.write(key) as draft:
-        draft.record.update(record)
-        draft.expected = {name: known["sha256"] for name, known in files.items()}
-        with progress.task(f"{record.get('kind', 'step')} from {remote.url}", len(files), "files") as task:
-            for name, known in files.items():
-                remote.download(known, draft.model / name)
-                task.advance(note=name)
-    remote.distrusted.discard(key)
-    return store.get(key)
+    with store.lock(key):
+        if found := store.get(key):
+            return found
+        remote.distrusted.add(key)
+        with store.write(key) as draft:
+            draft.record.update(record)
+            draft.expected = {name: known["sha256"] for name, known in files.items()}
+            with progress.task(f"{record.get('kind', 'step')} from {remote.url}", len(files), "files") as task:
+                for name, known in files.items():
+                    remote.download(known, draft.model / name)
+                    task.advance(note=name)
+        remote.distrusted.discard(key)
+        return store.get(key)
 
 
 def _is_record(found: Any) -> bool:

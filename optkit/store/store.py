@@ -74,7 +74,7 @@ class Store:
 
     def fetch(self, key: str) -> Path | None:
         """Take a finished step from the store that machines share and return its directory; None if
-        there is nothing to take. Call it inside `lock(key)`.
+        there is nothing to take. It holds `lock(key)` meanwhile.
         """
         return None
 

@@ -53,11 +53,6 @@ def make(store: Store, key: str = KEY, text: str = "weights") -> None:
         store.push(key)
 
 
-def fetch(store: Store, key: str = KEY) -> Path | None:
-    with store.lock(key):
-        return store.fetch(key)
-
-
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
@@ -70,12 +65,12 @@ def objects(url: str, folder: str) -> list[str]:
 def test_what_one_machine_makes_another_takes(url: str, machine: Opened) -> None:
     one, two = machine("one", url), machine("two", url)
     assert not two.is_remote(KEY)
-    assert fetch(two) is None
+    assert two.fetch(KEY) is None
     make(one)
     one.put_json(OTHER, {"value": 1.5})
     assert two.is_remote(KEY)
     assert two.get(KEY) is None, "nothing is fetched by looking"
-    assert contents(fetch(two)) == contents(one.get(KEY))
+    assert contents(two.fetch(KEY)) == contents(one.get(KEY))
     assert two.record(KEY)["kind"] == "rtn"
     assert two.get_json(OTHER) == {"value": 1.5}
     assert Store(two.root).get_json(OTHER) == {"value": 1.5}, "it is kept here too"
@@ -116,7 +111,7 @@ def test_several_writers_of_one_key_do_not_mix(url: str, machine: Opened, tmp_pa
         each.stdin.write(b"\n")
         each.stdin.flush()
     assert [each.communicate()[1] for each in writers] == [b""] * len(texts)
-    found = contents(fetch(store))
+    found = contents(store.fetch(KEY))
     assert found in [{str(number): text.encode() * (number + 1) * 1000 for number in range(3)} for text in texts]
     assert said(store) == []
 
@@ -136,10 +131,10 @@ def test_a_killed_upload_is_not_found_and_can_be_completed(
     lead_to(server, monkeypatch)
     one, two = machine("one", bucket), machine("two", bucket)
     assert len(objects(bucket, "files")) < 3
-    assert fetch(two) is None
+    assert two.fetch(KEY) is None
     assert one.get(KEY), "it is whole where it was made"
     one.push(KEY)
-    assert contents(fetch(two)) == contents(one.get(KEY))
+    assert contents(two.fetch(KEY)) == contents(one.get(KEY))
     assert said(one) == said(two) == []
 
 
@@ -165,14 +160,14 @@ def test_a_damaged_file_is_not_taken_and_the_next_push_mends_it(
     one, two, three = (machine(name, url) for name in ("one", "two", "three"))
     make(one)
     damage(one.remote, objects(url, "files")[0])
-    assert fetch(two) is None
+    assert two.fetch(KEY) is None
     assert two.get(KEY) is None
     (line,) = said(two)
     assert line.startswith("the step aaaaaaaaaaaa: ") or " is gone" in line
     assert line.endswith("It is made again.")
     assert not any((two.root / "drafts").iterdir())
     make(two)
-    assert contents(fetch(three)) == contents(one.get(KEY))
+    assert contents(three.fetch(KEY)) == contents(one.get(KEY))
 
 
 @pytest.mark.parametrize("damage", [_cut, _flip])
@@ -185,7 +180,7 @@ def test_a_damaged_record_or_number_is_not_there(
     for folder in ("steps", "metrics"):
         damage(one.remote, objects(bucket, folder)[0])
     assert not two.is_remote(KEY)
-    assert fetch(two) is None
+    assert two.fetch(KEY) is None
     assert two.get_json(OTHER) is None
     assert said(two) == []
 
@@ -197,7 +192,7 @@ def test_a_record_that_leads_out_of_the_step_is_not_followed(bucket: str, machin
     record = one.remote.record(KEY)
     record["files"][name] = record["files"].pop("a.bin")
     one.remote.write("steps", KEY, record)
-    assert fetch(two) is None
+    assert two.fetch(KEY) is None
     assert not (two.root / "drafts" / "outside").exists()
 
 
@@ -208,12 +203,12 @@ def test_a_full_disk_while_fetching_is_said_and_leaves_nothing(bucket: str, mach
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
     try:
         with pytest.raises(ResourceError, match="larger than this process may write .* while writing the step aaaa"):
-            fetch(two)
+            two.fetch(KEY)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert two.get(KEY) is None
     assert not any((two.root / "drafts").iterdir())
-    assert contents(fetch(two)) == contents(one.get(KEY))
+    assert contents(two.fetch(KEY)) == contents(one.get(KEY))
 
 
 def test_a_key_that_is_refused_stops_no_run(
@@ -307,7 +302,8 @@ def test_a_full_shared_disk_stops_no_run(tmp_path: Path, machine: Opened, monkey
 def test_a_second_machine_makes_nothing_again(
     bucket: str, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "tiny.yaml").write_text(RUN.format(model=tiny_model("llama")))
+    recipe = RUN.format(model=tiny_model("llama")).replace("stages:\n", "stages:\n  - bf16\n")
+    (tmp_path / "tiny.yaml").write_text(recipe)
 
     def on(machine: str, command: str, *words: str) -> tuple[dict[str, Any], str]:
         place = ["--store", str(tmp_path / machine), "--remote", bucket, "--device", "cpu", "--json"]
@@ -316,12 +312,15 @@ def test_a_second_machine_makes_nothing_again(
 
     on("one", "run", "--out", str(tmp_path / "here"))
     planned, _ = on("two", "plan")
-    assert [step["remote"] for step in planned["steps"]] == [False, True]
+    assert [step["remote"] for step in planned["steps"]] == [False, True, True]
     assert [each["hit"] for each in planned["evals"]] == [True]
-    assert not Store(tmp_path / "two").get(planned["steps"][1]["key"]), "a plan fetches no weights"
+    first, last = (step["key"] for step in planned["steps"][1:])
+    assert not Store(tmp_path / "two").get(last), "a plan fetches no weights"
     made, told = on("two", "run", "--out", str(tmp_path / "there"))
-    assert [step["cached"] for step in made["steps"]] == [True]
+    assert [step["cached"] for step in made["steps"]] == [True, True]
     assert "rtn from s3://" in told
+    assert Store(tmp_path / "two").get(last)
+    assert not Store(tmp_path / "two").get(first), "nothing is fetched that the run does not begin with"
     assert (tmp_path / "here" / WEIGHTS).read_bytes() == (tmp_path / "there" / WEIGHTS).read_bytes()
     assert "OPTKIT_STORE_REMOTE" not in os.environ
     assert SECRET not in "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
