@@ -50,6 +50,6 @@ def _closing(found: Reproduction) -> Text:
     same = len(found.files) - len([name for name in found.differing if name in found.files])
     said = f"  {same} of {len(found.files)} files have the same SHA-256"
     if found.differing:
-        since = f", since the step {found.since.kind}" if found.since else ""
+        since = f", since the step {found.since}" if found.since else ""
         said += f"; others: {', '.join(found.differing)}{since}"
     return Text.assemble(verdict_text("FAIL" if found.differing else "PASS"), said, f"  {found.artifact}")

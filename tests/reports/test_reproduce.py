@@ -82,7 +82,11 @@ def test_another_stage_than_before_is_found_and_told(
     (tensor,) = found["tensors"]
     assert (tensor["name"], tensor["differing"]) == ("model.norm.weight", 1)
     assert tensor["largest"] == pytest.approx(0.25)
+    assert found["since"] == "rtn"
     assert (home / "again" / "optkit.json").is_file()
+    for there in (artifact, home / "again"):
+        err = spoken(capsys, "reproduce", str(artifact), "--out", str(there), status=2)[1]
+        assert f"--out: {there} is there already. Name a directory that is not." in err
 
 
 def _shifted(run: Callable[..., Any]) -> Callable[..., Any]:

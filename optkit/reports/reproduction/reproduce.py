@@ -81,10 +81,11 @@ class Reproduction(Frozen):
         """0: every file is the same, 3: not so."""
         return 3 if self.differing else 0
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
-    def since(self) -> StepAgain | None:
-        """The first step that left something else; None if there is none that is known."""
-        return next((step for step in self.steps if step.identical is False), None)
+    def since(self) -> str | None:
+        """Kind of the first step that left something else; None if there is none that is known."""
+        return next((step.kind for step in self.steps if step.identical is False), None)
 
 
 def reproduce(
@@ -101,10 +102,13 @@ def reproduce(
 
     `out` keeps the second one; `model` is the place of the model that it was made from, if it is
     not found. Without `device` it is made on the recorded one, if that is here. Raises
-    ArtifactError if the directory is no artifact or its files changed, SourceError if a
-    model or text of its record is not found, or code of others runs without `trust_remote_code`.
+    UsageError if `out` exists, ArtifactError if the directory is no artifact or its files changed,
+    SourceError if a model or text of its record is not found, or code of others runs without
+    `trust_remote_code`.
     """
     progress = progress or SilentProgress()
+    if out and out.exists():
+        raise UsageError(f"{out} is there already", where="--out", remedy="Name a directory that is not")
     first = read_finished(Path(artifact))
     if not (digests := check_digests(first)).ok:
         why = "What is to be compared is not what the recipe made"
