@@ -31,11 +31,13 @@ PASSWORD = "OPTKIT_KEY_PASSWORD"
 CURVES = "P-256, P-384 or P-521"
 MAKE_ONE = "Make one: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
 FOUND = (
-    (r"Hash mismatch for '([^']*)'", "was changed"),
-    (r"Missing files in model '[^']*': ([^\"']*)", "is missing"),
-    (r"Extra files found in model '[^']*': ([^\"']*)", "was added"),
+    (r"Hash mismatch for \\*'([^'\\]*)", "was changed"),
+    (r"Missing files in model \\*'[^']*': ([^\"'\\]*)", "is missing"),
+    (r"Extra files found in model \\*'[^']*': ([^\"'\\]*)", "was added"),
 )
-"""What the library says of files, and what is said here."""
+"""What the library says of files, and what is said here.
+Its text is the repr of a list: a digest with a quote in it puts backslashes before the others.
+"""
 T = TypeVar("T")
 
 

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from optkit import pipeline
 from optkit.artifact import read_artifact
+from optkit.publishing import signing
 from optkit.publishing.signing import Trusted, check_signature
 from tests.support.command_line import spoken
 from tests.support.signers import certificates, key_pair, rsa_pair
@@ -208,3 +209,13 @@ def test_without_the_extra(artifact: Path, keys: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(builtins, "__import__", none)
     err = spoken(capsys, "sign", str(artifact), "--key", str(keys / "key.pem"), status=1)[1]
     assert "the package `model-signing` is not installed. Run: pip install 'optkit[sign]'" in err
+
+
+@pytest.mark.parametrize("digest", [b"x", b"'", b"\"'"])
+def test_a_digest_with_quotes_hides_no_name(digest: bytes) -> None:
+    """What the library says is the repr of a list of texts with reprs of bytes in them."""
+    said = [f"Hash mismatch for 'optkit.json': Expected 'Digest({digest!r})'", "Extra files found in model '/a': b.py"]
+    assert signing._problems(ValueError(f"Signature mismatch: {said}"), signing.Trusted()) == [
+        "optkit.json was changed after it was signed",
+        "b.py was added after it was signed",
+    ]
