@@ -54,6 +54,7 @@ def change_record(artifact: Path, change: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
 def test_the_same_bytes_again(home: Path, stages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     artifact = make(home, *stages)
+    monkeypatch.setenv("OPTKIT_STORE_REMOTE", "/no/such/place")  # it would have the steps of the first
     monkeypatch.chdir(home.parent)
     threads = torch.get_num_threads()
     torch.set_num_threads(3 - min(2, threads))
