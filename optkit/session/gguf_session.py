@@ -24,6 +24,8 @@ class GgufSession(GeneratingSession):
     """An opened GGUF directory; implements `optkit.measure.Session`."""
 
     notes: tuple[str, ...] = ()
+    dtype = "float16"
+    """The least precise of what it computes in: that of keys and values."""
 
     def __init__(self, opening: Opening) -> None:
         """Raises what `LlamaCppModel` raises."""

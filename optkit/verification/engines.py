@@ -128,6 +128,20 @@ model = og.Model("{directory}")
 tokenizer = og.Tokenizer(model)
 ```""",
 )
+LLAMA_CPP = Engine(
+    "llama.cpp",
+    "open_in_llama_cpp.py",
+    ("llama-cpp-python",),
+    {},
+    ", which compiles it for minutes",
+    opens=Format.GGUF,
+    usage="""\
+```python
+from llama_cpp import Llama
+
+model = Llama("{directory}/model.gguf")
+```""",
+)
 OPTIMUM = Engine(
     "optimum",
     "open_in_optimum.py",
@@ -161,7 +175,7 @@ class Answer:
 
 def python_variable(engine: str) -> str:
     """Return the environment variable that names the Python of an engine."""
-    return f"OPTKIT_{engine.upper().replace('-', '_')}_PYTHON"
+    return f"OPTKIT_{engine.upper().replace('-', '_').replace('.', '_')}_PYTHON"
 
 
 def interpreter(engine: str, named: Mapping[str, str]) -> str:

@@ -19,6 +19,7 @@ ENGINES = {
     "vllm": "optkit.verification.engines:VLLM",
     "onnxruntime": "optkit.verification.engines:ONNXRUNTIME",
     "onnxruntime-genai": "optkit.verification.engines:ONNXRUNTIME_GENAI",
+    "llama.cpp": "optkit.verification.engines:LLAMA_CPP",
     "optimum": "optkit.verification.engines:OPTIMUM",
 }
 """Name -> `module:name` of an `optkit.verification.engines.Engine`, in the order of reports."""

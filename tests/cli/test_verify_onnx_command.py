@@ -53,7 +53,7 @@ def test_both_engines_agree_and_the_others_are_not_asked(
     assert "loading vllm: it reads safetensors, and this artifact is ONNX" in out
     assert out.endswith("PASS 2 of 2 engines agree out")
     kept = {each.engine: each for each in read_loading(artifact)}
-    assert list(kept) == ["transformers", "vllm", "onnxruntime", "onnxruntime-genai", "optimum"]
+    assert list(kept) == ["transformers", "vllm", "onnxruntime", "onnxruntime-genai", "llama.cpp", "optimum"]
     for engine in ("onnxruntime", "onnxruntime-genai"):
         assert (kept[engine].verdict, kept[engine].same_tokens, kept[engine].device, kept[engine].dtype) == (
             "agrees",

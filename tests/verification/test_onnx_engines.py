@@ -201,7 +201,11 @@ def test_what_is_not_installed_comes_with_a_warning(tmp_path: Path) -> None:
 
 
 def test_which_engine_opens_what() -> None:
-    assert [name for name in engine_names() if engine_of(name).cannot_open(Format.ONNX)] == ["transformers", "vllm"]
+    assert [name for name in engine_names() if engine_of(name).cannot_open(Format.ONNX)] == [
+        "transformers",
+        "vllm",
+        "llama.cpp",
+    ]
     assert (
         TRANSFORMERS.cannot_open(Format.ONNX) == VLLM.cannot_open(Format.ONNX) == "it reads safetensors, "
         "and this artifact is ONNX"
@@ -209,6 +213,7 @@ def test_which_engine_opens_what() -> None:
     assert [name for name in engine_names() if engine_of(name).cannot_open(Format.CHECKPOINT)] == [
         "onnxruntime",
         "onnxruntime-genai",
+        "llama.cpp",
         "optimum",
     ]
     assert ONNXRUNTIME.cannot_open(Format.CHECKPOINT) == "it reads ONNX, and this artifact is safetensors"
