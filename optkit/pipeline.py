@@ -22,6 +22,7 @@ from optkit.artifact import (
     steps_of,
 )
 from optkit.common.own_files import SCORECARD_HTML, SCORECARD_JSON, SCORECARD_MARKDOWN
+from optkit.comparison.history import remember_artifact
 from optkit.environment import usable_device
 from optkit.errors import UnsoundError
 from optkit.execute import Execution, check_texts, execute
@@ -152,7 +153,7 @@ def run(
             since=since,
         )
         added = attribute(todo, measured, shelf, context, execution.calibrated_on)
-        scorecard = _finish(artifact, todo, scorecard.model_copy(update={"attribution": added}), measured)
+        scorecard = _finish(artifact, todo, scorecard.model_copy(update={"attribution": added}), measured, shelf)
         if verified:
             _refuse_damaged(
                 verify(target, device=chosen, trust_remote_code=wanted.model.trust_remote_code, progress=progress)
@@ -181,7 +182,7 @@ def add_timings(
         speed=speed_rungs(todo, stages=True).known(store),
     )
     added = read_scorecard(artifact.directory).attribution
-    return _finish(artifact, todo, scorecard.model_copy(update={"attribution": added}), measured)
+    return _finish(artifact, todo, scorecard.model_copy(update={"attribution": added}), measured, store)
 
 
 def verify(
@@ -258,8 +259,10 @@ def open_artifact(
     return open_session(directory, settings, usable_device(device), dtype, progress, trusted)
 
 
-def _finish(artifact: Artifact, todo: Plan, scorecard: Scorecard, measured: Measurement) -> Scorecard:
-    """Return the scorecard as it is published, and leave it beside the weights with its files."""
+def _finish(artifact: Artifact, todo: Plan, scorecard: Scorecard, measured: Measurement, store: Store) -> Scorecard:
+    """Return the scorecard as it is published. Leave it beside the weights with its files, and a
+    record of both in the store.
+    """
     notes = (*scorecard.notes, *_left_out(todo))
     scorecard = scorecard.model_copy(update={"loading": read_loading(artifact), "notes": notes})
     files = published_attachments({**pictures(scorecard.steps), **measured.attachments}, todo.recipe)
@@ -267,6 +270,7 @@ def _finish(artifact: Artifact, todo: Plan, scorecard: Scorecard, measured: Meas
     artifact = artifact.replace_attachments({place: file.content for place, file in files.items()})
     _attach(artifact, scorecard)
     artifact.finish()
+    remember_artifact(artifact, scorecard, store.root)
     return scorecard
 
 

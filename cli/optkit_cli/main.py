@@ -30,6 +30,7 @@ COMMANDS = (
     "bom",
     "sign",
     "show",
+    "history",
     "compare",
     "report",
     "card",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from optkit.comparison.columns import Table
 from optkit.comparison.result import Column, Difference
@@ -23,7 +23,7 @@ UNNAMED = ("size_bytes", "decode_tokens_per_s")
 """Metrics that `smaller` and `faster` are about if nothing else is said."""
 
 
-def parse_requirement(text: str) -> Gate:
+def parse_requirement(text: str, option: str = "--require") -> Gate:
     """Return the limit that `perplexity<=1.05x` states; raises UsageError if it states none."""
     found = _REQUIREMENT.fullmatch(text.strip())
     try:
@@ -31,7 +31,7 @@ def parse_requirement(text: str) -> Gate:
             raise ValueError(f"'{text}' is no limit. Write it as perplexity<=1.05x.")
         return parse_gate(found[1], found[2])
     except ValueError as error:
-        raise UsageError(str(error), where="--require") from error
+        raise UsageError(str(error), where=option) from error
 
 
 def check_names(gates: Sequence[Gate], table: Table) -> None:
@@ -54,9 +54,9 @@ def named_columns(table: Table, text: str, option: str) -> list[Column]:
     return found
 
 
-def judged(gate: Gate, rows: Mapping[str, Measured]) -> GateResult:
+def judged(gate: Gate, rows: Iterable[Measured]) -> GateResult:
     """Return what a scorecard makes of a limit; the worst of the rows that it is about."""
-    found = [_judge(gate, row) for row in rows.values() if gate.matches(row.metric)]
+    found = [_judge(gate, row) for row in rows if gate.matches(row.metric)]
     if not found:
         return GateResult(key=gate.key, limit=gate.text, of=gate.of, verdict=Verdict.FAIL, why="it was not measured")
     return max(found, key=lambda each: ORDER.index(each.verdict))

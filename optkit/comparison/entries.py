@@ -28,7 +28,7 @@ def entries_of(
     units = {column.key: column.unit for column in table.columns}
     found = []
     for (place, card), label, rows, its in zip(cards, _labels(cards), table.rows, fields, strict=True):
-        results = tuple(judged(gate, rows) for gate in gates)
+        results = tuple(judged(gate, rows.values()) for gate in gates)
         found.append(
             Entry(
                 label=label,

@@ -4,6 +4,7 @@
     ROOT/steps/KEY/record.json    how: kind, fields, report, seconds, and size, time and SHA-256 of each file
     ROOT/metrics/KEY.json         what an eval measured, with its digest
     ROOT/counts/DIGEST.json       how many tokens a text has, for plans
+    ROOT/history/DIGEST.json      an artifact that a run made, for `optkit history`
     ROOT/drafts/KEY-RANDOM/       work under way; a draft whose process is gone is deleted by the next run
     ROOT/work/KEY/...             what a step under way keeps for the case that it is killed: checkpoints of a training
     ROOT/work/answers-DIGEST/...  what a teacher said about a text, for any student (generated-DIGEST: what it wrote)
