@@ -59,7 +59,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def objects(url: str, folder: str) -> list[str]:
     remote = Remote(url)
-    return sorted(remote._files.ls(remote._path(folder, ""), detail=False))
+    return sorted(remote._files.find(remote._path(folder, "")))
 
 
 def test_what_one_machine_makes_another_takes(url: str, machine: Opened) -> None:
@@ -119,7 +119,7 @@ def test_several_writers_of_one_key_do_not_mix(url: str, machine: Opened, tmp_pa
 def test_a_killed_upload_is_not_found_and_can_be_completed(
     bucket: str, server: str, machine: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Way(server, 20_000, ends=False) as way:
+    with Way(server, 30_000, ends=False) as way:
         lead_to(way.address, monkeypatch)
         monkeypatch.setenv("OPTKIT_STORE_REMOTE", bucket)
         process = writer(tmp_path / "one", "kilobyte")
