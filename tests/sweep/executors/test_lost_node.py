@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from optkit.artifact import read_artifact
+from optkit.environment import cpu_threads
 from optkit.pipeline import read_scorecard
 from optkit.sweep.executors.ray import VARIABLES, RayExecutor
 from optkit.sweep.run import sweep
@@ -64,7 +65,7 @@ def test_a_lost_node_costs_no_finished_step(
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         try:
             stores = [str(tmp_path / f"node-{index}" / "store") for index in range(2)]
-            nodes = {store: cluster.add_node(num_cpus=1, env_vars={"STORE_OF_NODE": store}) for store in stores}
+            nodes = {store: cluster.add_node(num_cpus=cpu_threads(), env_vars={"STORE_OF_NODE": store}) for store in stores}
             for store in stores:
                 Path(store).mkdir(parents=True)
             lines = Losing(cluster, nodes)
@@ -79,7 +80,7 @@ def test_a_lost_node_costs_no_finished_step(
         finally:
             cluster.shutdown()
         monkeypatch.delenv("OPTKIT_STORE_REMOTE")
-    assert [str(entry.status) for entry in done.record.entries] == ["done"] * 4
+    assert [(str(entry.status), entry.reason) for entry in done.record.entries] == [("done", "")] * 4
     assert lines.lost
     (left,) = lines.nodes
     assert sum(": cast of 29 tensors" in line for line in lines.lines) == 1
