@@ -11,9 +11,10 @@ from optkit.errors import OptkitError
 from optkit.measure import EvalContext, Metric
 from optkit.progress import Progress
 from optkit.recipe.recipe import load_recipe
-from optkit.sweep.executors.base import Order, Outcome, reason_of
+from optkit.sweep.executors.base import Executor, Order, Outcome, reason_of
 from optkit.sweep.executors.local import LocalExecutor
 from tests.support.quick_evals import THROUGHPUT
+from tests.support.waiting import wait_until
 
 STAGES: list[Any] = ["bf16", "rtn"]
 MATRIX: dict[str, Any] = {"stages.1.rtn.bits": [4, 8], "stages.1.rtn.group_size": [16, 32]}
@@ -60,3 +61,17 @@ class Here(LocalExecutor):
             return Outcome(None, reason_of(error), 1.0)
         self.made.append(order.name)
         return Outcome(str(scorecard.verdict), "", 1.0)
+
+
+def order_of(home: Path, model: Path, name: str, text: Path) -> Order:
+    """Return a recipe of one stage and one eval, to be made below a directory."""
+    perplexity = {"perplexity": {"dataset": str(text), "window": 32, "windows": 2}}
+    asked = {"model": str(model), "stages": ["rtn"], "evals": [perplexity]}
+    return Order(name, load_recipe(asked).pinned(None), home / "s" / name, "cpu", home / "store", None)
+
+
+def made(executor: Executor, order: Order, lines: Progress) -> Outcome:
+    """Wait until an executor is done with its only order."""
+    outcomes: dict[str, Outcome] = {}
+    assert wait_until(lambda: bool(outcomes.update(executor.ended(lines, 0.5)) or outcomes))
+    return outcomes[order.name]

@@ -20,8 +20,10 @@ from optkit.sweep.executors.on_node import make_on_node, refusal
 
 LOST_NODES = 3
 """How often a task goes elsewhere when its node or its process is lost."""
-VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0"}
-"""No telemetry."""
+VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
+"""No telemetry. And when memory runs out the system ends the recipe that takes it, which is a failure
+to be told: Ray's own monitor would end a task and begin it again and again.
+"""
 OBJECTS_BYTES = 100 << 20
 """Ray's own memory for what tasks return: here a few lines each."""
 
@@ -81,9 +83,9 @@ class RayExecutor(NodesExecutor):
         wanted = {"CPU": needs.cpus, "GPU": needs.gpus, "memory": needs.ram_bytes}
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if not any(all(node.get(kind, 0) >= count for kind, count in wanted.items()) for node in nodes):
-            has = "; ".join(_size(*(int(node.get(kind, 0)) for kind in wanted)) for node in nodes)
-            what = f"it needs {_size(*wanted.values())} of one node, and the nodes of Ray have {has}"
-            raise ResourceError(what, where=order.name, remedy="Start a larger node")
+            has = " and ".join(_size(*(int(node.get(kind, 0)) for kind in wanted)) for node in nodes)
+            what = f"no node has what it needs ({_size(*wanted.values())})"
+            raise ResourceError(what, where=order.name, why=f"Ray's nodes have {has}", remedy="Start a larger one")
         task = self._make.options(
             num_cpus=needs.cpus,
             num_gpus=needs.gpus,
@@ -158,7 +160,7 @@ def _result(task: Any) -> dict[str, Any]:
 
 
 def _size(cpus: int, gpus: int, ram_bytes: int) -> str:
-    return f"{cpus} CPUs, {gpus} GPUs and {size_text(ram_bytes)} of memory"
+    return f"CPU: {cpus}, GPU: {gpus}, memory: {size_text(ram_bytes)}"
 
 
 @contextlib.contextmanager

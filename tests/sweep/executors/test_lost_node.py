@@ -65,7 +65,9 @@ def test_a_lost_node_costs_no_finished_step(
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         try:
             stores = [str(tmp_path / f"node-{index}" / "store") for index in range(2)]
-            nodes = {store: cluster.add_node(num_cpus=cpu_threads(), env_vars={"STORE_OF_NODE": store}) for store in stores}
+            nodes = {
+                store: cluster.add_node(num_cpus=cpu_threads(), env_vars={"STORE_OF_NODE": store}) for store in stores
+            }
             for store in stores:
                 Path(store).mkdir(parents=True)
             lines = Losing(cluster, nodes)

@@ -18,12 +18,12 @@ from optkit.artifact import read_artifact
 from optkit.errors import StoreError, UsageError
 from optkit.pipeline import read_scorecard
 from optkit.recipe.recipe import load_recipe
-from optkit.sweep.executors.base import Needs, Order, Outcome
+from optkit.sweep.executors.base import Needs, Order
 from optkit.sweep.executors.ray import RayExecutor, join
 from optkit.sweep.record import read_record
 from optkit.sweep.run import Sweep, sweep
 from tests.support.remembered import Lines
-from tests.support.sweeps import Here, recipe
+from tests.support.sweeps import Here, made, order_of, recipe
 from tests.support.waiting import wait_until
 
 ray = pytest.importorskip("ray")
@@ -68,25 +68,13 @@ def test_it_leaves_what_this_machine_would(
         assert cards[0].notes == cards[1].notes
 
 
-def made(executor: RayExecutor, order: Order, lines: Lines) -> Outcome:
-    """Wait until nodes are done with an order."""
-    outcomes: dict[str, Outcome] = {}
-    assert wait_until(lambda: bool(outcomes.update(executor.ended(lines, 0.5)) or outcomes))
-    return outcomes[order.name]
-
-
-def order(home: Path, model: Path, name: str, text: Path) -> Order:
-    asked = {"model": str(model), "stages": ["rtn"], "evals": [{"perplexity": {"dataset": str(text), "window": 32}}]}
-    return Order(name, load_recipe(asked).pinned(None), home / "s" / name, "cpu", home / "store", None)
-
-
 def test_a_lost_process_is_no_loss_and_a_failure_is_told_once(
     embedded: str, tmp_path: Path, tiny_model: Callable[[str], Path], letters: Path
 ) -> None:
-    lines, wanted = Lines(), order(tmp_path, tiny_model("llama"), "lost", letters)
+    lines, wanted = Lines(), order_of(tmp_path, tiny_model("llama"), "lost", letters)
     gone = tmp_path / "gone.txt"
     gone.write_text(letters.read_text())
-    failing = order(tmp_path, tiny_model("llama"), "failing", gone)
+    failing = order_of(tmp_path, tiny_model("llama"), "failing", gone)
     gone.unlink()
     with RayExecutor() as executor:
         executor.begin(wanted)
@@ -106,7 +94,8 @@ def test_what_no_node_can_do_is_said(embedded: str, tmp_path: Path, tiny_model: 
     with RayExecutor() as executor:
         executor.begin(large)
         reason = executor.ended(Lines(), None)["one"].reason
-    assert reason.startswith("one: it needs 1 CPUs, 9 GPUs and 1.07 GB of memory of one node, and the nodes of Ray")
+    said = "one: no node has what it needs (CPU: 1, GPU: 9, memory: 1.07 GB). Ray's nodes have CPU: "
+    assert reason.startswith(said)
     with pytest.raises(StoreError, match="it does not see the store"), RayExecutor() as executor:
         executor._leave_sign = lambda store: str(tmp_path / "nowhere")
         executor.begin(large)

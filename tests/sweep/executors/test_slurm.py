@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from optkit.artifact import read_artifact
 from optkit.errors import UsageError
 from optkit.recipe.recipe import load_recipe
 from optkit.sweep.executors.base import Needs, Order
 from optkit.sweep.executors.slurm import Make, SlurmExecutor
-from optkit.sweep.run import sweep
 from tests.support.remembered import Lines
-from tests.support.sweeps import recipe
+from tests.support.sweeps import made, order_of
 
 pytest.importorskip("submitit")
 SBATCH = """#!/bin/sh
@@ -45,16 +44,15 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], P
     return put
 
 
-def test_jobs_leave_artifacts_and_what_they_said(
+def test_a_job_leaves_an_artifact_and_what_it_said(
     tmp_path: Path, tiny_model: Callable[[str], Path], letters: Path
 ) -> None:
-    asked = recipe(tiny_model("llama"), letters, stages=["rtn"], matrix={"stages.0.rtn.group_size": [16, 32]})
-    (tmp_path / "s.json").write_text(json.dumps(asked))
-    lines = Lines()
-    places = {"out": tmp_path / "s", "store": tmp_path / "store", "device": "cpu"}
-    done = sweep(tmp_path / "s.json", executor=SlurmExecutor({"cluster": "local"}), progress=lines, **places)
-    assert [str(entry.status) for entry in done.record.entries] == ["done", "done"]
-    assert {"group_size16: rtn of 3 blocks", "group_size32: rtn of 3 blocks"} <= {*lines.lines}
+    lines, wanted = Lines(), order_of(tmp_path, tiny_model("llama"), "one", letters)
+    with SlurmExecutor({"cluster": "local"}) as executor:
+        executor.begin(wanted)
+        assert made(executor, wanted, lines).verdict == "PASS"
+    read_artifact(wanted.out).check()
+    assert "one: rtn of 3 blocks" in lines.lines
     assert not [*tmp_path.glob(".store-*")]
 
 
