@@ -27,6 +27,10 @@ from optkit.store.files import sealed, unsealed
 from optkit.store.store import Store
 
 STEPS, METRICS, FILES, DRAFTS = "steps", "metrics", "files", "drafts"
+ANSWER_S = 60
+"""Longest wait for an answer that has no weights in it. s3fs tries again what it tried again itself,
+and what botocore did: alone they take half an hour to give a server up that takes requests in silence.
+"""
 PACKAGES = {"s3fs": "optkit[remote]"}
 
 
@@ -53,9 +57,9 @@ class Remote:
         path = self._root if self._root.startswith("/") else self._root.split("/")[0]
         with self._talking("read"):
             try:
-                self._files.cat_file(self._path(STEPS, "none"), start=0)
+                self._ask("cat_file", self._path(STEPS, "none"), start=0)
             except FileNotFoundError:
-                if not self._files.exists(path):
+                if not self._ask("exists", path):
                     remedy = "Make it, or correct the URL"
                     what = f"there is no bucket or directory {path}"
                     raise UnusableError(what, where=self.url, remedy=remedy) from None
@@ -64,7 +68,7 @@ class Remote:
         """Return a JSON document; None if there is none, or it was changed or cut off."""
         with self._talking("read"):
             try:
-                return unsealed(self._files.cat_file(self._path(folder, f"{key}.json"), start=0))
+                return unsealed(self._ask("cat_file", self._path(folder, f"{key}.json"), start=0))
             except FileNotFoundError:
                 return None
 
@@ -111,12 +115,17 @@ class Remote:
             except FileNotFoundError:
                 raise StoreError(f"its file {path.name} is gone", where=self.url) from None
 
+    def _ask(self, method: str, *words: Any, **options: Any) -> Any:
+        """Do what takes a moment, if the other side answers."""
+        limit = {"timeout": ANSWER_S} if self._files.async_impl else {}
+        return getattr(self._files, method)(*words, **options, **limit)
+
     def _path(self, folder: str, name: str) -> str:
         return f"{self._root.rstrip('/')}/{folder}/{name}"
 
     def _size(self, place: str) -> int | None:
         try:
-            return int(self._files.info(place)["size"])
+            return int(self._ask("info", place)["size"])
         except FileNotFoundError:
             return None
 
@@ -125,11 +134,11 @@ class Remote:
         is_directory = getattr(self._files, "local_file", False)
         if not self._folders:
             for folder in (STEPS, METRICS, FILES, *([DRAFTS] if is_directory else [])):
-                self._files.makedirs(self._path(folder, "").rstrip("/"), exist_ok=True)
+                self._ask("makedirs", self._path(folder, "").rstrip("/"), exist_ok=True)
             self._folders = True
         draft = self._path(DRAFTS, secrets.token_hex(8)) if is_directory else place
         if isinstance(content, bytes):
-            self._files.pipe_file(draft, content)
+            self._ask("pipe_file", draft, content)
         else:
             self._files.put_file(str(content), draft)
         if is_directory:
@@ -148,7 +157,9 @@ class Remote:
             if "redential" in type(error).__name__:
                 remedy = "Set those of your provider, e.g. AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
                 raise UnusableError("there are no credentials for it", where=self.url, remedy=remedy) from error
-            raise RemoteError(f"it cannot be {what}", where=self.url, why=first_line(error)) from error
+            silent = isinstance(error, TimeoutError) and not str(error)
+            why = f"There was no answer for {ANSWER_S} s" if silent else first_line(error)
+            raise RemoteError(f"it cannot be {what}", where=self.url, why=why) from error
 
 
 def push_step(store: Store, remote: Remote, key: str, progress: Progress, *, again: bool = False) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from s3fs import S3FileSystem
 
 from optkit.errors import ResourceError
 from optkit.store.remote import Remote
@@ -248,14 +247,14 @@ def test_a_server_that_dies_in_the_middle_stops_no_run(
 def test_a_server_that_does_not_answer_stops_no_run(
     bucket: str, server: str, machine: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(S3FileSystem, "read_timeout", 0.3)
+    monkeypatch.setattr("optkit.store.remote.ANSWER_S", 0.3)
     with Way(server, 0, ends=False) as way:
         lead_to(way.address, monkeypatch)
         one = machine("one", bucket)
         make(one)
-    assert [line.split(". ")[0] for line in said(one)] == [
-        f"{bucket}: it cannot be read",
-        f"{bucket}: it cannot be written",
+    assert [line.split(" What ")[0] for line in said(one)] == [
+        f"{bucket}: it cannot be read. There was no answer for 0.3 s.",
+        f"{bucket}: it cannot be written. There was no answer for 0.3 s.",
     ]
 
 
