@@ -22,6 +22,7 @@ def command(artifact: Path, address: str, dry_run: bool, allow_failed_gates: boo
     \b
     hf://OWNER/NAME[@REVISION]            the Hugging Face hub ($HF_TOKEN, $HF_ENDPOINT)
     mlflow://EXPERIMENT[/REGISTERED_NAME] MLflow ($MLFLOW_TRACKING_URI)
+    oci://REGISTRY/NAME:TAG               a registry of containers ($OPTKIT_OCI_USERNAME, ..._PASSWORD)
 
     Exit status: 3 if a file was lost or changed, or a gate failed and --allow-failed-gates is not
     given.

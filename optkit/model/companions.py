@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
@@ -20,6 +20,9 @@ from optkit.model.formats.base import Format
 
 FOREIGN = frozenset({".bin", ".pt", ".pth", ".ckpt", ".ggml", ".h5", ".msgpack", ".npz", ".mlmodel"})
 """Suffixes of weights in formats that optkit knows by name alone."""
+DOCUMENTS = (
+    "README*", "*LICENSE*", "*LICENCE*", "COPYING*", "*NOTICE*", "CITATION*", "*POLICY*", "MODEL_CARD*",
+)  # fmt: skip
 KINDS = (
     # configs
     "config.json", "*_config.json", "config_*.json", "*config.json", "configuration.json", "params.json",
@@ -30,8 +33,7 @@ KINDS = (
     "normalizer.json",
     # templates and processors
     "*.jinja", "chat_template*.json", "*processor*.json",
-    # documents
-    "README*", "*LICENSE*", "*LICENCE*", "COPYING*", "*NOTICE*", "CITATION*", "*POLICY*", "MODEL_CARD*",
+    *DOCUMENTS,
 )  # fmt: skip
 """What travels with the weights, by patterns of file names; `*.py` too if its code is trusted."""
 LICENCES = re.compile("licen[cs]es", re.IGNORECASE)
@@ -151,11 +153,16 @@ def _why_not(root: Path, name: str, path: Path, trusted: bool) -> str:
     return "" if _is_known(name) and not _is_hidden(name) else UNKNOWN
 
 
-def _is_known(name: str) -> bool:
+def is_document(name: str) -> bool:
+    """Say whether a file is a text for readers, such as a card or a licence."""
+    return _is_known(name, DOCUMENTS)
+
+
+def _is_known(name: str, kinds: Sequence[str] = KINDS) -> bool:
     path = PurePath(name)
     spellings = (path.name, path.name.upper())  # documents are spelled either way
     return LICENCES.fullmatch(path.parent.name) is not None or any(
-        fnmatchcase(each, pattern) for pattern in KINDS for each in spellings
+        fnmatchcase(each, pattern) for pattern in kinds for each in spellings
     )
 
 

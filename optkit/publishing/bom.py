@@ -17,7 +17,7 @@ from optkit.common.frozen import canonical_json
 from optkit.common.own_files import is_own
 from optkit.environment import PACKAGES
 from optkit.errors import MissingPackageError
-from optkit.publishing.card import licence_metadata
+from optkit.publishing.card import licences_of
 from optkit.recipe.recipe import load_recipe
 from optkit.scorecard import Scorecard
 from optkit.source.digests import PREFIX
@@ -88,7 +88,7 @@ def _model(artifact: Artifact, scorecard: Scorecard, base: Mapping[str, Any], te
             for name, facts in sorted(record.files.items())
             if not is_own(name)
         ],
-        **_licences(licence_metadata(artifact, base["name"])),
+        **_licences(licences_of(artifact)),
         "pedigree": {"ancestors": [{name: base[name] for name in base if name != "bom-ref"}]},
         "modelCard": {
             "modelParameters": {name: value for name, value in parameters.items() if value},
@@ -98,13 +98,11 @@ def _model(artifact: Artifact, scorecard: Scorecard, base: Mapping[str, Any], te
     }
 
 
-def _licences(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the licences that a model card names, by their SPDX identifiers if they have one."""
+def _licences(names: list[str]) -> dict[str, Any]:
+    """Return the licences, by their SPDX identifiers if they have one."""
     from cyclonedx.spdx import fixup_id
 
-    given = said.get("license") or []
-    names = [said.get("license_name") or each for each in (given if isinstance(given, list) else [given])]
-    named = [(fixup_id(str(name)), str(name)) for name in names]
+    named = [(fixup_id(name), name) for name in names]
     return (
         {"licenses": [{"license": {"id": known} if known else {"name": name}} for known, name in named]}
         if named

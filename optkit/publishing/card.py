@@ -73,6 +73,13 @@ def origin_of(source: Mapping[str, Any]) -> str:
     return "" if not source.get("revision") or source["revision"].startswith(PREFIX) else str(source["name"])
 
 
+def licences_of(artifact: Artifact) -> list[str]:
+    """Return the licences of an artifact, as the hub calls them."""
+    said = _licence_metadata(artifact)
+    given = said.get("license") or []
+    return [str(said.get("license_name") or each) for each in (given if isinstance(given, list) else [given])]
+
+
 def _metadata(artifact: Artifact, scorecard: Scorecard, config: Mapping[str, Any]) -> dict[str, Any]:
     source, format = artifact.record.recipe["model"], format_of(artifact)
     origin = origin_of(source)
@@ -81,7 +88,7 @@ def _metadata(artifact: Artifact, scorecard: Scorecard, config: Mapping[str, Any
     chats = (artifact.directory / "chat_template.jinja").is_file()
     tags = ["optkit", *(step["kind"] for step in artifact.record.steps), method, "conversational" if chats else ""]
     return {
-        **licence_metadata(artifact, source["name"]),
+        **_licence_metadata(artifact),
         "base_model": origin or None,
         "base_model_relation": ("quantized" if packed else "finetune") if origin else None,
         "library_name": LIBRARIES.get(format.label, format.label.lower()),
@@ -98,9 +105,10 @@ def _pipeline_tag(config: Mapping[str, Any]) -> str | None:
     return next(special, str(task) if task else None)
 
 
-def licence_metadata(artifact: Artifact, model: str) -> dict[str, Any]:
+def _licence_metadata(artifact: Artifact) -> dict[str, Any]:
     """Return licence and language, from the source's card, a file of the artifact, or what is known."""
     found: dict[str, Any] = {}
+    model = artifact.record.recipe["model"]["name"]
     with contextlib.suppress(OptkitError):
         if card := source_card(artifact.directory / SOURCE_CARD):
             known = card.data.to_dict()

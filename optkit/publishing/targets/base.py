@@ -6,6 +6,7 @@ Everything but `upload` is pure: it needs no network and no package of an extra.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from optkit.common.files import sha256_of
 from optkit.errors import UsageError
 from optkit.progress import Progress
 from optkit.scorecard import Scorecard
+from optkit.scorecard.gate_lines import gate_lines
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,22 @@ class Shipment:
     scorecard: Scorecard
     files: tuple[Upload, ...]
     """The model, its card, its record and its scorecard."""
+
+    def lineage(self) -> dict[str, str]:
+        """Return where the artifact comes from and what its gates say, as texts `optkit.*`."""
+        record, source = self.artifact.record, self.artifact.record.recipe["model"]
+        previous = self.scorecard.previous
+        said = {
+            "artifact_key": record.key,
+            "weights_key": record.weights_key,
+            "baseline": f"{source['name']}@{source.get('revision') or ''}".rstrip("@"),
+            "baseline_key": record.baseline_key,
+            "parents": json.dumps([{"stage": step["kind"], "key": step["key"]} for step in record.steps]),
+            "previous": previous.artifact_key if previous else "",
+            "version": record.optkit,
+            "verdict": str(self.scorecard.verdict) if list(gate_lines(self.scorecard)) else "no gates",
+        }
+        return {f"optkit.{name}": value for name, value in said.items() if value}
 
 
 class Target(ABC):

@@ -5,7 +5,6 @@ https://mlflow.org/docs/latest/ml/model-registry. MLflow's telemetry is switched
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tempfile
@@ -107,7 +106,7 @@ class Mlflow(Target):
         """Return the id of a run of this artifact that broke off, else of a new one."""
         found = client.get_experiment_by_name(self.experiment)
         experiment = found.experiment_id if found else client.create_experiment(self.experiment)
-        tags = _lineage(shipment)
+        tags = _tags(shipment)
         mine = f"tags.`optkit.artifact_key` = '{tags['optkit.artifact_key']}' and attributes.status = 'FAILED'"
         if begun := client.search_runs([experiment], mine, max_results=1):
             return str(begun[0].info.run_id)
@@ -145,7 +144,7 @@ class Mlflow(Target):
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         source = f"{client.get_run(run).info.artifact_uri}/{MODEL}"
-        made = client.create_model_version(self.model, source, run, tags=_lineage(shipment))
+        made = client.create_model_version(self.model, source, run, tags=_tags(shipment))
         known = {"model": self.model, "version": str(made.version)}
         verdict = shipment.scorecard.verdict
         if verdict not in ALIASES or not list(gate_lines(shipment.scorecard)):
@@ -174,21 +173,8 @@ class Mlflow(Target):
             raise PushError("MLflow does not take it", where=where, why=said, remedy=again) from error
 
 
-def _lineage(shipment: Shipment) -> dict[str, str]:
-    """Return where the artifact comes from, as tags."""
-    record, source = shipment.artifact.record, shipment.artifact.record.recipe["model"]
-    previous = shipment.scorecard.previous
-    said = {
-        "artifact_key": record.key,
-        "weights_key": record.weights_key,
-        "baseline": f"{source['name']}@{source.get('revision') or ''}".rstrip("@"),
-        "baseline_key": record.baseline_key,
-        "parents": json.dumps([{"stage": step["kind"], "key": step["key"]} for step in record.steps]),
-        "previous": previous.artifact_key if previous else "",
-        "version": record.optkit,
-        "verdict": str(shipment.scorecard.verdict) if list(gate_lines(shipment.scorecard)) else "no gates",
-    }
-    return {f"optkit.{name}": value[:LONGEST_TAG] for name, value in said.items() if value}
+def _tags(shipment: Shipment) -> dict[str, str]:
+    return {name: value[:LONGEST_TAG] for name, value in shipment.lineage().items()}
 
 
 def _log_record(client: MlflowClient, run: str, scorecard: Scorecard) -> None:

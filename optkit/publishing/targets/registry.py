@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TARGETS = {
     "hf": "optkit.publishing.targets.hub:Hub",
     "mlflow": "optkit.publishing.targets.mlflow:Mlflow",
+    "oci": "optkit.publishing.targets.oci:Oci",
 }
 """Scheme -> `module:Class` of an `optkit.publishing.targets.base.Target`."""
 PASSWORD = re.compile(r"[^/]*@")
