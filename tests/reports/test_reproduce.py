@@ -23,7 +23,7 @@ PRUNE = "prune: {{sparsity: 0.5, calibration: " + TEXT + "}}"
 STAGES = {
     "rtn": ["rtn: {{group_size: 32}}"],
     "gptq": ["gptq: {{group_size: 32, calibration: " + TEXT + "}}"],
-    "awq": ["awq: {{group_size: 32, calibration: " + TEXT + "}}"],
+    "awq": ["awq: {{group_size: 32, include: ['*.layers.0.mlp.*'], calibration: " + TEXT + "}}"],
     "prune": [PRUNE],
     "distill": [PRUNE, "distill: {{tokens: 256, sequence_length: 16, batch_size: 4, texts: [{{dataset: {text}}}]}}"],
 }
