@@ -54,7 +54,8 @@ def vocabulary(tokenizer: Any, rows: int) -> dict[str, Any]:
         raise _unknown(f"it has the token {max(names)}, and the embedding {rows:,} rows")
     tokens = [names.get(number, f"[PAD{number}]") for number in range(rows)]
     pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
-    spaced = bool(model["byte_fallback"])
+    cut = {str(each["type"]) for each in _parts(described["pre_tokenizer"], "pretokenizers")}
+    spaced = bool(model["byte_fallback"]) and "ByteLevel" not in cut  # an import from GGUF says both
     own = _by_scores(described, tokens, pairs) if spaced else _by_merges(described, pairs)
     ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "padding": tokenizer.pad_token_id}
     ids["unknown"] = tokenizer.unk_token_id

@@ -99,6 +99,12 @@ def test_the_name(tmp_path: Path, name: str) -> None:
     assert set(KNOWN) == set(PRE_TOKENIZERS.values())
 
 
+def test_a_byte_level_one_that_an_import_from_gguf_wrote(tmp_path: Path) -> None:
+    described = json.loads(byte_level(PLAIN, False, normalizer={"type": "Sequence", "normalizers": []}))
+    described["model"] |= {"byte_fallback": True, "fuse_unk": True, "unk_token": "<|endoftext|>"}
+    assert made_of(json.dumps(described), tmp_path)["tokenizer.ggml.pre"] == "gpt-2"
+
+
 def test_sentence_piece(tmp_path: Path) -> None:
     found = made_of(sentence_piece(), tmp_path, bos_token="<s>", unk_token="<unk>")
     assert found["tokenizer.ggml.model"] == "llama"
