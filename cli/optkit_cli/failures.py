@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -39,11 +41,22 @@ class Failure:
         del fields["spoken"]
         return {"status": "error"} | fields
 
-    def say(self) -> None:
-        """Print it on stderr."""
+    def say(self, *, as_json: bool = False) -> None:
+        """Print it on stderr, as text or as lines of JSON."""
+        if as_json:
+            for text in [str(each) for each in self.problems] or [self.message]:
+                click.echo(json_line("error", text), err=True)
+            return
         errors = [f"error: {text}" for text in ([str(each) for each in self.problems] or [self.message])]
         for line in [line for text in self.spoken for line in text.split("\n")] or errors:
             click.echo(visible(line), err=True, color=sys.stderr.isatty())
+
+
+def json_line(level: str, message: str, **far: Any) -> str:
+    """Return one line of a log; `far` says how far a task is."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    nowhere = {"step": None, "done": None, "of": None, "unit": None}
+    return json.dumps({"time": now, "level": level, **nowhere, **far, "message": message})
 
 
 def failure_of(error: BaseException) -> Failure:

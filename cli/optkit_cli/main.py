@@ -136,7 +136,7 @@ def _status_of(words: list[str], invocation: Invocation, as_json: bool) -> int:
 
         traceback.print_exception(error)
     failure = failure_of(error)
-    failure.say()
+    failure.say(as_json=invocation.logs_json)
     if as_json and not invocation.document:
         invocation.document = document_of(failure.document())
     return failure.exit_status

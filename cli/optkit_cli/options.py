@@ -27,6 +27,8 @@ class Invocation:
     document: str = ""
     """The JSON that stdout gets once the command is over."""
     over: bool = False
+    logs_json: bool = False
+    """Progress and messages are lines of JSON."""
 
 
 def _want_debug(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
@@ -119,6 +121,17 @@ class Assignment(click.ParamType[str]):
         return value
 
 
+def all_of(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Return one decorator that adds the options in the order given."""
+
+    def decorate(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
 def number_option(flag: str, default: int, help: str, least: int = 1) -> Callable[[Function], Function]:
     """Return an option that takes a whole number."""
     return click.option(
@@ -195,7 +208,24 @@ trust_option = click.option(
 verbose_option = click.option(
     "--verbose", "-v", is_flag=True, help="Print every number, its protocol, and how the artifact was made."
 )
-quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print the result and warnings only.")
+
+
+def _want_json(context: click.Context, _parameter: click.Parameter, form: str) -> None:
+    context.ensure_object(Invocation).logs_json = form == "json"
+
+
+quiet_option = all_of(
+    click.option("--quiet", "-q", is_flag=True, help="Print the result and warnings only."),
+    click.option(
+        "--log-format",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        expose_value=False,
+        is_eager=True,
+        callback=_want_json,
+        help="Print progress and messages on stderr as text [the default], or each as a line of JSON.",
+    ),
+)
 
 
 class Place(TypedDict):
@@ -204,17 +234,6 @@ class Place(TypedDict):
     device: str | None
     data: Path | None
     store: Path | None
-
-
-def all_of(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """Return one decorator that adds the options in the order given."""
-
-    def decorate(function: Function) -> Function:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
 
 
 artifacts_argument = click.argument(

@@ -1,4 +1,6 @@
-"""Progress of a running command, always on stderr: bars on a terminal, plain lines elsewhere."""
+"""Progress of a running command, always on stderr: bars on a terminal, lines of text or of JSON
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
+import click
+
 from optkit.common.visible import visible
 from optkit.processes import signals
 from optkit.progress import Progress, SilentProgress, SilentTask, Task
+from optkit_cli.failures import json_line
+from optkit_cli.options import Invocation
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,20 +28,33 @@ LINE_INTERVAL_SHARE = 0.1
 """At most one plain line of a task in so many seconds, and in this share of the time that it has
 taken so far.
 """
+JSON_INTERVAL_S = 1.0
+"""At most one line of JSON of a task in so many seconds."""
 WORTH_A_LINE_S = 1.0
 """A bar that was there for less leaves no line behind."""
 
 
 def open_progress(*, quiet: bool) -> SafePoints:
     """Return stderr's progress: bars on a terminal, else lines; only warnings when `quiet`."""
-    if quiet:
-        return SafePoints(WarningsOnly(sys.stderr))
+    if lines := line_progress(quiet=quiet):
+        return SafePoints(lines)
     from rich.console import Console
 
-    console = Console(stderr=True, highlight=False)
-    return SafePoints(
-        BarProgress(console) if console.is_terminal and not console.is_dumb_terminal else LineProgress(sys.stderr)
-    )
+    return SafePoints(BarProgress(Console(stderr=True, highlight=False)))
+
+
+def line_progress(*, quiet: bool) -> WarningsOnly | None:
+    """Return stderr's progress in lines; None on a terminal, which can be drawn on."""
+    context = click.get_current_context(silent=True)
+    as_json = context is not None and context.ensure_object(Invocation).logs_json
+    if quiet:
+        return WarningsOnly(sys.stderr, as_json=as_json)
+    if as_json:
+        return LineProgress(sys.stderr, JSON_INTERVAL_S, interval_share=0, as_json=True)
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return None if console.is_terminal and not console.is_dumb_terminal else LineProgress(sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -136,22 +155,36 @@ class Pace:
 class WarningsOnly(SilentProgress):
     """Prints warnings and nothing else."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
+    def __init__(self, stream: TextIO, *, as_json: bool = False) -> None:
+        self.stream, self.as_json = stream, as_json
 
     def warn(self, line: str) -> None:
         """Print `warning: ...`."""
-        print(f"warning: {line}", file=self.stream, flush=True)
+        self.write("warning", line)
+
+    def write(self, level: str, message: str, pace: Pace | None = None) -> None:
+        """Print one line of text or of JSON; `pace` is how far its task is."""
+        if self.as_json:
+            far = {"step": pace.label, "done": pace.done, "of": pace.total or None, "unit": pace.unit} if pace else {}
+            print(json_line(level, message, **far), file=self.stream, flush=True)
+        else:
+            print(f"warning: {message}" if level == "warning" else message, file=self.stream, flush=True)
 
 
 class LineProgress(WarningsOnly):
-    """Plain lines, few enough for a log file."""
+    """Lines, few enough for a log file."""
 
     def __init__(
-        self, stream: TextIO, interval_s: float = LINE_INTERVAL_S, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO,
+        interval_s: float = LINE_INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        interval_share: float = LINE_INTERVAL_SHARE,
+        as_json: bool = False,
     ) -> None:
-        super().__init__(stream)
-        self.interval_s, self.clock = interval_s, clock
+        super().__init__(stream, as_json=as_json)
+        self.interval_s, self.interval_share, self.clock = interval_s, interval_share, clock
 
     def task(self, label: str, total: int, unit: str = "") -> Task:
         """Open a task that prints its start, its end and a line now and then."""
@@ -159,7 +192,7 @@ class LineProgress(WarningsOnly):
 
     def say(self, line: str) -> None:
         """Print one line."""
-        print(line, file=self.stream, flush=True)
+        self.write("info", line)
 
 
 class LineTask(SilentTask):
@@ -170,23 +203,26 @@ class LineTask(SilentTask):
         self.last_line_s = pace.elapsed_s
 
     def __enter__(self) -> Self:
-        self.progress.say(f"{self.pace.label}  {self.pace.count}")
+        self._say(f"{self.pace.label}  {self.pace.count}")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.progress.say(self.pace.ending(failed=kind is not None))
+        self._say(self.pace.ending(failed=kind is not None))
+
+    def _say(self, line: str) -> None:
+        self.progress.write("info", line, self.pace)
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         """Count, and print a line if the last one is long enough ago."""
         pace = self.pace
         pace.done += steps
-        pause_s = max(self.progress.interval_s, LINE_INTERVAL_SHARE * pace.elapsed_s)
+        pause_s = max(self.progress.interval_s, self.progress.interval_share * pace.elapsed_s)
         if pace.done == pace.total or pace.elapsed_s - self.last_line_s < pause_s:
             return
         self.last_line_s = pace.elapsed_s
-        self.progress.say("  ".join(part for part in (pace.label, pace.count, pace.share, pace.left, note) if part))
+        self._say("  ".join(part for part in (pace.label, pace.count, pace.share, pace.left, note) if part))
 
 
 class BarProgress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.text import Text
 from optkit.common.visible import visible
 from optkit.progress import Progress, SilentTask, Task
 from optkit.sweep.record import Entry, Status, SweepRecord
-from optkit_cli.progress import LineProgress, Pace, SafePoints, WarningsOnly
+from optkit_cli.progress import Pace, SafePoints, line_progress
 from optkit_cli.tables import duration_text, plain_table, verdict_text
 
 if TYPE_CHECKING:
@@ -30,13 +29,12 @@ STYLES = {Status.WAITING: "dim", Status.MADE: "yellow", Status.DONE: "green", St
 @contextlib.contextmanager
 def watching(*, quiet: bool) -> Iterator[tuple[Watcher, Progress]]:
     """Give who draws a sweep on stderr, and its progress: a live table on a terminal, else lines."""
-    console = Console(stderr=True, highlight=False)
-    if quiet or not console.is_terminal or console.is_dumb_terminal:
-        progress = WarningsOnly(sys.stderr) if quiet else LineProgress(sys.stderr)
+    if progress := line_progress(quiet=quiet):
         yield Lines(progress), SafePoints(progress)
         return
     from rich.live import Live
 
+    console = Console(stderr=True, highlight=False)
     table = LiveTable(console)
     with Live(table, console=console, redirect_stdout=False, redirect_stderr=False) as table.live:
         yield table, SafePoints(table)

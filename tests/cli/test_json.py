@@ -77,6 +77,7 @@ def test_every_command_says_its_failure(
         "eval": ["x", "--evals", "y"],
         "push": ["x", "y"],
         "doctor": [],
+        "history": [],
         "env": [],
         "history": [],
         "store": [],

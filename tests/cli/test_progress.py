@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
+from datetime import UTC, datetime
 
 import pytest
-from optkit_cli.progress import BarProgress, LineProgress, Pace, WarningsOnly, clock_text, open_progress
+from optkit_cli.progress import BarProgress, LineProgress, Pace, SafePoints, WarningsOnly, clock_text, open_progress
 from rich.console import Console
 
+from optkit import pipeline
+from optkit.errors import StageError
 from optkit.progress import Progress
+from optkit.scorecard import Scorecard
+from tests.support.command_line import spoken
 
 
 class Clock:
@@ -139,3 +145,48 @@ def test_a_bar_that_fails_leaves_its_line_and_the_terminal() -> None:
 def test_lines_where_stderr_is_no_terminal() -> None:
     assert isinstance(open_progress(quiet=False).to, LineProgress)
     assert type(open_progress(quiet=True).to) is WarningsOnly
+
+
+def test_json_lines_say_how_far_a_task_is() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = LineProgress(stream, 1, clock, interval_share=0, as_json=True)
+    run_blocks(progress, clock, steps=3, step_s=0.6, total=3)
+    progress.say("kept")
+    SafePoints(progress).warn("one\ntwo")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["level"] for line in lines] == ["info"] * 4 + ["warning"]
+    assert [(line["step"], line["done"], line["of"], line["unit"]) for line in lines] == [
+        ("gptq", 0, 3, "blocks"),
+        ("gptq", 2, 3, "blocks"),
+        ("gptq", 3, 3, "blocks"),
+        *[(None,) * 4] * 2,
+    ]
+    assert lines[1]["message"] == "gptq  2/3 blocks  67%  0:01 left  model.layers.1"
+    assert lines[4]["message"] == "one\\ntwo"
+    assert [datetime.fromisoformat(line["time"]).tzinfo for line in lines] == [UTC] * 5
+
+
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
+def test_the_log_of_a_command_is_json_and_its_result_is_not(
+    quiet: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluate(*_words: object, progress: Progress, **_settings: object) -> Scorecard:
+        with progress.task("perplexity", 4, "windows") as task:
+            task.advance(4)
+        progress.warn("careful")
+        return Scorecard(name="x", artifact_key="ab" * 32, created="now", recipe={})
+
+    monkeypatch.setattr(pipeline, "evaluate", evaluate)
+    text, _ = spoken(capsys, "eval", "m", "--evals", "e.yaml")
+    out, err = spoken(capsys, "eval", "m", "--evals", "e.yaml", "--log-format", "json", *quiet)
+    assert out == text
+    steps = [json.loads(line)["step"] for line in err.splitlines()]
+    assert steps == ([None] if quiet else ["perplexity", "perplexity", None])
+
+    def refuse(*_words: object, **_settings: object) -> Scorecard:
+        raise StageError("it cannot", where="gptq")
+
+    monkeypatch.setattr(pipeline, "evaluate", refuse)
+    _, err = spoken(capsys, "eval", "m", "--evals", "e.yaml", "--log-format", "json", status=1)
+    (line,) = map(json.loads, err.splitlines())
+    assert (line["level"], line["message"]) == ("error", "gptq: it cannot.")

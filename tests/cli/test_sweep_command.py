@@ -111,6 +111,7 @@ def record(*entries: tuple[str, Status, str]) -> SweepRecord:
 def test_on_a_terminal_a_table_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(sweep_view, "Console", lambda **_: Console(file=screen, force_terminal=True, width=90))
+    monkeypatch.setattr(sweep_view, "line_progress", lambda **_: None)
     with sweep_view.watching(quiet=False) as (watcher, progress):
         watcher.show(record(("a", Status.DONE, ""), ("b", Status.WAITING, "")), ["b"])
         with progress.task("rtn", 3, "blocks") as task:
