@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from optkit.artifact import is_artifact, read_artifact
 from optkit.common.byte_sizes import size_text
+from optkit.common.spans import mark, span
 from optkit.devices.memory_watch import MemoryWatch
 from optkit.environment import describe_environment, package_version, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
@@ -85,6 +86,9 @@ def execute(plan: Plan, store: Store, context: Context) -> Execution:
     drafts = [{**text, DRAFT: DRAFT} for entry in plan.recipe.settings for text in _lineage(*models_in(entry.value))]
     weights = materialize(plan, last, store, context, made)
     outcomes = _outcomes(plan.steps[1:], store, made)
+    for step in outcomes:
+        if step.cached:
+            mark(f"step {step.kind}", kind=step.kind, key=step.key, status="stored")
     texts = [*inherited, *(text for step in outcomes for text in step.report.get("calibrated_on", ())), *drafts]
     return Execution(
         weights,
@@ -116,7 +120,10 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
             return found
         if store.is_damaged(step.key):
             context.progress.warn(f"{step.kind}: its files in the store were changed or lost; they are made again")
-        with store.write(step.key) as draft:
+        with (
+            span(f"step {step.kind}", kind=step.kind, key=step.key, status="made") as told,
+            store.write(step.key) as draft,
+        ):
             start = time.perf_counter()
             origin = materialize(plan, 0, store, context, made) if step.stage and step.stage.reads_origin else None
             its = replace(context, origin=origin, workspace=store.workspace(step.key), may_link=index > 1)
@@ -134,6 +141,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
                 memory=memory.traces[0].model_dump(mode="json"),
                 earlier=[asdict(each) for each in _outcomes(plan.steps[:index], store, set())],
             )
+            told(seconds=seconds, bytes=sum(path.stat().st_size for path in draft.model.rglob("*") if path.is_file()))
         # Only now: a kill before the step lies in the store loses it, however many of its blocks
         # were done.
         context.progress.say(f"{step.kind}: kept in the store")

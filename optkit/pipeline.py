@@ -22,6 +22,7 @@ from optkit.artifact import (
     steps_of,
 )
 from optkit.common.own_files import SCORECARD_HTML, SCORECARD_JSON, SCORECARD_MARKDOWN
+from optkit.common.spans import span, tracing
 from optkit.comparison.history import remember_artifact
 from optkit.environment import usable_device
 from optkit.errors import UnsoundError
@@ -124,7 +125,12 @@ def run(
     chosen = usable_device(device)
     target = settle(Path(out) if out is not None else Path("artifacts") / wanted.name)
     shelf = open_store(store, progress)
-    with reserve(target, shelf.root), ExitStack() as held:
+    with (
+        tracing(progress),
+        span(f"run {wanted.name}", recipe=wanted.name, model=wanted.model.name, device=chosen) as told,
+        reserve(target, shelf.root),
+        ExitStack() as held,
+    ):
         whole = wanted.pinned(data)
         todo = make_plan(whole if timings else whole.untimed(), shelf, chosen)
         steps_between = [each for rung in between(todo) for each in rung.evals]
@@ -154,6 +160,7 @@ def run(
         )
         added = attribute(todo, measured, shelf, context, execution.calibrated_on)
         scorecard = _finish(artifact, todo, scorecard.model_copy(update={"attribution": added}), measured, shelf)
+        told(key=todo.artifact_key, verdict=scorecard.verdict)
         if verified:
             _refuse_damaged(
                 verify(target, device=chosen, trust_remote_code=wanted.model.trust_remote_code, progress=progress)

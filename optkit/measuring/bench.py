@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from optkit.common.spans import span
 from optkit.devices.memory_watch import OPEN, MemoryTrace, MemoryWatch
 from optkit.environment import describe_environment
 from optkit.measure import EvalContext, Found, Opened
@@ -56,9 +57,12 @@ class Bench:
             compared = beside if each.eval.compares else None
             context = replace(self.context, baseline=compared, progress=progress, notes=[], warnings=[])
             start = time.perf_counter()
-            with MemoryWatch(each.kind, self.device) as memory:
+            with (
+                span(f"eval {each.kind}", kind=each.kind, key=key, status="measured") as told,
+                MemoryWatch(each.kind, self.device) as memory,
+            ):
                 found = Found.of(each.eval, session, context)
-            seconds = time.perf_counter() - start
+                told(seconds=(seconds := time.perf_counter() - start))
             traces = (*self.openings.pop(id(session), ()), *memory.traces)
             notes, warnings = [*session.notes, *context.notes], [*asking(session.notes), *context.warnings]
             self.keep(key, each, found, notes, seconds, warnings=warnings, memory=traces)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.artifact import Artifact, is_artifact, measured_weights, read_finished, settings_of, steps_of
+from optkit.common.spans import span, tracing
 from optkit.environment import usable_device
 from optkit.errors import UsageError
 from optkit.execute import materialize
@@ -76,7 +77,11 @@ def evaluate(
     require_earlier_release(todo.recipe.gates, against, gate_places(evals))
     context = context_of(todo, progress, data)
     speed = SpeedRungs() if alone else speed_rungs(todo, stages=False)
-    with shelf.using([todo.steps[0].key, *metric_keys(*todo.evals), *speed.keys]):
+    with (
+        tracing(progress),
+        span(f"eval {todo.recipe.name}", recipe=todo.recipe.name, model=todo.recipe.model.name, device=chosen),
+        shelf.using([todo.steps[0].key, *metric_keys(*todo.evals), *speed.keys]),
+    ):
         scorecard, _ = measure_plan(
             todo,
             shelf,

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from optkit.common.spans import mark
 from optkit.devices.memory_watch import MemoryTrace
 from optkit.environment import describe_environment
 from optkit.errors import EvalError, OptkitError, ResourceError
@@ -93,8 +94,11 @@ def measure(
     for each in (*alone, *of_baseline, *pairs, *timed):
         if any(key and store.is_damaged_json(key) for key in (each.key, each.baseline_key)):
             progress.warn(f"{each.kind}: its numbers in the store were changed or cut off; they are measured again")
-    if alone or of_baseline or pairs or timed:
+    if todo := [*alone, *of_baseline, *pairs, *timed]:
         store.check_writable()
+    for each in plan.evals:
+        if each not in todo:
+            mark(f"eval {each.kind}", kind=each.kind, key=each.key, status="stored")
     context = EvalContext(seed=plan.recipe.seed, progress=progress, data=data, calibrated_on=calibrated_on)
     bench = Bench(store, plan.device, context, plan.steps[0].size_bytes)
     if timed:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.atomic import write_text_atomically
+from optkit.common.spans import span
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Found, Metric, Turn
@@ -177,7 +178,10 @@ def _take(bench: Bench, model: TimedModel, index: int, runs: dict[str, TimedRun]
         some = [(key, each) for key, each in model.wanted if each.eval.apart() == apart and index < each.eval.turns()]
         if some:
             start = time.perf_counter()
-            answers = measured(bench, model.subject, index, [each.eval for _, each in some])
+            kinds, keys = (", ".join(words) for words in ([each.kind for _, each in some], [key for key, _ in some]))
+            with span(f"eval {kinds}", kind=kinds, key=keys, turn=index + 1, status="measured") as told:
+                answers = measured(bench, model.subject, index, [each.eval for _, each in some])
+                told(seconds=time.perf_counter() - start)
             seconds = (time.perf_counter() - start) / len(some)
             said += [(key, answer, seconds) for (key, _), answer in zip(some, answers, strict=True)]
     for key, answer, seconds in said:
