@@ -77,7 +77,6 @@ def test_every_command_says_its_failure(
         "eval": ["x", "--evals", "y"],
         "push": ["x", "y"],
         "doctor": [],
-        "history": [],
         "env": [],
         "history": [],
         "store": [],
