@@ -6,6 +6,7 @@ what has to be well-formed and is not executed.
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -113,6 +114,9 @@ def optkit_commands(page: Path) -> list[list[str]]:
     typed = [line for block in blocks(page, *SHELLS) for line in shell_lines(block)]
     for block in blocks(page, "yaml"):
         typed += [line for script in scripts(yaml_of(block)) for line in script.splitlines()]
+    for block in blocks(page, "python"):
+        texts = [node.value for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.Constant)]
+        typed += [line for text in texts for line in str(text).splitlines() if line.startswith("optkit ")]
     return [words for line in typed for words in commands(line) if words[0] == "optkit"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -51,6 +52,15 @@ def ran(checkout: Path, pipeline: dict[str, Any], **environment: str) -> subproc
         timeout=240,
         check=False,
     )
+
+
+@pytest.mark.parametrize(("schema", "pipeline"), [("github-workflows", GITHUB), ("gitlab-ci", GITLAB)])
+def test_a_pipeline_is_valid_by_its_schema(schema: str, pipeline: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.json"
+    path.write_text(json.dumps(pipeline), encoding="utf-8")
+    words = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_release_after_release(checkout: Path) -> None:
