@@ -95,7 +95,7 @@ def _field(name: str) -> Iterator[str]:
     for said, places in fields_called(path).items():
         inside = sorted({place.rpartition(".")[0] for place in places})
         there = f"In {', '.join(inside)}." if any(inside) else "A key of the recipe."
-        yield "\n\n".join([f"{path.rpartition('.')[2]} (field)", plain(said), _wrapped(there), _with_field(places)])
+        yield "\n\n".join([f"{path.rpartition('.')[2]} (field)", _wrapped(there), plain(said), _with_field(places)])
 
 
 def _with_field(places: Sequence[str]) -> str:
@@ -187,7 +187,7 @@ def _status(name: str) -> Iterator[str]:
 
 
 def _word(name: str) -> Iterator[str]:
-    words = {word.lower(): (word, text) for word, text in _words().items()}
+    words = {part.lower(): (word, text) for word, text in _words().items() for part in (word, *word.split(", "))}
     if name.lower() in words:
         word, text = words[name.lower()]
         yield f"{word}\n\n{_wrapped(text)}"

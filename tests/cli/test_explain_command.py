@@ -92,7 +92,7 @@ def test_a_stage_has_its_fields_and_an_example(capsys: pytest.CaptureFixture[str
 def test_a_field_is_explained_by_name_path_and_message(name: str, meaning: str, places: str, example: str) -> None:
     found = [page for page in pages(name) if meaning in page and places in page and example in page]
     assert found
-    assert "(field)\n\n`" in found[0]
+    assert re.search(r"\(field\)\n\n(In |A key)", found[0])
 
 
 def test_every_field_has_a_page_and_is_suggested() -> None:
@@ -129,3 +129,8 @@ def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixtu
     assert "explain: nothing is called 'gptk'. Did you mean 'GPTQ'" in capsys.readouterr().err
     with pytest.raises(UsageError, match="nothing is called 'zzzzzzzz'. `optkit list stages`, or evals, has what"):
         pages("zzzzzzzz")
+
+
+@pytest.mark.parametrize("name", ["dithered", "plain", "plain, dithered"])
+def test_a_word_that_shares_its_line_is_found_alone(name: str) -> None:
+    assert pages(name)[0].startswith("plain, dithered\n\nSmolLM2-135M of the wheel")

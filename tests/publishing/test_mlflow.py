@@ -158,6 +158,8 @@ def test_a_server_that_asks_for_a_token(
 def test_a_server_that_is_not_there(server: Server, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:{TOKEN}@127.0.0.1:9")
     assert refused(artifact, "mlflow://x").startswith("mlflow://x: http://127.0.0.1:9 cannot be reached. ")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////data/mlflow.db")
+    assert prepare_push(artifact, "mlflow://x", allow_failed_gates=True).target.place.startswith("sqlite:////data/")
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     assert refused(artifact, "mlflow://x").startswith("mlflow://x: there is no server. Set MLFLOW_TRACKING_URI, e.g.")
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from optkit.common.yaml_text import yaml_text
 from optkit.errors import MissingPackageError, PushError, first_line
@@ -54,8 +54,7 @@ class Mlflow(Target):
     @property
     def server(self) -> str:
         """$MLFLOW_TRACKING_URI without a password, for texts."""
-        parts = urlsplit(os.environ.get("MLFLOW_TRACKING_URI", ""))
-        return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        return re.sub("//[^/?#]*@", "//", os.environ.get("MLFLOW_TRACKING_URI", ""), count=1)
 
     @property
     def place(self) -> str:
