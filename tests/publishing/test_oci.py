@@ -7,7 +7,10 @@ import json
 import shutil
 from base64 import b64encode
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from urllib.error import HTTPError
 
@@ -208,6 +211,55 @@ def test_a_registry_that_asks_for_a_token_of_another_server(
         assert not pushed(artifact, address)["sent"].startswith("0 of ")
         said = refused(artifact, f"oci://{registry.host}/you/tiny:v1")
         assert "does not know the user or the password. It said: UNAUTHORIZED: " in said
+
+
+@contextmanager
+def answering(**answers: tuple[int, str]) -> Iterator[str]:
+    """Give the host of a server that answers each method with a status and one error."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_any(self) -> None:
+            status, message = answers[self.command]
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            content = json.dumps({"errors": [{"code": "SAID", "message": message}]}).encode()
+            self.send_response(status)
+            self.send_header("location", "http://127.0.0.1:9/elsewhere")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(b"" if self.command == "HEAD" else content)
+
+        do_HEAD = do_POST = do_PUT = do_any  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_registry_that_refuses(artifact: Path) -> None:
+    with answering(HEAD=(404, ""), POST=(403, "not below team")) as host:
+        assert refused(artifact, f"oci://{host}/team/x:1") == (
+            f"oci://{host}/team/x:1: {host} does not let you write to team/x. It said: SAID: not below team. "
+            f"Set OPTKIT_OCI_USERNAME and OPTKIT_OCI_PASSWORD, or run: docker login {host}."
+        )
+    with answering(HEAD=(404, ""), POST=(507, "the disk is full")) as host:
+        assert refused(artifact, f"oci://{host}/x:1") == (
+            f"oci://{host}/x:1: {host} refused with status 507. It said: SAID: the disk is full. "
+            "Mend that and push again: what arrived is not sent twice."
+        )
+
+
+def test_layers_that_a_registry_keeps_elsewhere_are_there(artifact: Path) -> None:
+    with answering(HEAD=(307, ""), PUT=(201, "")) as host:
+        assert pushed(artifact, f"oci://{host}/x:1")["sent"].startswith("0 of ")
 
 
 def test_a_registry_that_is_not_there(artifact: Path) -> None:

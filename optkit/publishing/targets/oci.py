@@ -110,7 +110,7 @@ class Oci(Target):
             asked = "does not know the user or the password" if self.login else "asks for a user and a password"
             return PushError(f"{self.host} {asked}", where=where, why=why, remedy=log_in)
         what = f"{self.host} refused with status {answer.status_code}"
-        return PushError(what, where=where, why=why, remedy="Push again: what arrived is not sent twice")
+        return PushError(what, where=where, why=why, remedy="Mend that and push again: what arrived is not sent twice")
 
 
 def _send(registry: Registry, digest: str, blob: Upload, task: Task) -> bool:
