@@ -35,7 +35,7 @@ def _closing(plan: SweepPlan) -> str:
         "of RAM at most beside Python and torch": plan.ram_bytes,
         "of GPU memory at most": plan.gpu_bytes,
     }
-    parts = [f"{plan.pending} of {plan.steps} steps to do, {plan.shared} times one is shared"]
+    parts = [f"{plan.pending} of {plan.steps} steps to do, steps shared {plan.shared} times"]
     parts += [f"{size_text(size)} {what}" for what, size in needs.items() if size]
     parts += [f"about {duration_text(plan.seconds)}"] if plan.seconds else []
     parts += [f"the time of {plan.unknown} is unknown (not measured here yet)"] if plan.unknown else []

@@ -39,7 +39,7 @@ def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert spoken(capsys, "validate", "s.json")[0] == "s.json: ok, 4 combinations\n"
     out, _ = spoken(capsys, "plan", "s.json", "--device", "cpu")
     assert "s  4 combinations · cpu" in out
-    assert "5 of 6 steps to do, 6 times one is shared" in out
+    assert "5 of 6 steps to do, steps shared 6 times" in out
     out, err = spoken(capsys, "sweep", "s.json", "--device", "cpu")
     assert out.splitlines()[-1] == "4 of 4 are there  artifacts/s"
     assert f"4/4  {NAMES[3]}: done in 1 s, PASS" in err.splitlines()
