@@ -8,9 +8,9 @@ import contextlib
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from optkit.common.atomic import write_bytes_atomically
 from optkit.common.files import check_name_inside, read_object, reading
@@ -28,9 +28,11 @@ from optkit.common.own_files import (
 from optkit.errors import ArtifactError, StoreError
 from optkit.model.companions import published_files
 from optkit.model.formats.base import Format
+from optkit.recipe.recipe import DirectoryName, Recipe, load_recipe
 from optkit.recipe.registry import stage_class
 from optkit.scorecard.published import located_stage
 from optkit.scorecard.scorecard import StepLine
+from optkit.source.models import ModelSource
 from optkit.stage import Setting
 from optkit.store.files import describe_file, is_unchanged, list_files
 from optkit.store.out_directory import place, settle_beside
@@ -43,6 +45,27 @@ FACTS = {"size_bytes": int, "mtime_ns": int, "sha256": str}
 """What is known of each file."""
 
 
+Key = Annotated[str, Field(pattern="^[0-9a-z]{1,64}$")]
+
+
+class _Machine(BaseModel):
+    """What is relied on of the machine that a step was made on."""
+
+    device: str | None = None
+    cpu_threads: int | None = Field(default=None, ge=1, le=4096, strict=True)
+    packages: tuple[str, ...] = ()
+
+
+class _Step(BaseModel):
+    """What is relied on of a step."""
+
+    kind: str
+    key: str
+    seconds: float
+    environment: _Machine | None = None
+    sha256: dict[str, str] | None = None
+
+
 class ArtifactRecord(Frozen):
     """What `optkit.json` says.
     That is enough to open the artifact as it was measured, and to make it again.
@@ -50,12 +73,12 @@ class ArtifactRecord(Frozen):
 
     optkit_artifact: int = SCHEMA
     """Version of this schema."""
-    name: str
-    key: str
+    name: DirectoryName
+    key: Key
     """Digest of the weights and the settings."""
-    weights_key: str
+    weights_key: Key
     """Digest of the model and the stages that made the weights."""
-    baseline_key: str
+    baseline_key: Key
     """Digest of the unmodified model."""
     created: str
     """UTC, ISO 8601."""
@@ -81,7 +104,13 @@ class ArtifactRecord(Frozen):
     """Size, time and SHA-256 of every file of the model."""
 
     @model_validator(mode="after")
-    def _check_files(self) -> Self:
+    def _check(self) -> Self:
+        ModelSource.model_validate(dict(self.recipe.get("model") or {}))
+        for step in (*self.steps, *([self.imported] if self.imported else [])):
+            _Step.model_validate(step)
+        for text in self.calibrated_on:
+            if missing := {"dataset", "split", "revision"} - set(text):
+                raise ValueError(f"calibrated_on: a text has no {min(missing)}")
         for name in self.attachments:
             check_name_inside(name)
             if not name.startswith(f"{ATTACHMENTS}/"):
@@ -205,6 +234,19 @@ def steps_of(artifact: Artifact) -> list[StepLine]:
             StepLine.model_validate({name: value for name, value in step.items() if name in known})
             for step in artifact.record.steps
         ]
+
+
+def recorded_recipe(artifact: Artifact) -> Recipe:
+    """Return the recipe that made an artifact. Raises ArtifactError if its steps are not those that
+    are recorded.
+    """
+    recipe = load_recipe(artifact.record.recipe)
+    recorded, wanted = [step["kind"] for step in artifact.record.steps], [entry.kind for entry in recipe.transforms]
+    if recorded != wanted:
+        what = f"its steps are {', '.join(recorded) or 'none'}, and its recipe has {', '.join(wanted) or 'none'}"
+        why = "One of them was changed since it was made"
+        raise ArtifactError(what, where=str(artifact.directory / RECORD), why=why, remedy="Run its recipe again")
+    return recipe
 
 
 def is_artifact(directory: Path) -> bool:

@@ -65,7 +65,7 @@ def show_command(remote: str | None, store: Path | None, as_json: bool) -> None:
     from optkit_cli.output import print_json, show
     from optkit_cli.store_view import contents_view
 
-    contents = survey_remote(_reached(remote)) if remote else survey(Store(store or default_store()))
+    contents = survey_remote(_reached(remote)) if remote is not None else survey(Store(store or default_store()))
     if as_json:
         print_json({**contents.model_dump(mode="json"), "size_bytes": contents.size_bytes})
     else:

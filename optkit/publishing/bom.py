@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from uuid import UUID
 
-from optkit.artifact import Artifact
-from optkit.common.files import object_if_any
+from optkit.artifact import Artifact, recorded_recipe
+from optkit.common.files import reading
 from optkit.common.frozen import canonical_json
-from optkit.common.own_files import is_own
+from optkit.common.own_files import RECORD, is_own
 from optkit.environment import PACKAGES
-from optkit.errors import MissingPackageError
-from optkit.publishing.card import licences_of
-from optkit.recipe.recipe import load_recipe
+from optkit.errors import ArtifactError, MissingPackageError
+from optkit.publishing.card import config_of, licences_of
+from optkit.recipe.recipe import Recipe
 from optkit.scorecard import Scorecard
 from optkit.source.digests import PREFIX
 from optkit.source.lineage import texts_in
@@ -35,18 +35,20 @@ def bill_of_materials(artifact: Artifact, scorecard: Scorecard) -> str:
     """Return the ML-BOM of an artifact as JSON.
     The same artifact and scorecard give the same bytes.
 
-    Raises MissingPackageError without the extra `bom`, ValueError if it were not valid.
+    Raises MissingPackageError without the extra `bom`, ArtifactError for a record of which none can be made.
     """
     _require_library()
-    record = artifact.record
-    base = _base_model(ModelSource.model_validate(record.recipe["model"]))
-    texts, packages = list(_texts(artifact)), list(_packages(artifact))
+    record, recipe = artifact.record, recorded_recipe(artifact)
+    base = _base_model(recipe.model)
+    with reading(artifact.directory / RECORD, "its key is no digest", "Run its recipe again", ArtifactError):
+        identifier = UUID(record.key[:32], version=4)
+    texts, packages = list(_texts(artifact, recipe)), list(_packages(artifact))
     used = [base["bom-ref"], *(each["bom-ref"] for each in texts)]
     said = {
         "$schema": f"http://cyclonedx.org/schema/bom-{SPECIFICATION}.schema.json",
         "bomFormat": "CycloneDX",
         "specVersion": SPECIFICATION,
-        "serialNumber": f"urn:uuid:{UUID(record.key[:32], version=4)}",
+        "serialNumber": f"urn:uuid:{identifier}",
         "version": 1,
         "metadata": {
             "timestamp": scorecard.created,
@@ -56,15 +58,15 @@ def bill_of_materials(artifact: Artifact, scorecard: Scorecard) -> str:
         },
         "components": [base, *texts, *packages],
         "dependencies": [{"ref": MODEL, "dependsOn": used}],
-        "formulation": [_formulation(record.recipe, record.steps, [each["bom-ref"] for each in packages])],
+        "formulation": [_formulation(recipe.resolved(), record.steps, [each["bom-ref"] for each in packages])],
     }
     text = json.dumps(said, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    _check(text)
+    _check(text, artifact)
     return text
 
 
 def _model(artifact: Artifact, scorecard: Scorecard, base: Mapping[str, Any], texts: list[str]) -> dict[str, Any]:
-    config = object_if_any(artifact.directory / "config.json")
+    config = config_of(artifact)
     record = artifact.record
     said = {
         "optkit:artifact_key": record.key,
@@ -151,9 +153,8 @@ def _pinned(revision: str, digest_of: str) -> dict[str, Any]:
     }
 
 
-def _texts(artifact: Artifact) -> Iterator[dict[str, Any]]:
+def _texts(artifact: Artifact, recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield the data sets that shaped the weights, then those that they were measured on."""
-    recipe = load_recipe(artifact.record.recipe)
     measured = (text.identity() for entry in recipe.evals for text in texts_in(entry.value))
     seen = set()
     for use, texts in ((CALIBRATION, artifact.record.calibrated_on), (EVALUATION, measured)):
@@ -181,7 +182,7 @@ def _packages(artifact: Artifact) -> Iterator[dict[str, Any]]:
     for step in (artifact.record.imported or {}, *artifact.record.steps):
         environment = step.get("environment") or {}
         listed = (name.partition("==") for name in environment.get("packages", ()))
-        own = ((name, "==", environment[name]) for name in ("optkit", *PACKAGES) if name in environment)
+        own = ((name, "==", str(environment[name])) for name in ("optkit", *PACKAGES) if name in environment)
         for name, _, version in (*own, *listed):
             if (name, version) not in seen:
                 seen.add((name, version))
@@ -245,9 +246,11 @@ def _require_library() -> None:
         raise MissingPackageError("cyclonedx-python-lib", where="bom", install="optkit[bom]") from error
 
 
-def _check(text: str) -> None:
+def _check(text: str, artifact: Artifact) -> None:
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
 
     if wrong := JsonStrictValidator(SchemaVersion.V1_7).validate_str(text):
-        raise ValueError(f"the BOM is not valid: {wrong}")
+        why, remedy = str(wrong).strip().splitlines()[0][:200], "Run its recipe again"
+        where = str(artifact.directory / RECORD)
+        raise ArtifactError("it makes no valid bill of materials", where=where, why=why, remedy=remedy)

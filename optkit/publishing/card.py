@@ -8,14 +8,16 @@ https://huggingface.co/docs/hub/eval-results.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.artifact import Artifact
-from optkit.common.files import object_if_any, read_text, reading
+from optkit.common.files import read_text, reading
 from optkit.common.own_files import SCORECARD_HTML, SOURCE_CARD, marked
 from optkit.errors import OptkitError
+from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
 from optkit.model.task import Task, architecture_of, task_of
 from optkit.recipe.gates import Verdict
@@ -29,13 +31,14 @@ from optkit.verification.artifact_checks import format_of
 from optkit.verification.registry import engine_of
 
 if TYPE_CHECKING:
-    from huggingface_hub import EvalResult, ModelCard
+    from huggingface_hub import EvalResult
 
 HUB = "https://huggingface.co"
 SHOWN = ("## Numbers", "## To act on", "## Protocols", "## Loading", "## Settings", "## Files", "## Recipe")
 """Sections of scorecard.md that a card has too."""
 FROM_SOURCE = ("license", "license_name", "license_link", "language")
 """Metadata of the source's card that are true of what is made of it."""
+WORDS = re.compile(r"(?!javascript:|data:)[\w.+:/#?=&%@~, -]{1,300}", re.ASCII | re.IGNORECASE)
 HEADS = {"ForTokenClassification": "token-classification", "ForMaskedLM": "fill-mask"}
 """How an architecture ends -> `pipeline_tag`, if its task alone does not say it."""
 LIBRARIES = {"safetensors": "transformers"}
@@ -53,8 +56,7 @@ def card_of(artifact: Artifact, scorecard: Scorecard, place: str = "") -> str:
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    format = format_of(artifact)
-    config = object_if_any(artifact.directory / "config.json") or format.shape(artifact.directory).config
+    config = config_of(artifact)
     data = ModelCardData(**_metadata(artifact, scorecard, config))
     said = sections(scorecard)
     page = {
@@ -64,6 +66,12 @@ def card_of(artifact: Artifact, scorecard: Scorecard, place: str = "") -> str:
         "## Licence": _licence(data.to_dict()),
     }
     return marked(str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{as_page(page)}")))
+
+
+def config_of(artifact: Artifact) -> dict[str, Any]:
+    """Return config.json, or what a format has in its place. Raises SourceError if it is damaged."""
+    path = artifact.directory / "config.json"
+    return read_config(path) if path.exists() else dict(format_of(artifact).shape(artifact.directory).config)
 
 
 def origin_of(source: Mapping[str, Any]) -> str:
@@ -110,9 +118,8 @@ def _licence_metadata(artifact: Artifact) -> dict[str, Any]:
     found: dict[str, Any] = {}
     model = artifact.record.recipe["model"]["name"]
     with contextlib.suppress(OptkitError):
-        if card := source_card(artifact.directory / SOURCE_CARD):
-            known = card.data.to_dict()
-            found = {name: known[name] for name in FROM_SOURCE if known.get(name)}
+        known = source_metadata(artifact.directory / SOURCE_CARD)
+        found = {name: known[name] for name in FROM_SOURCE if _are_words(known.get(name))}
     if "license" not in found and model in BUILT_IN:
         found["license"] = BUILT_IN[model].licence
     texts = sorted(path.name for path in artifact.directory.glob("LICEN[CS]E*"))
@@ -121,16 +128,22 @@ def _licence_metadata(artifact: Artifact) -> dict[str, Any]:
     return found
 
 
-def source_card(path: Path) -> ModelCard | None:
-    """Return the card of the source; None if there is none with metadata.
+def _are_words(value: Any) -> bool:
+    """Say whether it is a word, or a list of them, that no page of a card takes for more than its text."""
+    each = value if isinstance(value, list) else [value]
+    return bool(each) and all(isinstance(word, str) and WORDS.fullmatch(word) for word in each)
+
+
+def source_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata of the source's card; nothing if it has none.
     Raises SourceError if it cannot be read.
     """
     from huggingface_hub import ModelCard
 
     if not path.is_file() or not (text := read_text(path)).startswith("---"):
-        return None
+        return {}
     with reading(path, "the metadata cannot be read"):
-        return ModelCard(text, ignore_metadata_errors=True)
+        return dict(ModelCard(text, ignore_metadata_errors=True).data.to_dict())
 
 
 def _eval_results(scorecard: Scorecard, task: Task) -> Iterator[EvalResult]:
@@ -156,7 +169,7 @@ def _eval_results(scorecard: Scorecard, task: Task) -> Iterator[EvalResult]:
 
 def _texts(evals: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield name of a metric -> fields of the eval that measured it on one text."""
-    for entry in evals:
+    for entry in evals if isinstance(evals, list | tuple) else ():
         for kind, fields in entry.items() if isinstance(entry, Mapping) else ((entry, {}),):
             with contextlib.suppress(OptkitError):  # a plug-in that is not installed here
                 yield from ((name, fields) for name in eval_class(kind).metrics if fields.get("dataset"))

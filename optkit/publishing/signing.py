@@ -8,19 +8,21 @@ card. Nothing here needs the network.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tempfile
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from optkit.artifact import Artifact
 from optkit.common.files import read_object
-from optkit.common.own_files import ATTACHMENTS, CARD, NUMBERS, SIGNATURE
+from optkit.common.own_files import ATTACHMENTS, CARD, NUMBERS, RECORD, SIGNATURE
 from optkit.errors import ArtifactError, MissingPackageError, UnsoundError, UsageError, first_line
 from optkit.verification.artifact_checks import check_digests
 from optkit.verification.check_result import Check, check_of
@@ -93,18 +95,28 @@ def check_signature(artifact: Artifact, trusted: Trusted) -> Check:
     if not file.is_file():
         return Check(name="signature", ok=False, detail=f"there is no {SIGNATURE}: nobody signed it")
     try:
-        material = read_object(file, ArtifactError).get("verificationMaterial") or {}
+        if not isinstance(material := read_object(file, ArtifactError).get("verificationMaterial"), dict):
+            raise ArtifactError("it has no material to verify it by")
     except ArtifactError as error:
         return Check(name="signature", ok=False, detail=f"{SIGNATURE} is no signature: {error.what}")
     config = _verifier(verifying, trusted, "publicKey" in material)
     try:
         config.verify(artifact.directory, file)
+        if left := _unsigned(artifact, file):
+            return Check(name="signature", ok=False, detail=f"it leaves out {', '.join(left[:3])}")
     except Exception as error:  # of json, protobuf, cryptography or OpenSSL
         return check_of("signature", _problems(error, trusted), "")
     chain = (material.get("x509CertificateChain") or {}).get("certificates") or []
     by = trusted.public_key or trusted.certificate or "the system's certificates"
     late = [said for each in chain[:1] if (said := _expired(str(each["rawBytes"])))]
     return check_of("signature", late, f"every file is as it was signed; {by} vouches for it")
+
+
+def _unsigned(artifact: Artifact, file: Path) -> list[str]:
+    """Return the files of the model that a signature says nothing of: its maker names what it ignores."""
+    payload = json.loads(b64decode(json.loads(file.read_bytes())["dsseEnvelope"]["payload"]))
+    signed = {PurePosixPath(each["name"]) for each in payload["predicate"]["resources"]}
+    return [name for name in sorted({RECORD, *artifact.record.files}) if PurePosixPath(name) not in signed]
 
 
 def _verifier(verifying: Any, trusted: Trusted, of_key: bool) -> Any:
@@ -162,8 +174,6 @@ def _expired(certificate: bytes | str) -> str:
     """Return what is wrong with the time of a certificate, as PEM or base64 of DER; else empty.
     A signature has no time of its own that could be trusted.
     """
-    from base64 import b64decode
-
     from cryptography import x509
 
     if isinstance(certificate, str):

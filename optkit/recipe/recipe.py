@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, SerializeAsAny
 
@@ -65,10 +65,13 @@ class EvalEntry(Entry):
     value: SerializeAsAny[Eval]
 
 
+DirectoryName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
 class Heading(Frozen):
     """The part of a recipe that is no list."""
 
-    name: str = Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: DirectoryName
     """Names the artifact's directory: letters, digits, dot, dash and underscore, 100 of them at
     most. The file's own name if it is left out."""
     description: str = Field(default="", max_length=10_000)

@@ -18,9 +18,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from pydantic import BaseModel, Field, field_validator
+
+from optkit.common.files import check_name_inside, shown
 from optkit.common.out_of_resources import NO_ROOM
+from optkit.devices.memory_watch import MemoryTrace
 from optkit.errors import MissingPackageError, OptkitError, StoreError, UsageError, first_line
 from optkit.progress import Progress
 from optkit.store.files import sealed, unsealed
@@ -32,6 +35,9 @@ ANSWER_S = 60
 and what botocore did: alone they take half an hour to give a server up that takes requests in silence.
 """
 PACKAGES = {"s3fs": "optkit[remote]"}
+PASSWORD = re.compile(r"://[^@]*:(?!\d+/)[^@]*@")
+"""Of AWS they may hold a slash, and a URL may stand in another one: `simplecache::s3://...`."""
+EXAMPLES = "Write s3://bucket/prefix, gs://bucket/prefix or a directory"
 
 
 class RemoteError(StoreError):
@@ -109,11 +115,11 @@ class Remote:
     def download(self, known: Mapping[str, Any], path: Path) -> None:
         """Fetch a file by its digest, which the caller has to compare. Raises StoreError if it is gone."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        place = self._path(FILES, known["sha256"])
         with self._talking("read"):
-            try:
-                self._files.get_file(self._path(FILES, known["sha256"]), str(path))
-            except FileNotFoundError:
-                raise StoreError(f"its file {path.name} is gone", where=self.url) from None
+            if self._size(place) != known["size_bytes"]:
+                raise StoreError(f"its file {path.name} is gone or not {known['size_bytes']:,} bytes", where=self.url)
+            self._files.get_file(place, str(path))
 
     def _ask(self, method: str, *words: Any, **options: Any) -> Any:
         """Do what takes a moment, if the other side answers."""
@@ -199,21 +205,60 @@ def fetch_step(store: Store, remote: Remote, key: str, progress: Progress) -> Pa
         return store.get(key)
 
 
+class _File(BaseModel):
+    size_bytes: int = Field(ge=0, strict=True)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+
+class _Report(BaseModel):
+    skipped: dict[str, str] | None = None
+    details: dict[str, Any] | None = None
+    calibrated_on: tuple[dict[str, str], ...] = ()
+
+
+class _Outcome(BaseModel):
+    kind: str
+    seconds: float
+    report: _Report
+    memory: MemoryTrace | None = None
+    environment: dict[str, Any] | None = None
+
+
+class _Earlier(_Outcome):
+    key: str
+
+
+class _Record(_Outcome):
+    """What runs and lists rely on. Another optkit, or somebody else, may have written it."""
+
+    fields: dict[str, Any] | None = None
+    source_key: str | None = None
+    earlier: tuple[_Earlier, ...] = ()
+    files: dict[str, _File] = Field(min_length=1)
+
+    @field_validator("files")
+    @classmethod
+    def _check_names(cls, files: dict[str, _File]) -> dict[str, _File]:
+        for name in files:
+            check_name_inside(name)
+            if not Path(name).name:
+                raise ValueError(f"{shown(name)} is no file")
+        return files
+
+
 def _is_record(found: Any) -> bool:
-    files = found.get("files") if isinstance(found, dict) else None
-    return isinstance(files, dict) and all(_is_file(*each) for each in files.items())
-
-
-def _is_file(name: str, known: Any) -> bool:
-    """Say whether a record describes a file below the step's directory."""
-    climbs = Path(name).is_absolute() or ".." in Path(name).parts
-    whole = isinstance(known, dict) and isinstance(known.get("size_bytes"), int)
-    return whole and not climbs and bool(re.fullmatch("[0-9a-f]{64}", str(known.get("sha256"))))
+    try:
+        _Record.model_validate(found)
+    except ValueError:
+        return False
+    return True
 
 
 def _opened(url: str) -> tuple[Any, str]:
     """Return the file system of a URL and the path in it; nothing is asked of the other side yet."""
-    if urlsplit(url).password is not None:
+    if not url.strip():
+        raise UsageError("the URL is empty", where="--remote", remedy=EXAMPLES)
+    if PASSWORD.search(url):
         why = "It would be printed and recorded"
         raise UsageError("the URL holds a password", where="--remote", why=why, remedy="Put it into the environment")
     try:
@@ -226,11 +271,9 @@ def _opened(url: str) -> tuple[Any, str]:
     except ImportError as error:
         from fsspec.registry import known_implementations
 
-        package = known_implementations[urlsplit(url).scheme]["class"].split(".")[0]
+        package = known_implementations.get(url.partition("://")[0], {}).get("class", "fsspec").split(".")[0]
         raise MissingPackageError(package, where=url, install=PACKAGES.get(package, package)) from error
-    except ValueError as error:
-        remedy = "Write s3://bucket/prefix, gs://bucket/prefix or a directory"
-        raise UsageError(
-            f"'{url}' is no place of a store", where="--remote", why=first_line(error), remedy=remedy
-        ) from error
+    except Exception as error:  # of the file systems, of which many need more than a URL
+        what, why = f"'{url}' is no place of a store", first_line(error)
+        raise UsageError(what, where="--remote", why=why, remedy=EXAMPLES) from error
     return files, root

@@ -42,7 +42,7 @@ def keep(store: Path, name: str, loss: float, model: str = "small", gate: str = 
         **keys,
         created=made.created,
         optkit="0",
-        recipe={},
+        recipe={"model": {"name": model}},
         settings=(),
         steps=(),
         files={},

@@ -219,3 +219,17 @@ def test_a_digest_with_quotes_hides_no_name(digest: bytes) -> None:
         "optkit.json was changed after it was signed",
         "b.py was added after it was signed",
     ]
+
+
+def test_a_signature_that_leaves_out_the_weights_vouches_for_nothing(
+    artifact: Path, keys: Path, capsys: Spoken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signing, "UNSIGNED", (*signing.UNSIGNED, "model.safetensors"))
+    signing.sign(read_artifact(artifact), keys / "key.pem")
+    assert said_of(artifact, keys, 3, capsys) == "it leaves out model.safetensors"
+
+
+@pytest.mark.parametrize("material", ["5", "[]", '"publicKey"'])
+def test_material_of_another_kind(artifact: Path, keys: Path, capsys: Spoken, material: str) -> None:
+    (artifact / "model.sig").write_text(f'{{"verificationMaterial": {material}}}')
+    assert said_of(artifact, keys, 3, capsys).startswith("model.sig is no signature")

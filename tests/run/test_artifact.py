@@ -18,7 +18,7 @@ RECORD_FIELDS = {
     "baseline_key": "b",
     "created": "2026-01-01T00:00:00Z",
     "optkit": "0.1.0",
-    "recipe": {},
+    "recipe": {"model": {"name": "tiny"}},
     "settings": (),
     "steps": (),
 }

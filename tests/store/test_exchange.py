@@ -25,7 +25,9 @@ def store(tmp_path: Path) -> Store:
         with store.write(key) as draft:
             (draft.model / "weights").write_bytes(key.encode() * 100)
             created = "2026-11-20T12:00:00+00:00"
-            draft.record.update(kind=kind, fields={"name": "smol"}, source_key=source, created=created)
+            draft.record.update(
+                kind=kind, seconds=1.0, report={}, fields={"name": "smol"}, source_key=source, created=created
+            )
     store.put_json(NUMBER, {"metrics": []})
     return store
 
@@ -66,6 +68,7 @@ def test_what_a_recipe_needs_is_pulled(
     one = Store(Path("one"))
     with one.write(plan["steps"][1]["key"]) as draft:
         (draft.model / "weights").write_text("rounded")
+        draft.record.update(kind="rtn", seconds=1.0, report={})
     for each in plan["evals"]:
         one.put_json(each["key"], {"metrics": []})
     spoken(capsys, "store", "push", "--remote", shared, "--store", "one", "--quiet")

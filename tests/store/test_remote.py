@@ -48,7 +48,7 @@ def make(store: Store, key: str = KEY, text: str = "weights") -> None:
             (draft.model / "a.bin").write_text(text)
             (draft.model / "sub").mkdir()
             (draft.model / "sub" / "b.bin").write_text(f"other {text}")
-            draft.record["kind"] = "rtn"
+            draft.record.update(kind="rtn", seconds=1.0, report={})
         store.push(key)
 
 
@@ -93,6 +93,7 @@ sys.stdin.readline()
 with store.write(key) as draft:
     for number in range(3):
         (draft.model / str(number)).write_text(sys.argv[2] * (number + 1) * 1000)
+    draft.record.update(kind="rtn", seconds=1.0, report={})
 store.push(key)
 """
 

@@ -15,13 +15,12 @@ from typing import Any
 from pydantic import computed_field
 
 from optkit import pipeline
-from optkit.artifact import Artifact, read_artifact, read_finished
+from optkit.artifact import Artifact, read_artifact, read_finished, recorded_recipe
 from optkit.common.frozen import Frozen
-from optkit.common.own_files import RECORD
 from optkit.environment import usable_device
 from optkit.errors import ArtifactError, UsageError
 from optkit.progress import Progress, SilentProgress
-from optkit.recipe.recipe import Recipe, load_recipe
+from optkit.recipe.recipe import load_recipe
 from optkit.reports.reproduction.tensors import TensorDifference, differing_tensors
 from optkit.scorecard.published import located
 from optkit.source.lineage import models_in
@@ -113,8 +112,7 @@ def reproduce(
     if not (digests := check_digests(first)).ok:
         why = "What is to be compared is not what the recipe made"
         raise ArtifactError(digests.detail, where=str(artifact), why=why, remedy="Run its recipe again")
-    recipe = load_recipe(first.record.recipe)
-    _check_steps(first, recipe)
+    recipe = recorded_recipe(first)
     allow_remaking(first, recipe, trust_remote_code, progress)
     recipe = located(recipe, first.directory.absolute().parent, model, remake=True)
     recipe = recipe.model_copy(update={"evals": (), "gates": {}})
@@ -179,15 +177,7 @@ def _circumstances(pairs: Pairs) -> Iterator[Circumstance]:
 
 def _recorded(artifact: Artifact, what: str) -> Any:
     made = (*artifact.record.steps, artifact.record.imported or {})
-    return next((its[what] for step in made if (its := step.get("environment"))), None)
-
-
-def _check_steps(artifact: Artifact, recipe: Recipe) -> None:
-    recorded, wanted = [step["kind"] for step in artifact.record.steps], [entry.kind for entry in recipe.transforms]
-    if recorded != wanted:
-        what = f"its steps are {', '.join(recorded) or 'none'}, and its recipe has {', '.join(wanted) or 'none'}"
-        why = "One of them was changed since it was made"
-        raise ArtifactError(what, where=str(artifact.directory / RECORD), why=why, remedy="Run its recipe again")
+    return next((its.get(what) for step in made if (its := step.get("environment"))), None)
 
 
 def _recorded_device(artifact: Artifact) -> str:
