@@ -51,7 +51,11 @@ class SlurmExecutor(NodesExecutor):
             raise UsageError("there is no srun here", where="--executor slurm", remedy=remedy)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._submitit = submitit.AutoExecutor(folder=folder, cluster=self._cluster)
+        try:
+            self._submitit = submitit.AutoExecutor(folder=folder, cluster=self._cluster)
+        except ValueError as error:
+            what, remedy = f"there is no cluster '{self._cluster}'", "Take slurm, local or debug"
+            raise UsageError(what, where="--slurm cluster", remedy=remedy) from error
 
     def submit(self, order: Order, described: Mapping[str, Any]) -> None:
         """Make a job of an order; raises ResourceError if Slurm refuses it."""

@@ -108,3 +108,9 @@ def test_a_job_that_is_preempted_is_queued_again_and_one_that_died_is_a_failure(
         outcome = executor.ended(Lines(), None)["one"]
     assert outcome.verdict is None
     assert outcome.reason.startswith("Slurm: Job ")
+
+
+def test_a_cluster_that_submitit_does_not_know(tmp_path: Path) -> None:
+    order = Order("a", None, tmp_path / "out", "cpu", tmp_path / "store", None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="^--slurm cluster: there is no cluster 'cloud'. Take slurm, local or debug"):
+        SlurmExecutor({"cluster": "cloud"}).start(order)
