@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from optkit import pipeline
 from optkit.artifact import read_artifact
 from optkit.publishing import signing
 from optkit.publishing.signing import Trusted, check_signature
 from tests.support.command_line import spoken
-from tests.support.signers import certificates, key_pair, rsa_pair
+
+ec = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ec")
+signers = pytest.importorskip("tests.support.signers")
 
 Spoken = pytest.CaptureFixture[str]
 HOLLOW = '{"verificationMaterial": {"publicKey": {}}}'
@@ -29,7 +30,7 @@ HOLLOW = '{"verificationMaterial": {"publicKey": {}}}'
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("keys")
     for name in ("key", "other"):
-        key_pair(place, name)
+        signers.key_pair(place, name)
     return place
 
 
@@ -134,12 +135,12 @@ def test_keys_that_will_not_do(
     assert "it was made with another key than that of" in refused("verify", "--public-key", other, status=3)
     assert "--signature: the signature needs a public key. It was signed with a key" in refused("verify", "--signature")
     (tmp_path / "no.pem").write_text("no key", encoding="utf-8")
-    private, public = rsa_pair(tmp_path)
+    private, public = signers.rsa_pair(tmp_path)
     for name in ("no.pem", "gone.pem", public.name):
         said = refused("verify", "--public-key", str(tmp_path / name))
         assert f"{name}: is no public key of the curves P-256, P-384 or P-521 in PEM." in said
-    odd, _ = key_pair(tmp_path, "odd", curve=ec.SECP256K1())
-    locked, _ = key_pair(tmp_path, "locked", password=b"secret")
+    odd, _ = signers.key_pair(tmp_path, "odd", curve=ec.SECP256K1())
+    locked, _ = signers.key_pair(tmp_path, "locked", password=b"secret")
     for key in (tmp_path / "no.pem", tmp_path / "gone.pem", private, odd, locked):
         said = refused("sign", "--key", str(key))
         assert f"{key.name}: is no private key of the curves P-256, P-384 or P-521 in PEM that can be opened." in said
@@ -152,12 +153,12 @@ def test_keys_that_will_not_do(
 def test_certificates(
     artifact: Path, keys: Path, tmp_path: Path, capsys: Spoken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, certificate, root = certificates(tmp_path, 30)
+    key, certificate, root = signers.certificates(tmp_path, 30)
     sign = ("sign", str(artifact), "--key", str(key), "--certificate")
     verify = ("verify", str(artifact), "--signature", "--certificate")
     spoken(capsys, *sign, str(certificate))
     assert f"{root} vouches for it" in spoken(capsys, *verify, str(root), "--json")[0]
-    other_key, other, other_root = certificates(tmp_path, 5)
+    other_key, other, other_root = signers.certificates(tmp_path, 5)
     assert "does not lead to a trusted one" in spoken(capsys, *verify, str(other_root), status=3)[0].replace("\n", " ")
     assert "does not lead to a trusted one" in check_signature(read_artifact(artifact), Trusted()).detail
     said = spoken(capsys, "verify", str(artifact), "--public-key", str(keys / "key.pub.pem"), status=2)[1]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from s3fs import S3FileSystem
 
 from optkit.store.shared import SharedStore, open_store
 from tests.conftest import Warnings
@@ -27,21 +26,22 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
     """The URL of a store in a bucket of its own; the environment leads there."""
-    monkeypatch.setattr(S3FileSystem, "retries", 1)
+    s3 = pytest.importorskip("s3fs").S3FileSystem
+    monkeypatch.setattr(s3, "retries", 1)
     logging.getLogger("werkzeug").setLevel(logging.WARNING)
     for name, value in environment(server).items():
         monkeypatch.setenv(name, value)
     name = "b" + hashlib.sha256(request.node.name.encode()).hexdigest()[:20]
-    S3FileSystem(use_listings_cache=False).mkdir(name)
+    s3(use_listings_cache=False).mkdir(name)
     yield f"s3://{name}/team"
     if not environment(server).items() <= os.environ.items():
-        S3FileSystem.clear_instance_cache()
+        s3.clear_instance_cache()
 
 
 def lead_to(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have what is opened from now on talk to another address."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    S3FileSystem.clear_instance_cache()
+    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
 
 
 @pytest.fixture
