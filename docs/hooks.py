@@ -14,6 +14,8 @@ from optkit_cli.reference import reference_pages
 
 from optkit.recipe.files import glossary
 
+SOUGHT = {"errors": "---\nsearch: {boost: 60}\n---\n\n"}
+"""Front matter of a page whose sections are so long that a search for their words finds others first."""
 NO_PROSE = re.compile(r"(<(a|code|h\d|pre|svg|th)\b.*?</\2>|<[^>]+>)", re.DOTALL)
 """Tags, and elements whose words get no tooltip."""
 
@@ -21,7 +23,7 @@ NO_PROSE = re.compile(r"(<(a|code|h\d|pre|svg|th)\b.*?</\2>|<[^>]+>)", re.DOTALL
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to those of docs/."""
     for name, text in reference_pages().items():
-        files.append(File.generated(config, f"reference/{name}.md", content=text))
+        files.append(File.generated(config, f"reference/{name}.md", content=SOUGHT.get(name, "") + text))
     return files
 
 

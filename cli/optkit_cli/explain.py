@@ -176,7 +176,8 @@ def found_by(words: str) -> list[Message]:
     lengths = {}
     for each in known:
         parts = [part for part in re.split(r"‹.*?›|…", each.text.lower()) if part.strip()]
-        if (length := len("".join(parts))) >= LEAST_LETTERS and re.search(".*".join(map(re.escape, parts)), words):
+        there = (length := len("".join(parts))) >= LEAST_LETTERS and all(part in words for part in parts)
+        if there and re.search(".*".join(map(re.escape, parts)), words):
             lengths[each] = length
     return [each for each, length in lengths.items() if length == max(lengths.values())]
 

@@ -68,6 +68,7 @@ def test_it_leaves_what_this_machine_would(
         assert cards[0].notes == cards[1].notes
 
 
+@pytest.mark.slow
 def test_a_lost_process_is_no_loss_and_a_failure_is_told_once(
     embedded: str, tmp_path: Path, tiny_model: Callable[[str], Path], letters: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_ray_that_cannot_be_had_is_said(
     assert len(tried) == tries
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_what_the_same_command_goes_on_with(
     embedded: str, tmp_path: Path, tiny_model: Callable[[str], Path], letters: Path
 ) -> None:
