@@ -20,6 +20,8 @@ LETTER = 7
 TICKS = 5
 SMALLEST_SPAN = 1e-300
 """Of an axis: what is left of a smaller one cannot be divided any more."""
+SMALLEST_SHARE = 1e-12
+"""Of the largest value on an axis: between closer ones there are too few floats."""
 MOST_POWERS = 10
 Attributes: TypeAlias = dict[str, Any]
 
@@ -139,7 +141,8 @@ def powers_axis(values: Sequence[float], base: int, show: Callable[[int], str], 
 
 def round_numbers(low: float, high: float, outside: bool = False) -> list[float]:
     """Return about `TICKS` round numbers between two, or around them if `outside`."""
-    raw = max((high - low) or abs(high) or 1.0, SMALLEST_SPAN) / TICKS
+    share = SMALLEST_SHARE * max(abs(low), abs(high))
+    raw = max((high - low) or abs(high) or 1.0, share, SMALLEST_SPAN) / TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(part * power for part in (1, 2, 2.5, 5, 10) if part * power >= raw * (1 - 1e-9))
     first = math.floor(low / step + 1e-9) if outside else math.ceil(low / step - 1e-9)

@@ -54,6 +54,8 @@ def test_a_legend_that_is_too_long_begins_a_new_row() -> None:
 
 @given(st.floats(-1e9, 1e9), st.floats(0, 1e9))
 @example(0.0, 5e-324)
+@example(-360287970.359375, 5.960464477539063e-08)
+@example(180143986.0, 5.960464477539063e-08)
 def test_round_numbers_lie_around_two_or_between_them(low: float, width: float) -> None:
     around = round_numbers(low, low + width, outside=True)
     slack = 1e-6 * max(abs(low), abs(low + width), 1)

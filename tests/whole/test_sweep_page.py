@@ -26,9 +26,8 @@ def test_the_page_counts_the_combinations() -> None:
     assert f"This one has {len(load_matrix(RECIPE).combinations())} combinations" in PAGE
 
 
-@pytest.mark.parametrize(
-    "words", [COMMANDS[0], *(pytest.param(words, marks=pytest.mark.slow) for words in COMMANDS[1:])], ids=" ".join
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_the_searches_run(
     words: list[str],
     tmp_path: Path,
