@@ -13,8 +13,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # Linux wheels of torch on PyPI bring gigabytes of CUDA libraries; without an NVIDIA driver this index has smaller ones.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
-# Compiling every module of every package takes a minute; each is compiled when it is first imported.
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: run dist test docs coverage storm vendor clean
 .DELETE_ON_ERROR:
