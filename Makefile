@@ -22,6 +22,8 @@ run: .venv/installed
 	$(BIN)/optkit run recipes/llama_int4.yaml
 
 # Two processes of one thread each: the models of the tests are tiny, and threads that wait for each other cost minutes on a busy machine.
+# Hundreds of tests start a process, which would compile our modules again if none may be written.
+test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
