@@ -18,9 +18,10 @@ from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
+import transformers
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from optkit.common.out_of_resources import is_out_of_memory, out_of_memory
@@ -32,7 +33,7 @@ from optkit.model.experts import unfuse_experts_
 from optkit.model.head import given_to_head
 from optkit.model.memory import return_freed_memory
 from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
-from optkit.model.task import architectures_of
+from optkit.model.task import architectures_of, loader_of
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Float dtypes by the names that safetensors uses."""
@@ -284,8 +285,9 @@ def empty_model(
     where, chosen = str(checkpoint.directory), attention_options(checkpoint.config, options)
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        loader = getattr(transformers, loader_of(checkpoint.config))
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **chosen)
+            model = loader.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **chosen)
     except Exception as error:  # whatever transformers makes of numbers that it does not expect
         if is_out_of_memory(error):
             raise

@@ -13,7 +13,7 @@ class Task(StrEnum):
     """What a model does, by the names of Hugging Face's pipelines."""
 
     GENERATION = "text-generation"
-    """A causal language model: logits of the next token after each token."""
+    """A causal language model, which may see or hear too: logits of the next token after each."""
     FEATURES = "feature-extraction"
     """An encoder: features of each token, which pooling makes the embedding of a text."""
     CLASSIFICATION = "text-classification"
@@ -25,6 +25,12 @@ class Task(StrEnum):
 EVERY_TASK = frozenset(Task)
 ENCODING = frozenset({Task.FEATURES, Task.CLASSIFICATION})
 CAUSAL = ("ForCausalLM", "LMHeadModel")
+MULTI_MODAL = "ForConditionalGeneration"
+"""How the architectures of decoders end that see or hear; those of encoder-decoders do so too."""
+TOWERS = ("vision_config", "audio_config")
+"""Keys of config.json with what stands in front of such a decoder."""
+PREFIXED = frozenset({"paligemma"})
+"""`model_type` of those whose prompt is seen whole by each of its tokens, whatever config.json says."""
 HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM")
 """How the architectures of encoders end that give logits: of the labels of a text, of those of each
 token, of the word in its place.
@@ -71,17 +77,30 @@ def task_of(config: Mapping[str, Any]) -> Task | None:
     names = [str(name) for name in config.get("architectures") or []]
     if config.get("is_encoder_decoder") or not names:
         return None
-    if any(name.endswith(CAUSAL) for name in names):
+    if any(name.endswith(CAUSAL) for name in names) or is_multi_modal(config):
         return Task.GENERATION
     if config.get("model_type") not in ENCODERS or config.get("is_decoder"):
         return None
     return Task.CLASSIFICATION if names[0].endswith(HEADS) else Task.FEATURES if names[0].endswith("Model") else None
 
 
+def is_multi_modal(config: Mapping[str, Any]) -> bool:
+    """Say whether a config.json describes a decoder of text with other towers in front of it."""
+    decodes = not (config.get("is_encoder_decoder") or text_config(config).get("is_encoder_decoder"))
+    return decodes and architecture_of(config).endswith(MULTI_MODAL) and any(config.get(tower) for tower in TOWERS)
+
+
+def sees_ahead(config: Mapping[str, Any]) -> bool:
+    """Say whether the tokens of a text see those behind them."""
+    return text_config(config).get("use_bidirectional_attention") is True or config.get("model_type") in PREFIXED
+
+
 def loader_of(config: Mapping[str, Any]) -> str:
     """Return transformers' class that opens a model's architecture, e.g. `AutoModelForCausalLM`."""
     if task_of(config) is Task.FEATURES:
         return "AutoModel"
+    if is_multi_modal(config):
+        return "AutoModelForImageTextToText" if config.get(TOWERS[0]) else "AutoModelForMultimodalLM"
     return f"AutoModel{next((head for head in HEADS if architecture_of(config).endswith(head)), 'ForCausalLM')}"
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from optkit.model.config_defaults import defaults_of
+
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of config.json that is about the language model."""
-    return config.get("text_config") or config
+    """Return the part of config.json that is about the language model.
+
+    If it is nested, it is often as short as transformers' defaults allow, which are filled in.
+    """
+    nested = config.get("text_config")
+    return {**defaults_of(str(nested.get("model_type") or "")), **nested} if nested else config
 
 
 def first_number(config: Mapping[str, Any], keys: Iterable[str]) -> int:

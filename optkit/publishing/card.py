@@ -19,7 +19,7 @@ from optkit.common.own_files import SCORECARD_HTML, SOURCE_CARD, marked
 from optkit.errors import OptkitError
 from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
-from optkit.model.task import Task, architecture_of, task_of
+from optkit.model.task import Task, architecture_of, loader_of, task_of
 from optkit.recipe.gates import Verdict
 from optkit.recipe.registry import eval_class
 from optkit.scorecard import Loading, Scorecard
@@ -43,11 +43,8 @@ HEADS = {"ForTokenClassification": "token-classification", "ForMaskedLM": "fill-
 """How an architecture ends -> `pipeline_tag`, if its task alone does not say it."""
 LIBRARIES = {"safetensors": "transformers"}
 """Label of a format -> `library_name`, if that is not the label."""
-CLASSES = {
-    Task.GENERATION: ("AutoModelForCausalLM", "ORTModelForCausalLM"),
-    Task.FEATURES: ("AutoModel", "ORTModelForFeatureExtraction"),
-}
-"""Task -> the classes of transformers and optimum that open it."""
+TAGS = {"AutoModelForImageTextToText": "image-text-to-text", "AutoModelForMultimodalLM": "audio-text-to-text"}
+"""Class of transformers -> `pipeline_tag` of those that see or hear."""
 
 
 def card_of(artifact: Artifact, scorecard: Scorecard, place: str = "") -> str:
@@ -110,7 +107,7 @@ def _metadata(artifact: Artifact, scorecard: Scorecard, config: Mapping[str, Any
 def _pipeline_tag(config: Mapping[str, Any]) -> str | None:
     task = task_of(config)
     special = (tag for head, tag in HEADS.items() if architecture_of(config).endswith(head))
-    return next(special, str(task) if task else None)
+    return next(special, TAGS.get(loader_of(config), str(task) if task else None))
 
 
 def _licence_metadata(artifact: Artifact) -> dict[str, Any]:
@@ -198,7 +195,8 @@ def _introduction(artifact: Artifact, scorecard: Scorecard, known: Mapping[str, 
 def _usage(artifact: Artifact, scorecard: Scorecard, config: Mapping[str, Any], place: str) -> str:
     """Return how to open it in each engine that `optkit verify` found to agree."""
     directory = place.rpartition("/")[2] or artifact.directory.resolve().name
-    auto, ort = CLASSES.get(task_of(config) or Task.GENERATION) or _head_classes(config)
+    auto = loader_of(config)
+    ort = f"ORTModelFor{auto.removeprefix('AutoModel').removeprefix('For') or 'FeatureExtraction'}"
     words = {"place": place or directory, "directory": directory, "auto": auto, "ort": ort}
     parts = [f"Download it: `hf download {place} --local-dir {directory}`."] if place else []
     agreeing = {each.engine: each for each in scorecard.loading if each.verdict == "agrees"}
@@ -222,11 +220,6 @@ def _engine_usage(name: str) -> str:
         return engine_of(name).usage
     except KeyError:  # a plug-in that is not installed here
         return ""
-
-
-def _head_classes(config: Mapping[str, Any]) -> tuple[str, str]:
-    head = architecture_of(config).rpartition("For")[2]
-    return f"AutoModelFor{head}", f"ORTModelFor{head}"
 
 
 def _proof(loading: Loading) -> str:

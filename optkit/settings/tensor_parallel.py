@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from optkit.common.byte_sizes import size_text
 from optkit.environment import gpu_memory_bytes, visible_gpus
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.config_defaults import assigned, config_class
 from optkit.model.kv_scales import split_kv_scales
 from optkit.model.shape import ModelShape
 from optkit.model.task import architectures_of
@@ -172,39 +172,12 @@ def stored_plan(model_type: str) -> Mapping[str, str] | None:
     """Return transformers' plan for a model type, read without importing it.
     Empty if it has none, None if nobody can tell.
     """
-    found = find_spec("transformers")
-    if found is None or found.origin is None or not re.fullmatch(r"\w+", model_type):
-        return None
-    models = Path(found.origin).parent / "models"
-    files = sorted(models.glob(f"{model_type}/configuration_*.py")) or sorted(models.glob("*/configuration_*.py"))
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        if f'model_type = "{model_type}"' in text:
-            return _plan_of(ast.parse(text), model_type)
-    return None
-
-
-def _plan_of(tree: ast.Module, model_type: str) -> Mapping[str, str] | None:
-    for each in tree.body:
-        if not isinstance(each, ast.ClassDef):
-            continue
-        values = {name: value for statement in each.body for name, value in _assigned(statement)}
-        named = values.get("model_type")
-        if isinstance(named, ast.Constant) and named.value == model_type:
-            if PLAN in values:
-                return dict(ast.literal_eval(values[PLAN]) or {})
-            inherits = [base.id for base in each.bases if isinstance(base, ast.Name)] != ["PreTrainedConfig"]
-            return None if inherits else {}
-    return None
-
-
-def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
-    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-        yield statement.targets[0].id, statement.value
-    elif (
-        isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None
-    ):
-        yield statement.target.id, statement.value
+    found = config_class(model_type)
+    plan = assigned(found).get(PLAN) if found else None
+    if plan is not None:
+        return dict(ast.literal_eval(plan) or {})
+    inherits = found and [base.id for base in found.bases if isinstance(base, ast.Name)] != ["PreTrainedConfig"]
+    return None if found is None or inherits else {}
 
 
 def _problems(shape: ModelShape, plan: Mapping[str, str], devices: int) -> Iterator[str]:

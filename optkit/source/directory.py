@@ -12,7 +12,7 @@ from optkit.errors import SourceError
 from optkit.model.companions import files_beside, find_companions
 from optkit.model.config_file import check_against_tensors
 from optkit.model.formats.base import Format
-from optkit.model.task import CAUSAL, ENCODERS, HEADS, task_of
+from optkit.model.task import CAUSAL, ENCODERS, HEADS, MULTI_MODAL, TOWERS, Task, sees_ahead, task_of
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.foreign_code import classes_in, kernels_in
 
@@ -32,7 +32,10 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
     if task_of(config) is None:
         encoder = config.get("model_type") in ENCODERS
         of_encoders = f"Those of encoders end in Model, {', '.join(HEADS[:-1])} or {HEADS[-1]}"
-        of_others = f"Their architectures end in {' or '.join(CAUSAL)}, and encoders are BERT and its kin"
+        of_others = (
+            f"Their architectures end in {' or '.join(CAUSAL)}, or in {MULTI_MODAL} with a {' or '.join(TOWERS)} "
+            "in front of the decoder, and encoders are BERT and its kin"
+        )
         raise SourceError(
             f"unsupported architecture {', '.join(map(str, architectures))}: optkit optimizes causal language "
             "models and encoders of text",
@@ -40,6 +43,13 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
             why=of_encoders if encoder else of_others,
             remedy=f"Take the {'feature-extraction' if encoder else 'text-generation'} checkpoint of "
             "the model, if there is one",
+        )
+    if task_of(config) is Task.GENERATION and sees_ahead(config):
+        raise SourceError(
+            f"in {', '.join(map(str, architectures))} each token of a prompt sees those behind it",
+            where=where,
+            why="optkit calibrates and measures with texts whose next token is not seen yet",
+            remedy="Take a model with causal attention, e.g. Gemma 3",
         )
     if trust_remote_code:
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.model.pooling import Pooling, pooling_for
-from optkit.model.task import Task, loader_of
+from optkit.model.task import Task
 from optkit.verification import agreement
 
 if TYPE_CHECKING:
@@ -52,13 +52,12 @@ def measure_encoder(session: EncoderSession, dtype: str, task: Task) -> EncoderR
     return EncoderReference(task, tokens, mask, session.outputs(tokens, mask), pooling, dtype, session.device)
 
 
-def asked_of(reference: EncoderReference, config: Mapping[str, Any]) -> dict[str, Any]:
+def asked_of(reference: EncoderReference) -> dict[str, Any]:
     """Return what a worker is told beside the model's place."""
     return {
         "tokens": reference.tokens.tolist(),
         "mask": reference.mask.tolist(),
         "outputs": list(OUTPUTS[reference.task]),
-        "loader": loader_of(config),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from optkit.artifact import Artifact
 from optkit.model.adapter import ADAPTER
 from optkit.model.attention_choice import attention_options
-from optkit.model.task import PHRASES, Task
+from optkit.model.task import PHRASES, Task, loader_of
 from optkit.onnx.directory import GENAI_CONFIG
 from optkit.scorecard import Loading
 from optkit.verification import agreement
@@ -49,12 +49,13 @@ def request_to(
 ) -> dict[str, Any]:
     """Return what an engine is asked, as JSON values; it writes its logits into the folder."""
     if isinstance(reference, EncoderReference):
-        asked = asked_of(reference, weights.config)
+        asked = asked_of(reference)
     else:
         asked = {"tokens": list(reference.tokens), "prompt": reference.prompt}
     return {
         "directory": str(directory.resolve()),
         **asked,
+        "loader": loader_of(weights.config),
         "new_tokens": NEW_TOKENS,
         "device": reference.device,
         "quantized": bool(weights.method),

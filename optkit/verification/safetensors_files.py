@@ -12,7 +12,7 @@ from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.expected_tensors import FLOATS
 from optkit.model.schemes import rounds_activations
-from optkit.model.shape import BLOCK_COUNTS, TensorInfo, place_in_list
+from optkit.model.shape import TensorInfo, place_in_list
 from optkit.model.task import Task, task_of
 from optkit.verification.check_result import Check, check_of, some
 from optkit.verification.layers import linear_layers, problems_of_layers
@@ -20,6 +20,7 @@ from optkit.verification.model_files import ModelFiles, Weights
 from optkit.verification.stored import TensorBytes
 
 HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+"""How the name of the output layer ends."""
 EMBEDDINGS = tuple(
     f"{name}.weight" for name in ("embed_tokens", "wte", "embeddings", "word_embeddings", "embed_in", "tok_embeddings")
 )
@@ -46,7 +47,7 @@ def _check(directory: Path) -> tuple[Check, ...]:
     try:
         checkpoint = Checkpoint(directory)
         unlisted = _problems_of_index(checkpoint)
-        config = checkpoint.config
+        count = checkpoint.shape.block_count
     except OptkitError as error:
         return (check_of("weights", [str(error)], ""),)
     files = len(set(checkpoint.files.values()))
@@ -56,7 +57,6 @@ def _check(directory: Path) -> tuple[Check, ...]:
         layers = check_of("layers", found, _describe(checkpoint))
     except ValueError as error:
         layers = check_of("layers", [], f"not checked: optkit does not know how the layers of {error} lie on disk")
-    count = next((config[key] for key in BLOCK_COUNTS if isinstance(config.get(key), int)), None)
     return (
         weights,
         layers,
@@ -101,8 +101,8 @@ def _problems_of_blocks(checkpoint: Checkpoint, count: int | None) -> list[str]:
         if len(info.shape) == 1 and name.endswith((".weight", ".bias")):
             _add_to_block(blocks, checkpoint, name)
     problems = []
-    main = max(blocks.values(), key=len, default={})
-    if count is not None and set(main) < set(range(count)):
+    main = {place[1] for name in checkpoint.tensors if (place := checkpoint.shape.block(name))}
+    if count is not None and main < set(range(count)):
         absent = [str(index) for index in range(count) if index not in main]
         problems.append(f"config.json says {count} decoder blocks, and there are no weights of {some(absent)}")
     for group, members in blocks.items():
@@ -124,11 +124,11 @@ def _add_to_block(blocks: dict[str, dict[int, set[str]]], checkpoint: Checkpoint
 
 def _problems_of_ties(checkpoint: Checkpoint) -> list[str]:
     tied = checkpoint.config.get("tie_word_embeddings")
-    head = next((name for name in HEADS if name in checkpoint.tensors), None)
+    head = next((name for name in checkpoint.tensors if f".{name}".endswith(tuple(f".{end}" for end in HEADS))), None)
     embedding = next((name for end in EMBEDDINGS for name in checkpoint.tensors if name.endswith(end)), None)
     if embedding is None:
         return ["there are no token embeddings"]
-    packed_head = any(name.startswith("lm_head.") for name in checkpoint.tensors)
+    packed_head = any(".lm_head." in f".{name}" for name in checkpoint.tensors)
     if tied is False and head is None and not packed_head:
         return [f"tie_word_embeddings is false, and there is no {HEADS[0]}"]
     if tied and head and checkpoint.tensors[head] == checkpoint.tensors[embedding]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
@@ -25,26 +25,10 @@ from optkit.stages.gptq import Gptq
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
 from optkit.verification.layers import problems_of_layers
-from tests.support.tiny_models import SIZES, save_tokenizer
+from tests.support.vision_models import save_vision_model
 
-SEES = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 14}
-GEMMA3: dict[str, Any] = {
-    "model_type": "gemma3",
-    "text_config": {**SIZES, "head_dim": 16, "sliding_window": 8},
-    "vision_config": {**SEES, "num_hidden_layers": 4, "num_attention_heads": 2, "image_size": 28},
-    "mm_tokens_per_image": 4,
-    **{f"{name}_token_index": 500 + number for number, name in enumerate(("image", "boi", "eoi"))},
-}
-"""transformers renames what the file has: `language_model.model.layers` is
-`model.language_model.layers` in the model.
-"""
-QWEN: dict[str, Any] = {
-    "model_type": "qwen3_5",
-    "text_config": {**SIZES, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
-    | {"linear_key_head_dim": 2, "linear_value_head_dim": 2, "linear_num_key_heads": 32, "linear_num_value_heads": 32},
-    "vision_config": {**SEES, "depth": 3, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
-}
-"""As a causal language model it has no layers for images, although the file does."""
+# transformers renames what Gemma's file has: `language_model.model.layers` is
+# `model.language_model.layers` in the model
 WEIGHTS = {"gemma3": "language_model.model.layers.", "qwen3_5": "model.language_model.layers."}
 STAGES: dict[str, Callable[[Calibration], Any]] = {
     "rtn": lambda text: Rtn(group_size=32, exclude=("*.0.mlp.*",)),
@@ -59,20 +43,7 @@ NEEDS = {"nf4": "bitsandbytes"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {}
-    for config in (GEMMA3, QWEN):
-        directory = tmp_path_factory.mktemp(config["model_type"])
-        with torch.random.fork_rng():
-            torch.manual_seed(1)
-            model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if parameter.dim() > 1:
-                        parameter.normal_(0, parameter.shape[-1] ** -0.5 if "embed" not in name else 1.0)
-        model.save_pretrained(directory)
-        save_tokenizer(directory)
-        made[config["model_type"]] = directory
-    return made
+    return {kind: save_vision_model(kind, tmp_path_factory.mktemp(kind)) for kind in WEIGHTS}
 
 
 @pytest.mark.parametrize("name", STAGES)

@@ -37,6 +37,7 @@ from tests.support.waiting import ended, is_gone, wait_until
 def asked(folder: Path, python: str, timeout_s: float = 60, **request: Any) -> Answer:
     usual = {
         "tokens": [1, 2],
+        "loader": "AutoModelForCausalLM",
         "new_tokens": 2,
         "device": "cpu",
         "quantized": False,

@@ -39,6 +39,7 @@ def asked(engine: Engine, directory: Path, folder: Path, **request: Any) -> Answ
     usual = {
         "directory": str(directory),
         "tokens": TOKENS,
+        "loader": "AutoModelForCausalLM",
         "new_tokens": 6,
         "device": "cpu",
         "logits": str(folder / "logits.f32"),

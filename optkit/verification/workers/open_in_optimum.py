@@ -24,7 +24,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     """
     from optimum import onnxruntime as classes
 
-    loader = request.get("loader", "AutoModelForCausalLM")
+    loader = request["loader"]
     name = f"ORTModelFor{HEADS.get(loader) or loader.removeprefix('AutoModelFor')}"
     inputs = inputs_of(request)
     reason = (

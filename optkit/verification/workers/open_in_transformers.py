@@ -21,7 +21,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     import torch
     import transformers
 
-    loader = getattr(transformers, request.get("loader", "AutoModelForCausalLM"))
+    loader = getattr(transformers, request["loader"])
     gc.freeze()
     gc.enable()
     placed: dict[str, Any] = (
@@ -37,7 +37,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         output_loading_info=True,
         **placed,
     )
-    unused = "pooler." if request.get("loader") == "AutoModel" else "nothing"
+    unused = "pooler." if request["loader"] == "AutoModel" else "nothing"
     for kind in ("missing_keys", "mismatched_keys"):
         if names := sorted(name for name in map(str, report.get(kind) or ()) if not name.startswith(unused)):
             raise ValueError(f"{len(names)} {kind.replace('_', ' ')}: {', '.join(names[:3])}")

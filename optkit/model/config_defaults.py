@@ -1,0 +1,63 @@
+"""What transformers' own class of a config says, read from its files without importing it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+
+
+@cache
+def config_class(model_type: str) -> ast.ClassDef | None:
+    """Return the class of a model type's config; None if nobody can tell."""
+    found = find_spec("transformers")
+    if found is None or found.origin is None or not re.fullmatch(r"\w+", model_type):
+        return None
+    models = Path(found.origin).parent / "models"
+    own = (f"{folder}/configuration_*.py" for folder in (model_type, model_type.removesuffix("_text")))
+    files = next(filter(None, (sorted(models.glob(each)) for each in own)), sorted(models.glob("*/configuration_*.py")))
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        if f'model_type = "{model_type}"' in text:
+            return next((each for each in ast.parse(text).body if _is_class_of(each, model_type)), None)  # type: ignore[return-value]
+    return None
+
+
+def assigned(found: ast.ClassDef) -> dict[str, ast.expr]:
+    """Return what a class assigns, by names."""
+    return {name: value for statement in found.body for name, value in _assigned(statement)}
+
+
+@cache
+def defaults_of(model_type: str) -> Mapping[str, int]:
+    """Return the sizes and switches that a config has if its file is silent.
+    Tied embeddings are none of them: a nested config's are decided outside of it.
+    """
+    found = config_class(model_type)
+    values = assigned(found) if found else {}
+    numbers = {name: value.value for name, value in values.items() if isinstance(value, ast.Constant)}
+    return MappingProxyType(
+        {
+            name: number
+            for name, number in numbers.items()
+            if isinstance(number, int) and not name.endswith(("_token_id", "tie_word_embeddings"))
+        }
+    )
+
+
+def _is_class_of(statement: ast.stmt, model_type: str) -> bool:
+    named = assigned(statement).get("model_type") if isinstance(statement, ast.ClassDef) else None
+    return isinstance(named, ast.Constant) and named.value == model_type
+
+
+def _assigned(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+        yield statement.targets[0].id, statement.value
+    elif (
+        isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None
+    ):
+        yield statement.target.id, statement.value

@@ -1,0 +1,35 @@
+"""Which decoders behind other towers are taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from optkit.errors import SourceError
+from optkit.model.task import Task, loader_of, task_of
+from optkit.source.directory import check_config
+
+
+@pytest.mark.parametrize(
+    ("tower", "loader"),
+    [("vision_config", "AutoModelForImageTextToText"), ("audio_config", "AutoModelForMultimodalLM")],
+)
+def test_a_decoder_behind_a_tower(tower: str, loader: str) -> None:
+    config = {"architectures": ["XForConditionalGeneration"], "model_type": "x", tower: {"depth": 1}}
+    check_config({**config, "text_config": {"hidden_size": 1}}, "here", False)
+    check_config(config, "here", False)
+    assert task_of(config) is Task.GENERATION
+    assert loader_of(config) == loader
+    for other in ({"is_encoder_decoder": True}, {"text_config": {"is_encoder_decoder": True}}):
+        with pytest.raises(SourceError, match="XForConditionalGeneration.* in front of the decoder, and encoders"):
+            check_config({**config, **other}, "here", False)
+
+
+@pytest.mark.parametrize("told", [{"model_type": "paligemma"}, {"text_config": {"use_bidirectional_attention": True}}])
+def test_a_prompt_that_is_seen_whole(told: dict[str, object]) -> None:
+    config = {"architectures": ["XForConditionalGeneration"], "model_type": "x", "vision_config": {"depth": 1}}
+    with pytest.raises(SourceError) as caught:
+        check_config({**config, **told}, "here", False)
+    assert str(caught.value) == (
+        "here: in XForConditionalGeneration each token of a prompt sees those behind it. optkit calibrates and "
+        "measures with texts whose next token is not seen yet. Take a model with causal attention, e.g. Gemma 3."
+    )
