@@ -20,6 +20,7 @@ from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import unfuse_experts_
 from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
+from optkit.model.read_weights import Read, reads_of
 from optkit.model.shape import TensorInfo
 from optkit.model.skeleton import empty_model, planned_dtypes, stored_parameters
 from optkit.progress import Progress
@@ -90,11 +91,15 @@ def fill_(
     """
     model, layers = matched.model, matched.layers
     sentences: Counter[str] = Counter()
+    reads = reads_of(checkpoint.config)
     with progress.task("open", len(layers), "layers") as task:
         for name, layer in layers.items():
             bias = f"{layer.name}.bias"
             moved = checkpoint.read(bias).to(device, copy=True) if bias in checkpoint.tensors else None
             built, sentence = build(layer, moved, dtype, device)
+            if Read.DTYPE in reads(layer.name):
+                # without elements: its dtype and device are asked for, and nothing computes with it
+                built.weight = torch.empty(0, dtype=dtype, device=device)
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, built.requires_grad_(False).eval())
             sentences[sentence] += 1

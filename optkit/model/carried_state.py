@@ -7,6 +7,7 @@ state             RWKV                                        tensors that each 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -41,7 +42,7 @@ class CarriedState:
         self.model, self.name = model, state_name(model)
         self.held: Any = cache
         if cache is None and self.name == KEYS_AND_VALUES:
-            self.held = DynamicCache(config=model.config)
+            self.held = _empty_cache(model)
 
     def step(self, tokens: Tensor, call: Callable[..., Any] | None = None, *, last: bool = False) -> Tensor:
         """Return the logits, [batch, new, vocabulary], of the next tokens, int64 [batch, new].
@@ -116,18 +117,39 @@ def keeps_keys_and_values(model: Any) -> bool:
     Raises SourceError as `state_name` does.
     """
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
-    return state_name(model) == KEYS_AND_VALUES and all(type(layer) in plain for layer in CarriedState(model).layers)
+    if state_name(model) != KEYS_AND_VALUES or own_cache(model):
+        return False
+    return all(type(layer) in plain for layer in CarriedState(model).layers)
 
 
 def check_keys_and_values(model: Any, where: str) -> None:
     """Raise StageError for a model that keeps something else than keys and values."""
-    if (name := state_name(model)) != KEYS_AND_VALUES:
+    name, own = state_name(model), own_cache(model)
+    if own or name != KEYS_AND_VALUES:
         raise StageError(
             f"{type(model).__name__} has no KV cache",
             where=where,
-            why=f"What it keeps of the tokens before is its `{name}`",
+            why=f"What it keeps of the tokens before is its `{own.__name__ if own else name}`",
             remedy="Take it out for this architecture",
         )
+
+
+def _empty_cache(model: Any) -> Cache:
+    own = own_cache(model)
+    return own() if own else DynamicCache(config=model.config)
+
+
+def own_cache(model: Any) -> type[Cache] | None:
+    """Return the cache that a model's code defines for itself and takes no other than (MiniMax)."""
+    code = sys.modules[type(model).__module__]
+    return next(
+        (
+            each
+            for each in vars(code).values()
+            if isinstance(each, type) and issubclass(each, Cache) and each.__module__ == code.__name__
+        ),
+        None,
+    )
 
 
 def needs_positions(model: Any, device: torch.device) -> bool:
@@ -156,7 +178,7 @@ def _try_positions(model: Any, device: torch.device) -> bool:
 
 
 def _last_logits(model: Any, tokens: Tensor, options: dict[str, Tensor]) -> Tensor:
-    cache = DynamicCache(config=model.config)
+    cache = _empty_cache(model)
     model.forward(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
     logits: Tensor = model.forward(input_ids=tokens[:, -1:], past_key_values=cache, use_cache=True, **options).logits
     return logits[:, -1].float()

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from optkit.common.grouping import grouped
 from optkit.errors import StageError, did_you_mean
+from optkit.model.read_weights import Read, reads_of
 from optkit.model.routers import routers_of
 from optkit.model.shape import ModelShape
 
@@ -28,6 +29,8 @@ class Layer:
     transposed: bool
     """Stored [in, out] (Conv1D)."""
     router: bool = False
+    reads: frozenset[Read] = frozenset()
+    """What the model's own code does with its weight."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +84,14 @@ def layers_of(shape: ModelShape) -> dict[str, Layer]:
 def matrices_of(shape: ModelShape) -> dict[str, Layer]:
     """Return everything that looks like a linear layer: matrices that no name calls an embedding."""
     transposed = shape.config.get("model_type") in CONV1D_MODELS
-    routers = routers_of(shape)
+    routers, reads = routers_of(shape), reads_of(shape.config)
     layers = {}
     for tensor, info in shape.tensors.items():
         name, _, leaf = tensor.rpartition(".")
         looked_up = any(word in name.rpartition(".")[2] for word in ("embed", "relative_attention_bias"))
         if leaf == "weight" and len(info.shape) == 2 and not looked_up:
             outputs, inputs = reversed(info.shape) if transposed else info.shape
-            layers[name] = Layer(name, outputs, inputs, transposed, name in routers)
+            layers[name] = Layer(name, outputs, inputs, transposed, name in routers, reads(name))
     return layers
 
 

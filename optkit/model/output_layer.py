@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optkit.model.linear_layers import Layer, matrices_of
+from optkit.model.read_weights import reads_of
 from optkit.model.shape import ModelShape, place_in_list
 from optkit.model.text_config import text_config
 
@@ -35,7 +36,7 @@ def head_of(shape: ModelShape) -> dict[str, Layer]:
     if not name:
         return {}
     outputs, inputs = shape.tensors[name].shape
-    return {HEAD: Layer(HEAD, outputs, inputs, transposed=False)}
+    return {HEAD: Layer(HEAD, outputs, inputs, transposed=False, reads=reads_of(shape.config)(HEAD))}
 
 
 def outside_of(shape: ModelShape) -> dict[str, Layer]:

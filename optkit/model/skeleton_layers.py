@@ -9,22 +9,23 @@ from transformers.pytorch_utils import Conv1D
 
 from optkit.model.experts import Experts
 from optkit.model.linear_layers import Layer, layers_of, matrices_of
+from optkit.model.read_weights import reads_of
 from optkit.model.skeleton import Skeleton
 
 
 def layers_of_skeleton(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:
     """Return the linear layers of the decoder blocks, and those outside."""
-    told = layers_of(skeleton.checkpoint.shape)
+    told, reads = layers_of(skeleton.checkpoint.shape), reads_of(skeleton.checkpoint.config)
     layers, blocks = {}, []
     for block in skeleton.blocks:
         blocks.append(f"{block.name}.")
         for name, module in skeleton.linears(block).items():
             transposed = isinstance(module, Conv1D)
             outputs, inputs = reversed(module.weight.shape) if transposed else module.weight.shape
-            layers[name] = told.get(name) or Layer(name, outputs, inputs, transposed)
+            layers[name] = told.get(name) or Layer(name, outputs, inputs, transposed, reads=reads(name))
     layers |= {name: layer for name, layer in told.items() if layer.router}
     outside = {
-        stored: Layer(stored, module.out_features, module.in_features, transposed=False)
+        stored: Layer(stored, module.out_features, module.in_features, transposed=False, reads=reads(stored))
         for name, stored in stored_names(skeleton).items()
         if not name.startswith(tuple(blocks)) and isinstance(module := skeleton.model.get_submodule(name), nn.Linear)
     }

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+from optkit.errors import StageError
+from optkit.model.linear_layers import Layer, Selection
 from optkit.model.output_layer import HEAD
+from optkit.model.read_weights import Read
 from optkit.model.shape import TensorInfo
 
 COMPRESSED_TENSORS = "compressed-tensors"
+BITSANDBYTES = "bitsandbytes"
 
 
 class LayerFormat(Protocol):
@@ -56,6 +60,38 @@ class WholeModelFormat(LayerFormat, Protocol):
         Most of them have this one.
         """
         ...
+
+
+def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: str) -> Selection:
+    """Return the selection without layers in whose form the model's own code would miss the weight.
+    Raises StageError if no layer is left.
+    """
+    found = {name: _missed_weight(layer, form(layer)) for name, layer in selection.layers.items() if layer.reads}
+    missed = {name: why for name, why in found.items() if why}
+    if missed.keys() == selection.layers.keys():
+        name, why = next(iter(missed.items()))
+        raise StageError(
+            f"none of the {len(missed):,} layers can be packed so ({name}, ...)",
+            where=stage,
+            why=f"{why[0].upper()}{why[1:]}, and a packed one has none",
+            remedy="Use the stage fp8, int8 or nf4, which keep a tensor of that name",
+        )
+    return selection.without(missed, stage)
+
+
+def _missed_weight(layer: Layer, form: LayerFormat) -> str:
+    """Return what the model's own code would not find in a layer of a form, empty if nothing.
+
+    compressed-tensors gives the dtype of the float weight, bitsandbytes that of its codes. In its
+    packed forms, compressed-tensors has nothing called weight until the model runs.
+    """
+    packed = "weight" not in form.tensors("F32", layer.outputs, layer.inputs)
+    missed = {
+        Read.COMPUTES: True,
+        Read.DTYPE: form.method == BITSANDBYTES,
+        Read.OPENS: form.method == COMPRESSED_TENSORS and packed,
+    }
+    return next((str(read) for read, lost in missed.items() if lost and read in layer.reads), "")
 
 
 def quantization_config(formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:

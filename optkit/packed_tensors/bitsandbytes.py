@@ -29,9 +29,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from optkit.model.shape import TensorInfo
-from optkit.packed_tensors.base import LayerFormat
+from optkit.packed_tensors.base import BITSANDBYTES, LayerFormat
 
-BITSANDBYTES = "bitsandbytes"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The dtypes that bitsandbytes quantizes, and what torch calls them."""
 BLOCK = 64

@@ -14,7 +14,14 @@ from transformers import Cache, PreTrainedModel
 
 from optkit.common.out_of_resources import memory_errors
 from optkit.kernels.cpu.decoding import StepDecoder
-from optkit.model.carried_state import CACHES, KEYS_AND_VALUES, CarriedState, keeps_keys_and_values, state_name
+from optkit.model.carried_state import (
+    CACHES,
+    KEYS_AND_VALUES,
+    CarriedState,
+    keeps_keys_and_values,
+    own_cache,
+    state_name,
+)
 from optkit.model.compiling import RECOMPILE_LIMIT, times_given_up
 from optkit.model.memory import return_freed_memory
 from optkit.progress import ToActOn
@@ -285,7 +292,7 @@ class TorchSession(GeneratingSession):
     @contextmanager
     def _state(self, batch: int, length: int) -> Iterator[CarriedState]:
         """Lend what the model keeps of `batch` sequences of `length` tokens, before any."""
-        if self.compiled and state_name(self.model) in CACHES:
+        if self.compiled and state_name(self.model) in CACHES and not own_cache(self.model):
             with self._static.lend(batch, length) as cache:
                 yield CarriedState(self.model, cache)
         else:

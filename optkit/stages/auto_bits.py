@@ -21,6 +21,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Selection, layers_of, select
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
+from optkit.packed_tensors.base import packable
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.gptq import Gptq
@@ -199,7 +200,8 @@ class AutoBits(Transform):
         return cost.model_copy(update=more), left
 
     def _problem(self, shape: ModelShape) -> _Problem:
-        selection = select(layers_of(shape), tuple(outside_of(shape)), self.include, self.exclude, KIND)
+        chosen = select(layers_of(shape), tuple(outside_of(shape)), self.include, self.exclude, KIND)
+        selection = packable(chosen, lambda _: self.choices[0].form, KIND)
         items = make_items(selection.layers, shape, self.choices, self.fused, KIND)
         budget = make_budget(items, shape, self.average_bits, self.size_bytes)
         budget.refuse_too_small(items, KIND)

@@ -31,8 +31,8 @@ class LiveTargets:
     def __init__(self, parts: TwoParts, output: Any) -> None:
         self.parts = parts
         self.last: Tensor = output.last_hidden_state.flatten(0, 1)
-        self.hidden_states: Sequence[Tensor] = output.hidden_states or ()
-        self.attentions: Sequence[Tensor] = output.attentions or ()
+        self.hidden_states: Sequence[Tensor] = getattr(output, "hidden_states", None) or ()
+        self.attentions: Sequence[Tensor] = getattr(output, "attentions", None) or ()
 
     @torch.no_grad()
     def logits(self, positions: slice) -> Tensor:

@@ -23,6 +23,15 @@ STATES = {
     key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "bos_token_id", "eos_token_id")
 } | {"tie_word_embeddings": False}
 """Of models without attention."""
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""Of models with gated delta networks."""
 CONFIGS: dict[str, dict[str, object]] = {
     "llama": {"model_type": "llama", **SIZES, "num_hidden_layers": 3, "tie_word_embeddings": True},
     "qwen2": {"model_type": "qwen2", **SIZES, "tie_word_embeddings": False},
@@ -99,6 +108,63 @@ CONFIGS: dict[str, dict[str, object]] = {
         "mamba_d_state": 8,
     }
     | {"mamba_n_groups": 1, "mamba_chunk_size": 8, "attn_rotary_emb": 16, "tie_word_embeddings": False},
+    "jamba": {"model_type": "jamba", **SIZES, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
+    | {"expert_layer_period": 2, "mamba_d_state": 8},
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid",
+        **SIZES,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 128,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+    "falcon_h1": {"model_type": "falcon_h1", **SIZES, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_state": 8}
+    | {"mamba_chunk_size": 8},
+    "zamba2": {
+        "model_type": "zamba2",
+        **SIZES,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "n_mamba_heads": 8,
+        "mamba_d_state": 8,
+        "chunk_size": 8,
+        "adapter_rank": 8,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        **SIZES,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention"],
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "ssm_state_size": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **SIZES,
+        **DELTA,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text", **SIZES, **DELTA},
+    "lfm2": {
+        "model_type": "lfm2",
+        **SIZES,
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "minimax": {"model_type": "minimax", **SIZES, "head_dim": 16, "block_size": 8, "num_local_experts": 2}
+    | {"layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {"model_type": "recurrent_gemma", **SIZES, "block_types": ["recurrent", "attention"]}
+    | {"attention_window_size": 16},
     "gpt_oss": {
         "model_type": "gpt_oss",
         **SIZES,

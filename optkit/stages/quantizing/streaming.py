@@ -18,7 +18,7 @@ from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import HEAD, outside_of, tied_embedding, with_own_head
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
-from optkit.packed_tensors.base import LayerFormat, quantization_config
+from optkit.packed_tensors.base import LayerFormat, packable, quantization_config
 from optkit.progress import Task
 from optkit.stage import Context, Cost, Format, Report, Transform
 
@@ -135,10 +135,12 @@ class LayerQuantizer(Transform):
 
     def select_layers(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
         """Return which of a model's layers are quantized; `outside` are those outside its blocks.
+        One whose weight the model's own code reads, and would not find, stays as it is.
 
         Raises StageError for a pattern that matches nothing, and if no layer is left.
         """
-        return select(layers, tuple(outside), self.include, self.exclude, self.kind)
+        selection = select(layers, tuple(outside), self.include, self.exclude, self.kind)
+        return packable(selection, self.layer_format, self.kind)
 
     def layer_formats(self, selection: Selection) -> dict[str, LayerFormat]:
         """Return the form of each selected layer. Raises StageError as `check_layers` does."""

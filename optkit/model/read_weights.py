@@ -1,0 +1,137 @@
+"""Layers whose weight the model's own code reads, beside calling them.
+
+A packed layer has no such weight. transformers' source is read and not imported, so that a plan
+knows these layers too, and those that only its kernels for GPUs read. Names of attributes tell.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from optkit.model.text_config import text_config
+
+
+class Read(StrEnum):
+    """What the model's code does with the weight of a layer that it does not call."""
+
+    COMPUTES = "the model's own code computes with its weight"
+    DTYPE = "the model's own code asks for its weight's dtype"
+    OPENS = "transformers looks for its weight when it opens the model"
+
+
+MODES = frozenset({"training", "slow_but_exact", "rescale_prenorm_residual"})
+"""Branches on these are not taken, unless config.json sets them."""
+BUILDS = ("__", "extra_repr", "get_", "set_", "tie_", "_tie_")
+"""How functions begin that run before a layer is packed, or do not compute."""
+LINEARS = frozenset({"Linear", "Conv1D"})
+ASKED = frozenset({"dtype", "device"})
+
+
+def reads_of(config: Mapping[str, Any]) -> Callable[[str], frozenset[Read]]:
+    """Return a function from a layer's name to what the code of a model type does with its weight."""
+    text = text_config(config)
+    modes = frozenset(mode for mode in MODES if text.get(mode))
+    found = _found(str(text.get("model_type") or config.get("model_type") or ""), modes)
+
+    def reads(name: str) -> frozenset[Read]:
+        place_of = re.sub(r"\.\d+", "", f".{name}")
+        return frozenset(read for place, read in found if not place or place_of.endswith(f".{place}"))
+
+    return reads
+
+
+@cache
+def model_folder(model_type: str) -> Path | None:
+    """Return the folder of transformers with the code of a model type; None if there is none."""
+    found = find_spec("transformers")
+    if found is None or found.origin is None or not re.fullmatch(r"[\w-]+", model_type):
+        return None
+    models = Path(found.origin).parent / "models"
+    near = models / model_type.replace("-", "_")
+    for folder in (near, *sorted(models.iterdir())):
+        for file in sorted(folder.glob("configuration_*.py")):
+            if f'model_type = "{model_type}"' in file.read_text(encoding="utf-8"):
+                return folder
+    return None
+
+
+@cache
+def _found(model_type: str, modes: frozenset[str]) -> frozenset[tuple[str, Read]]:
+    """Return ends of names of layers; "" stands for every layer."""
+    found: set[tuple[str, Read]] = set()
+    folder = model_folder(model_type)
+    for file in sorted(folder.glob("modeling_*.py")) if folder else ():
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        classes = [each for each in tree.body if isinstance(each, ast.ClassDef)]
+        own = {each.name for each in classes if _computes_otherwise(each)}
+        found |= {(name, Read.COMPUTES) for name in _assigned(tree, own)}
+        for each in classes:
+            for function in each.body:
+                if isinstance(function, ast.FunctionDef) and not function.name.startswith(BUILDS):
+                    found |= set(_Reads(function, MODES - modes).found)
+    return frozenset(found)
+
+
+def _computes_otherwise(each: ast.ClassDef) -> bool:
+    """Whether a class is a linear layer whose forward is not `x @ weight.T + bias`."""
+    bases = {ast.unparse(base).rpartition(".")[2] for base in each.bases}
+    forward = next((part for part in each.body if isinstance(part, ast.FunctionDef) and part.name == "forward"), None)
+    return bool(bases & LINEARS) and forward is not None and "@ self.weight.T" not in ast.unparse(forward)
+
+
+def _assigned(tree: ast.Module, classes: set[str]) -> Iterator[str]:
+    """Yield the attributes that hold a layer of one of the classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            target, called = node.targets[0], node.value.func
+            if isinstance(target, ast.Attribute) and isinstance(called, ast.Name) and called.id in classes:
+                yield target.attr
+
+
+class _Reads(ast.NodeVisitor):
+    """The weights that a function reads, by the attributes in front of `.weight`."""
+
+    def __init__(self, function: ast.FunctionDef, off: frozenset[str]) -> None:
+        self.found: list[tuple[str, Read]] = []
+        self.off, self.quantized = off, True
+        self.opens = "init" in function.name
+        self.of_linears: list[bool] = []
+        """Of each class that is asked for around a node: whether it is that of linear layers."""
+        self.visit(function)
+
+    def visit_If(self, node: ast.If) -> None:
+        words = set(re.findall(r"\w+", ast.unparse(node.test)))
+        if not words & self.off:
+            self.of_linears.append(bool(words & LINEARS))
+            for each in node.body:
+                self.visit(each)
+            self.of_linears.pop()
+        before = self.quantized
+        self.quantized = before and "_is_quantized" not in words  # what follows is for models that are not
+        for each in node.orelse:
+            self.visit(each)
+        self.quantized = before
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        inner = node.value
+        if node.attr in ASKED and isinstance(inner, ast.Attribute) and inner.attr == "weight":
+            if self.quantized:
+                self._add(inner, Read.DTYPE)
+        elif node.attr == "weight" and isinstance(node.ctx, ast.Load):
+            self._add(node, Read.OPENS if self.opens else Read.COMPUTES)
+        else:
+            self.generic_visit(node)
+
+    def _add(self, weight: ast.Attribute, read: Read) -> None:
+        _, _, place = re.sub(r"\[.*?\]", "", ast.unparse(weight.value)).partition(".")
+        if place:
+            self.found.append((place, read))
+        elif self.opens and (not self.of_linears or any(self.of_linears)):
+            self.found.append(("", read))

@@ -1,0 +1,60 @@
+"""A layer whose weight the model's own code reads stays as it is, and what is written opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.read_weights import Read
+from optkit.session import open_session
+from optkit.stage import Context
+from optkit.stages.fp8 import Fp8
+from optkit.stages.int8 import Int8
+from optkit.stages.rtn import Rtn
+from tests.conftest import TinyModel
+
+TOKENS = torch.randint(1, 500, (2, 24), generator=torch.Generator().manual_seed(5))
+RTN = Rtn(group_size=16, lm_head=True)
+KEPT: dict[str, tuple[Any, dict[str, Read]]] = {
+    "mamba": (RTN, {"dt_proj": Read.COMPUTES, "out_proj": Read.OPENS}),
+    "mamba2": (RTN, {"out_proj": Read.OPENS}),
+    "falcon_mamba": (Int8(), {"dt_proj": Read.COMPUTES}),
+    "jamba": (RTN, {"dt_proj": Read.COMPUTES}),
+    "bamba": (RTN, {}),
+    "qwen3_5": (RTN, {}),
+    "recurrent_gemma": (Fp8(), {}),
+}
+CONTEXT = Context(device="cpu", seed=0)
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_transformers_opens_what_is_written_and_computes_the_same(
+    kind: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    stage, expected = KEPT[kind]
+    source = tiny_model(kind)
+    report = stage.run(source, tmp_path, CONTEXT)
+    kept = {name.rpartition(".")[2]: why for name, why in report.skipped.items() if why in tuple(Read)}
+    assert kept == expected
+    written, predicted = Checkpoint(tmp_path), stage.predict(Checkpoint(source).shape, "cpu")[1]
+    assert written.shape.tensors == predicted.tensors
+    assert written.config == predicted.config
+    session = open_session(tmp_path)
+    found = session.logits(TOKENS)
+    session.close()
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(TOKENS).logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_a_model_whose_every_layer_is_looked_for_is_refused_and_told_what_works(tiny_model: TinyModel) -> None:
+    with pytest.raises(
+        StageError, match=r"rtn: none of the 13 layers can be packed so \(model.layers.0.*Use the stage fp8"
+    ):
+        Rtn(group_size=16).predict(Checkpoint(tiny_model("recurrent_gemma")).shape, "cpu")
