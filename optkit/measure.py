@@ -16,7 +16,9 @@ from optkit.common.field_types import Several
 from optkit.common.frozen import Frozen
 from optkit.common.statistics import Estimate, mean, mean_estimate, share_estimate
 from optkit.model.cost import Cost
+from optkit.model.opened import Answering as Answering
 from optkit.model.opened import AttendingSession as AttendingSession
+from optkit.model.opened import ConditionalSession as ConditionalSession
 from optkit.model.opened import EncoderSession as EncoderSession
 from optkit.model.opened import Opened as Opened
 from optkit.model.opened import ProposingSession as ProposingSession
@@ -163,9 +165,8 @@ class Eval(Frozen):
     version: ClassVar[int] = 1
     requires: ClassVar[tuple[str, ...]] = ()
     for_tasks: ClassVar[frozenset[Task]] = frozenset({Task.GENERATION})
-    """The models that it can measure; the session is a `Session` for those that generate, an
-    `EncoderSession` for the others.
-    """
+    """The models that it can measure. The session is a `Session`, an `EncoderSession` for encoders, or
+    a `ConditionalSession` for encoder-decoders."""
     compares: ClassVar[bool] = False
     """Needs the baseline session beside the artifact's, and is not run on the baseline itself."""
     contrasted: ClassVar[frozenset[str]] = frozenset()

@@ -146,6 +146,22 @@ def tiny_encoder_source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 @pytest.fixture(scope="session")
+def tiny_encoder_decoder(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """Return the checkpoint of a tiny random encoder-decoder; the same one for every test, so copy it
+    before changing it.
+    """
+    root = tmp_path_factory.mktemp("tiny-encoder-decoders")
+
+    def make(architecture: str) -> Path:
+        from tests.support.encoder_decoders import save_encoder_decoder
+
+        directory = root / architecture
+        return directory if directory.exists() else save_encoder_decoder(architecture, directory)
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def tiny_encoder(tiny_encoder_source: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> TinyEncoder:
     """Return the checkpoint of a tiny encoder and its ONNX directory; the same ones for every test,
     so copy them before changing them.

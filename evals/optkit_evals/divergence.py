@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from optkit.common.statistics import mean, neighbours_estimate, quantile, share_estimate, tail_estimate
 from optkit.errors import EvalError
-from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.measure import Answering, Eval, EvalContext, Metric, Session
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
+from optkit.model.task import GENERATING, Task
 from optkit_evals.windows import WindowedText, other_tokens, require_baseline, slices
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Divergence(WindowedText, Eval):
     kind: ClassVar[str] = "divergence"
     example: ClassVar[str] = "- divergence: {dataset: wikitext2, window: 2048, windows: 15}"
     version: ClassVar[int] = 2
+    for_tasks: ClassVar[frozenset[Task]] = GENERATING
     draws: ClassVar[bool] = False
     compares: ClassVar[bool] = True
     attributed: ClassVar[bool] = True
@@ -55,14 +57,14 @@ class Divergence(WindowedText, Eval):
             why = "Distributions over different vocabularies cannot be compared"
             raise EvalError(what, where="divergence", why=why)
         windows = self.cut(session, context)
-        theirs = self.cut(baseline, context)
-        if not windows.tokens.equal(theirs.tokens):
+        expected = self.cut(baseline, context)
+        if not windows.tokens.equal(expected.tokens):
             raise other_tokens(self.where)
         divergences: list[list[float]] = []
         agreements: list[float] = []
         with context.progress.task("divergence", len(windows.tokens), "windows") as task:
-            for window in windows.tokens:
-                divergence, agreement = compare_window(session, baseline, window)
+            for (ours, window), (theirs, _) in zip(windows.seen_by(session), expected.seen_by(baseline), strict=True):
+                divergence, agreement = compare_window(ours, theirs, window)
                 divergences.append(divergence)
                 agreements.append(agreement)
                 task.advance(note=f"{mean(divergence):.4f} nats")
@@ -88,7 +90,7 @@ class Divergence(WindowedText, Eval):
         ]
 
 
-def compare_window(session: Session, baseline: Session, window: Tensor) -> tuple[list[float], float]:
+def compare_window(session: Answering, baseline: Answering, window: Tensor) -> tuple[list[float], float]:
     """Return the KL divergence in nats and the equal top tokens of a window, int64 [sequence].
     The divergence is that of each predicted position, the other a fraction.
 

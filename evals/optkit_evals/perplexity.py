@@ -14,8 +14,9 @@ from pydantic import ConfigDict, SerializerFunctionWrapHandler, model_serializer
 from optkit.common.field_types import Distinct
 from optkit.common.statistics import mean, neighbours_half_width
 from optkit.errors import EvalError
-from optkit.measure import Eval, EvalContext, Metric, Session
+from optkit.measure import Answering, Eval, EvalContext, Metric, Session
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
+from optkit.model.task import GENERATING, Task
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource, is_file_name
 from optkit_evals.windows import WindowedText, slices
@@ -45,6 +46,7 @@ class Perplexity(WindowedText, Eval):
     kind: ClassVar[str] = "perplexity"
     example: ClassVar[str] = "- perplexity: {dataset: wikitext2, window: 2048, windows: 15}"
     version: ClassVar[int] = 2
+    for_tasks: ClassVar[frozenset[Task]] = GENERATING
     draws: ClassVar[bool] = False
     attributed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {"perplexity": "perplexity"}
@@ -106,8 +108,8 @@ class Perplexity(WindowedText, Eval):
         windows = self.cut(session, context)
         losses: list[float] = []
         with context.progress.task(title, len(windows.tokens), "windows") as task:
-            for window in windows.tokens:
-                losses.append(window_loss(session, window))
+            for opened, window in windows.seen_by(session):
+                losses.append(window_loss(opened, window))
                 task.advance(note=f"{math.exp(math.fsum(losses) / len(losses)):.3f}")
         loss, half = mean(losses), neighbours_half_width(losses)
         return Metric(
@@ -123,7 +125,7 @@ class Perplexity(WindowedText, Eval):
         )
 
 
-def window_loss(session: Session, window: Tensor) -> float:
+def window_loss(session: Answering, window: Tensor) -> float:
     """Return the mean loss in nats of the predicted tokens of a window, int64 [sequence].
     Raises EvalError if it is not finite.
     """

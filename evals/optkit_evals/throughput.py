@@ -16,6 +16,7 @@ from optkit.environment import device_name
 from optkit.errors import EvalError
 from optkit.measure import EvalContext, Metric, ProposingSession, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
+from optkit.model.task import GENERATING, Task
 from optkit_evals.configurations import measure_each
 from optkit_evals.repeats import CALM, Cell, Effort, Repeats, repeat, together
 from optkit_evals.timing import MOST_REPEATS, SETTLED, device_text
@@ -34,6 +35,7 @@ class Throughput(TimedEval):
     kind: ClassVar[str] = "throughput"
     example: ClassVar[str] = "- throughput: {batch_sizes: [1, 8], prompts: [512], new_tokens: 128}"
     version: ClassVar[int] = 6
+    for_tasks: ClassVar[frozenset[Task]] = GENERATING
     reads_weights: ClassVar[bool] = cast("bool", UnderVllm())
     metrics: ClassVar[Mapping[str, str]] = {
         "prefill_tokens_per_s": "tokens/s",

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.common.field_types import SequenceLength, Several
 from optkit.errors import EvalError
-from optkit.measure import EvalContext, Session
+from optkit.measure import Answering, EvalContext, Session
 from optkit.model.session_memory import SLICE_BYTES
-from optkit.source.cut_text import CutText, apart, family_that_needs_bos
+from optkit.source.conditioned import ConditionedText, Example
+from optkit.source.cut_text import apart, family_that_needs_bos
 from optkit.source.lineage import DRAFT, shared_with
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource
@@ -50,25 +51,32 @@ def slices(positions: int, vocabulary: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class Windows:
-    """Equal windows of a text."""
+    """Equal windows of a text, or the targets of pairs."""
 
     tokens: Tensor
-    """int64 [windows, window]."""
+    """int64 [windows, window]; targets are padded with -1 at their end."""
     protocol: str
     """Data set, split, revision, window, BOS, tokens counted and a digest of the token ids."""
+    inputs: tuple[str, ...] = ()
+    """What an encoder-decoder is given for each; none of a text alone."""
+
+    def seen_by(self, session: Any) -> Iterator[tuple[Answering, Tensor]]:
+        """Yield each window, and what gives its logits: the session, behind an input if there is one."""
+        for index, window in enumerate(self.tokens):
+            yield (session.given(self.inputs[index]) if self.inputs else session), window[window >= 0]
 
 
-class WindowedText(CutText):
-    """A text and how it is cut into windows."""
+class WindowedText(ConditionedText):
+    """A text and how it is cut into windows, or pairs of an input and a target."""
 
     asks_draft: ClassVar[bool] = False
     """Texts that shaped a draft are not measured on either."""
 
     window: SequenceLength = 2048
-    """Tokens of a window."""
+    """Tokens of a window; of pairs, those of a target at most, with what the decoder begins with."""
     windows: Several | None = None
-    """Windows to measure, from the start of the text; all of them when null. One window would have
-    no error bar.
+    """Windows (or pairs) to measure, from the start of the text; all of them when null. One would
+    have no error bar.
     """
 
     def longest_sequence(self) -> int:
@@ -77,7 +85,11 @@ class WindowedText(CutText):
 
     def check_texts(self, place: TextPlace) -> None:
         """Refuse a tokenizer that cannot be opened or is another model's, and too few windows."""
+        self.check_task(place)
         counts = TokenCounts.of(place)
+        if self.input is not None:
+            self._taken(self.examples(place.data) if self.is_local(place.data) else [])
+            return
         text = TrainingText.model_validate(
             {**self.identity(), "field": self.field, "packing": "joined", "bos": self.bos}
         )
@@ -102,6 +114,8 @@ class WindowedText(CutText):
             why = "The model was not built for it, so the number would mean nothing"
             remedy = f"Set window to {session.positions} or less"
             raise EvalError(what, where=self.where, why=why, remedy=remedy)
+        if text.input is not None:
+            return text._targets(session, context)
         joined = text.joined(context.data)
         tokenizer = getattr(session, "tokenizer", None)
         bos_id = getattr(tokenizer, "bos_token_id", None)
@@ -126,6 +140,32 @@ class WindowedText(CutText):
             f"{count * (self.window - 1)} tokens counted,"
             f" token ids {ids}",
         )
+
+    def _targets(self, session: Any, context: EvalContext) -> Windows:
+        """Return the targets of the first pairs."""
+        import torch
+
+        taken = self._taken(self.examples(context.data))
+        refuse_calibrated(self, [pair.target for pair in taken], context, self.asks_draft)
+        tokens = [session.target(pair.target, self.window) for pair in taken]
+        if empty := next((index for index, each in enumerate(tokens, start=1) if len(each) < FEWEST), 0):
+            raise EvalError(f"the target of pair {empty} is empty", where=self.where, why="No token of it is predicted")
+        ids = hashlib.sha256(b"".join(each.numpy().tobytes() for each in tokens)).hexdigest()[:12]
+        return Windows(
+            torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=-1),
+            f"{self.dataset} {self.split} (revision {short_revision(self.revision or '')}), first {len(taken)} pairs,"
+            f" {self.field} behind {self.input}, targets of up to {self.window} tokens alike in weight, "
+            f"{sum(len(each) - 1 for each in tokens)} tokens counted, token ids {ids}",
+            tuple(pair.source for pair in taken),
+        )
+
+    def _taken(self, pairs: list[Example]) -> list[Example]:
+        """Return the pairs that are measured; raises EvalError for too few."""
+        wanted = self.windows or max(FEWEST, len(pairs))
+        if pairs and len(pairs) < wanted:
+            what = f"there are {len(pairs):,} pairs and {wanted:,} are needed"
+            raise EvalError(what, where=self.where, remedy="Lower windows, or take more pairs")
+        return pairs[:wanted]
 
     def _where_bos_stands(self, session: Session, led: bool) -> str:
         """Return where BOS stands."""

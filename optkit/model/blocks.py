@@ -78,8 +78,28 @@ class BlockInputs:
     batches: tuple[Batch, ...]
 
 
+def find_chains(model: PreTrainedModel) -> tuple[tuple[Block, ...], ...]:
+    """Return the lists of blocks through which hidden states pass: an encoder-decoder has two.
+    Raises SourceError as `find_blocks` does.
+    """
+    if not model.config.is_encoder_decoder:
+        return (find_blocks(model),)
+    names = {module: name for name, module in model.named_modules()}
+    return tuple(_largest_list(part, names[part]) for part in (model.get_encoder(), model.get_decoder()))
+
+
+def _largest_list(part: nn.Module, prefix: str) -> tuple[Block, ...]:
+    lists = [(name, module) for name, module in part.named_modules(prefix=prefix) if isinstance(module, nn.ModuleList)]
+    name, blocks = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
+    return tuple(Block(f"{name}.{index}", block) for index, block in enumerate(blocks))
+
+
 def find_blocks(model: PreTrainedModel) -> tuple[Block, ...]:
-    """Return the decoder blocks, in order; raises SourceError without a list as long."""
+    """Return the blocks, in order, an encoder's before its decoder's.
+    Raises SourceError without a list as long as config.json says.
+    """
+    if model.config.is_encoder_decoder:
+        return sum(find_chains(model), ())
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     fitting = [(name, module) for name, module in lists if len(module) == count and len(set(module)) == count]

@@ -81,6 +81,31 @@ class EncoderSession(Opened, Protocol):
         """int64 [batch, sequence] twice -> pooled features, float32 [batch, hidden], on the CPU."""
 
 
+class Answering(Protocol):
+    """What gives logits of tokens: a causal language model, or an encoder-decoder behind an input."""
+
+    directory: Path
+    device: str
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on its device."""
+
+
+class ConditionalSession(Opened, Protocol):
+    """An opened encoder-decoder: its evals see nothing else. It also has what timing calls of a
+    `Session`.
+    """
+
+    def target(self, text: str, longest: int) -> Tensor:
+        """Return what the decoder is to say, int64 [tokens]: its start, then at most `longest - 1`."""
+
+    def given(self, source: str) -> Answering:
+        """Return the model behind an input: a text, or the path of an audio file if it hears."""
+
+    def answer(self, source: str, new_tokens: int) -> str:
+        """Return the text that the model makes of an input: greedy, to its own end or `new_tokens`."""
+
+
 @runtime_checkable
 class AttendingSession(Protocol):
     """A session that can say which kernels compute its attention."""

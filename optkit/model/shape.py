@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from optkit.model.task import Task, positions_of, task_of
+from optkit.model.task import ENCODER_DECODERS, Task, positions_of, task_of
 from optkit.model.text_config import first_number, text_config
 
 DTYPE_BITS = {
@@ -77,7 +77,7 @@ class ModelShape:
         `model.layers.3.mlp...` -> `("model.layers", 3)`.
 
         Of several lists (a multi-modal model has one for images too) it is that of the language
-        model.
+        model; of an encoder-decoder it is any.
         """
         place = place_in_list(name)
         return place if place and self._decoder in (None, place[0]) else None
@@ -85,8 +85,10 @@ class ModelShape:
     @cached_property
     def _decoder(self) -> str | None:
         """The list of the decoder blocks, the largest of as many as config.json says.
-        None if there is one list, or none fits.
+        None if there is one list, or none fits, or all count.
         """
+        if self.task in ENCODER_DECODERS:
+            return None
         members: dict[str, set[int]] = {}
         sizes: Counter[str] = Counter()
         for name, info in self.tensors.items():

@@ -225,7 +225,7 @@ class Skeleton:
                     yield _Slot(f"{name}.{leaf}" if name else leaf, owner, leaf)
 
     def _outside(self) -> list[_Slot]:
-        inside = self.blocks[0].name.rpartition(".")[0] + "."
+        inside = tuple({block.name.rpartition(".")[0] + "." for block in self.blocks})
         return [slot for slot in self._slots("") if not slot.name.startswith(inside)]
 
     def _load(self, slots: Iterable[_Slot], device: str | torch.device) -> None:

@@ -20,10 +20,18 @@ class Task(StrEnum):
     """An encoder with a head: logits of the labels of a text, or of each of its tokens
     (token-classification, fill-mask).
     """
+    TRANSLATION = "text2text-generation"
+    """An encoder-decoder of text: logits of each token of a target, given an input."""
+    SPEECH = "automatic-speech-recognition"
+    """An encoder-decoder that hears: logits of each token of a transcript, given audio."""
 
 
 EVERY_TASK = frozenset(Task)
 ENCODING = frozenset({Task.FEATURES, Task.CLASSIFICATION})
+ENCODER_DECODERS = frozenset({Task.TRANSLATION, Task.SPEECH})
+GENERATING = ENCODER_DECODERS | {Task.GENERATION}
+OF_TEXT = EVERY_TASK - ENCODER_DECODERS
+"""Models with one stack of blocks: decoders and encoders."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 MULTI_MODAL = "ForConditionalGeneration"
 """How the architectures of decoders end that see or hear; those of encoder-decoders do so too."""
@@ -31,6 +39,10 @@ TOWERS = ("vision_config", "audio_config")
 """Keys of config.json with what stands in front of such a decoder."""
 PREFIXED = frozenset({"paligemma"})
 """`model_type` of those whose prompt is seen whole by each of its tokens, whatever config.json says."""
+CONDITIONED = (MULTI_MODAL, "MTModel")
+"""How the architectures of encoder-decoders end that generate."""
+MEL_BINS = "num_mel_bins"
+"""Key of config.json that only models of audio have."""
 HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM")
 """How the architectures of encoders end that give logits: of the labels of a text, of those of each
 token, of the word in its place.
@@ -49,10 +61,17 @@ FIRST_POSITION = frozenset({
     "camembert", "data2vec-text", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 })  # fmt: skip
 """`model_type` of those whose first position is the one behind the number of the padding token."""
+LOADERS = {
+    Task.FEATURES: "AutoModel",
+    Task.TRANSLATION: "AutoModelForSeq2SeqLM",
+    Task.SPEECH: "AutoModelForSpeechSeq2Seq",
+}
 PHRASES = {
     Task.GENERATION: "a causal language model",
     Task.FEATURES: "an encoder that gives features",
     Task.CLASSIFICATION: "an encoder with a head for labels",
+    Task.TRANSLATION: "an encoder-decoder of text",
+    Task.SPEECH: "an encoder-decoder of speech",
 }
 
 
@@ -69,14 +88,21 @@ def architectures_of(config: Mapping[str, Any]) -> str:
 def phrase_of(tasks: Iterable[Task]) -> str:
     """Return what models of these tasks are, e.g. `an encoder of text`."""
     wanted = frozenset(tasks)
-    return "an encoder of text" if wanted == ENCODING else " or ".join(PHRASES[task] for task in Task if task in wanted)
+    joined = {"an encoder of text": ENCODING, "an encoder-decoder": ENCODER_DECODERS}
+    known = {phrase: group for phrase, group in joined.items() if group <= wanted}
+    alone = wanted.difference(*known.values())
+    return " or ".join([*(PHRASES[task] for task in Task if task in alone), *known])
 
 
 def task_of(config: Mapping[str, Any]) -> Task | None:
     """Return what a config.json describes; None for what optkit does not optimize."""
     names = [str(name) for name in config.get("architectures") or []]
-    if config.get("is_encoder_decoder") or not names:
+    if not names:
         return None
+    if config.get("is_encoder_decoder"):
+        if not names[0].endswith(CONDITIONED) or any(map(config.get, TOWERS)):
+            return None
+        return Task.SPEECH if MEL_BINS in config else Task.TRANSLATION
     if any(name.endswith(CAUSAL) for name in names) or is_multi_modal(config):
         return Task.GENERATION
     if config.get("model_type") not in ENCODERS or config.get("is_decoder"):
@@ -97,8 +123,9 @@ def sees_ahead(config: Mapping[str, Any]) -> bool:
 
 def loader_of(config: Mapping[str, Any]) -> str:
     """Return transformers' class that opens a model's architecture, e.g. `AutoModelForCausalLM`."""
-    if task_of(config) is Task.FEATURES:
-        return "AutoModel"
+    task = task_of(config)
+    if task in LOADERS:
+        return LOADERS[task]
     if is_multi_modal(config):
         return "AutoModelForImageTextToText" if config.get(TOWERS[0]) else "AutoModelForMultimodalLM"
     return f"AutoModel{next((head for head in HEADS if architecture_of(config).endswith(head)), 'ForCausalLM')}"
@@ -107,7 +134,8 @@ def loader_of(config: Mapping[str, Any]) -> str:
 def positions_of(config: Mapping[str, Any]) -> int | None:
     """Return the longest sequence that a model was built for, in tokens; None if unknown."""
     text = text_config(config)
-    found = text.get("max_position_embeddings") or text.get("n_positions")
+    keys = ("max_position_embeddings", "n_positions", "max_target_positions")
+    found = next((text[key] for key in keys if text.get(key)), None)
     if not found:
         return None
     unused = int(text.get("pad_token_id") or 0) + 1 if text.get("model_type") in FIRST_POSITION else 0

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from optkit.session.onnx_session import OnnxSession
     from optkit.session.parallel_session import ParallelSession
     from optkit.session.torch_encoder import TorchEncoder
+    from optkit.session.torch_encoder_decoder import TorchEncoderDecoder
     from optkit.session.torch_session import TorchSession
 
-AnySession: TypeAlias = "TorchSession | ParallelSession | OnnxSession | TorchEncoder | OnnxEncoder"
+AnySession: TypeAlias = (
+    "TorchSession | ParallelSession | OnnxSession | TorchEncoder | OnnxEncoder | TorchEncoderDecoder"
+)
 
 
 def open_session(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +12,9 @@ from optkit.kernels.kv_cache import CodedLayer
 from optkit.model.experts import Experts
 
 
-def weight_bytes(model: Any, batch: int) -> int:
+def weight_bytes(model: Any, batch: int, without: Container[nn.Module] = ()) -> int:
     """Return the fewest bytes of parameters and buffers that one decode step reads.
+    It reads nothing of the modules `without`, such as an encoder's.
 
     Shared storage counts once. Of an embedding only `batch` rows are read, unless it is lm_head
     too; of the experts of a block only as many as a token is sent to.
@@ -26,7 +27,7 @@ def weight_bytes(model: Any, batch: int) -> int:
         return offloaded.get(id(tensor)) or tensor.data_ptr()
 
     for module, share in _shares(model):
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) or module in without:
             continue
         for tensor in _held(module):
             if tensor.numel():

@@ -25,9 +25,10 @@ from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import return_freed_memory
 from optkit.model.pooling import pooling_for
 from optkit.model.skeleton import stored_dtype
-from optkit.model.task import Task, task_of
+from optkit.model.task import ENCODER_DECODERS, Task, task_of
 from optkit.session.loading import load_by_transformers
 from optkit.session.torch_encoder import TorchEncoder
+from optkit.session.torch_encoder_decoder import TorchEncoderDecoder
 from optkit.session.torch_session import TorchSession
 from optkit.source.quiet import quiet_transformers
 from optkit.stage import Opening, Setting
@@ -35,7 +36,7 @@ from optkit.stage import Opening, Setting
 REMEDY = "Open it on a device with more memory, or in a smaller dtype"
 
 
-def open_torch(opening: Opening) -> TorchSession | TorchEncoder:
+def open_torch(opening: Opening) -> TorchSession | TorchEncoder | TorchEncoderDecoder:
     """Open a checkpoint with torch; see `open_session`."""
     checkpoint, scales = split_kv_scales(Checkpoint(opening.directory))
     asked = opening.dtype or next(
@@ -50,6 +51,8 @@ def open_torch(opening: Opening) -> TorchSession | TorchEncoder:
             model = setting.on_load(model, device)
         new_cache, note = _cache(model, opening.settings, scales) if task is Task.GENERATION else (None, [])
     return_freed_memory()
+    if task in ENCODER_DECODERS:
+        return TorchEncoderDecoder(model, opening.directory, device, tuple(notes), opening.trust_remote_code)
     if task is not Task.GENERATION:
         pooling = pooling_for(opening.directory, task)
         return TorchEncoder(model, opening.directory, device, tuple(notes), opening.trust_remote_code, pooling)

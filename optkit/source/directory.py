@@ -20,7 +20,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "s
 
 
 def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
-    """Raise SourceError unless a config.json is of a causal language model or a text encoder."""
+    """Raise SourceError unless a config.json is of a model for one of optkit's tasks."""
     architectures = config.get("architectures") or []
     if not architectures:
         raise SourceError(
@@ -38,7 +38,7 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
         )
         raise SourceError(
             f"unsupported architecture {', '.join(map(str, architectures))}: optkit optimizes causal language "
-            "models and encoders of text",
+            "models, encoders of text and encoder-decoders",
             where=where,
             why=of_encoders if encoder else of_others,
             remedy=f"Take the {'feature-extraction' if encoder else 'text-generation'} checkpoint of "

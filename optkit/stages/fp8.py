@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.linear_layers import Selection
+from optkit.model.task import EVERY_TASK, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.eight_bit import BLOCK, Number
 from optkit.source.calibration import Calibration
@@ -29,6 +30,7 @@ class Fp8(EightBitQuantizer):
 
     kind: ClassVar[str] = "fp8"
     example: ClassVar[str] = "- fp8: {scales: channel, activations: dynamic}"
+    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     version: ClassVar[int] = 3
     number: ClassVar[Number] = "float"
 

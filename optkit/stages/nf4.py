@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from optkit.model.linear_layers import Layer, Selection
+from optkit.model.task import EVERY_TASK, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.bitsandbytes import FourBit
 from optkit.stages.quantizing.bitsandbytes import BitsAndBytesQuantizer
@@ -23,6 +24,7 @@ class Nf4(BitsAndBytesQuantizer):
 
     kind: ClassVar[str] = "nf4"
     example: ClassVar[str] = "- nf4: {type: nf4, double_quantization: true}"
+    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
 
     type: Literal["nf4", "fp4"] = "nf4"
     """`nf4`: values at the quantiles of a normal distribution, as weights have. `fp4`: 4-bit

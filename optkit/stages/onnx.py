@@ -19,7 +19,7 @@ from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.model.output_layer import HEAD
 from optkit.model.packed_names import CODES
 from optkit.model.shape import ModelShape
-from optkit.model.task import EVERY_TASK, Task, architecture_of, is_multi_modal, task_of
+from optkit.model.task import OF_TEXT, Task, architecture_of, is_multi_modal, task_of
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.onnx.exporters import OPSET, OPSETS, encoder_task, exporter_for
 from optkit.onnx.matmul_nbits_limits import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
@@ -43,7 +43,7 @@ class Onnx(Transform):
 
     kind: ClassVar[str] = "onnx"
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32}\n- onnx: {target: cpu, lm_head: 8, activations: int8}"
-    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
+    for_tasks: ClassVar[frozenset[Task]] = OF_TEXT
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     produces: ClassVar[Format] = Format.ONNX
     requires: ClassVar[tuple[str, ...]] = (

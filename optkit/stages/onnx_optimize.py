@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from optkit.common.field_types import Distinct, Name
 from optkit.errors import SourceError, StageError
 from optkit.model.shape import ModelShape
-from optkit.model.task import EVERY_TASK, Task
+from optkit.model.task import OF_TEXT, Task
 from optkit.model.writer import write_config
 from optkit.onnx.node_selection import refuse_unmatched
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -44,7 +44,7 @@ class OnnxOptimize(Transform):
 
     kind: ClassVar[str] = "onnx_optimize"
     example: ClassVar[str] = "- onnx: {exporter: torch}\n- onnx_optimize: {level: basic}"
-    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
+    for_tasks: ClassVar[frozenset[Task]] = OF_TEXT
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
     produces: ClassVar[Format] = Format.ONNX
     requires: ClassVar[tuple[str, ...]] = ("onnx>=1.18", "onnxruntime>=1.22 | onnxruntime-gpu>=1.22")

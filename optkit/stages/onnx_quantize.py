@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from optkit.common.field_types import Distinct, Name
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
-from optkit.model.task import EVERY_TASK, Task
+from optkit.model.task import OF_TEXT, Task
 from optkit.onnx.node_selection import choose, listed, refuse_nothing
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -51,7 +51,7 @@ class OnnxQuantize(Transform):
 
     kind: ClassVar[str] = "onnx_quantize"
     example: ClassVar[str] = "- onnx: {target: cpu}\n- onnx_quantize: {bits: 4, block_size: 32}"
-    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
+    for_tasks: ClassVar[frozenset[Task]] = OF_TEXT
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
     produces: ClassVar[Format] = Format.ONNX
     version: ClassVar[int] = 2

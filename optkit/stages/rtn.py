@@ -11,6 +11,7 @@ from optkit.common.out_of_resources import out_of_memory
 from optkit.model.linear_layers import Layer
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.task import EVERY_TASK, Task
 from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.streaming import QuantizationJob
@@ -31,6 +32,7 @@ class Rtn(Backed):
 
     kind: ClassVar[str] = "rtn"
     example: ClassVar[str] = "- rtn: {bits: 4, group_size: 32, symmetric: false}"
+    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
 
     scale_search: Literal["minmax", "mse"] = "minmax"
     """`minmax`: the scale that reaches every weight. `mse`: the one with the least squared rounding

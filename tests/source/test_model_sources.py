@@ -197,7 +197,8 @@ class TestConfig:
     def test_other_kinds_of_models(self, model, name):
         change_config(model, architectures=[name])
         message = (
-            f"model: unsupported architecture {name}: optkit optimizes causal language models and encoders of text."
+            f"model: unsupported architecture {name}: optkit optimizes causal language models, encoders of text and "
+            "encoder-decoders."
         )
         with pytest.raises(SourceError, match=message):
             pin_model(ModelSource(name=str(model)))

@@ -1,0 +1,177 @@
+"""An encoder-decoder that torch runs: the logits of a target given an input, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from optkit.common.out_of_resources import memory_errors
+from optkit.errors import EvalError
+from optkit.model.memory import return_freed_memory
+from optkit.model.task import Task, positions_of, task_of
+from optkit.session.generating import NO_POSITIONS, TextSession
+from optkit.session.step_bytes import weight_bytes
+from optkit.source.audio import Ears
+from optkit.source.quiet import quiet_transformers
+
+REMEDY = "Lower the batch, the prompt or the new tokens"
+
+
+@dataclass(frozen=True)
+class Conditioned:
+    """An encoder-decoder behind one input, which gives logits as a causal language model does."""
+
+    session: TorchEncoderDecoder
+    inputs: dict[str, Tensor]
+
+    @property
+    def directory(self) -> Path:
+        """The weights that were opened."""
+        return self.session.directory
+
+    @property
+    def device(self) -> str:
+        """Where they are."""
+        return self.session.device
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, target] -> float32 [batch, target, vocabulary]."""
+        return self.session.logits_given(self.inputs, tokens)
+
+
+class TorchEncoderDecoder(TextSession):
+    """An opened encoder-decoder; implements `optkit.measure.ConditionalSession`."""
+
+    def __init__(
+        self, model: PreTrainedModel, directory: Path, device: str, notes: tuple[str, ...], trust_remote_code: bool
+    ) -> None:
+        super().__init__(directory, device, trust_remote_code)
+        config = model.config.to_dict()
+        self.hears = task_of(config) is Task.SPEECH
+        """Whether inputs are audio files, and not texts."""
+        self.vocabulary = int(model.config.vocab_size)
+        self.positions = positions_of(config) or NO_POSITIONS
+        self.notes = (*notes, "timed with 30 s of silence, and prompts of the decoder") if self.hears else notes
+        self._opened: PreTrainedModel | None = model
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The torch model; raises OptkitError after `close`."""
+        return self._in_use(self._opened)
+
+    @property
+    def dtype(self) -> str:
+        """What the model computes in, e.g. `float16`."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def encode(self, text: str) -> Tensor:
+        """Return the token ids of an input text, int64 [tokens]."""
+        return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+
+    def target(self, text: str, longest: int) -> Tensor:
+        """Return what the decoder is to say, int64 [tokens]: its start, then at most `longest - 1`."""
+        start = self._start
+        ids: list[int] = self.tokenizer(text_target=text, verbose=False)["input_ids"]
+        return torch.tensor([start, *(ids[1:] if ids[:1] == [start] else ids)][:longest], dtype=torch.int64)
+
+    def given(self, source: str) -> Conditioned:
+        """Return the model behind an input: a text, or the path of an audio file if it hears.
+
+        Raises SourceError for a file that cannot be heard.
+        """
+        return Conditioned(self, self._inputs(source))
+
+    def logits_given(self, inputs: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        """int64 [batch, target] -> float32 [batch, target, vocabulary], behind inputs of `given`.
+
+        Raises EvalError for more tokens than positions, ResourceError without memory.
+        """
+        self._check_count(tokens.shape[1], "Use shorter targets")
+        with self._computes(f"in the logits of {list(tokens.shape)} tokens", "Use shorter inputs and targets"):
+            found = self.model(**inputs, decoder_input_ids=tokens.to(self.device), use_cache=False)
+            return found.logits.float()  # type: ignore[no-any-return]
+
+    def answer(self, source: str, new_tokens: int) -> str:
+        """Return the text that the model makes of an input: greedy, to its own end or `new_tokens`."""
+        with self._computes(f"in an answer of {new_tokens} tokens"), quiet_transformers():
+            made = self.model.generate(**self._inputs(source), max_new_tokens=new_tokens, do_sample=False, num_beams=1)
+        return str(self.tokenizer.decode(made[0], skip_special_tokens=True))
+
+    def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
+        """int64 [batch, prompt] -> the tokens of `stream`, int64 [batch, new_tokens]."""
+        return torch.stack(list(self.stream(tokens, new_tokens)), dim=1)
+
+    def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
+        """Yield `new_tokens` greedy tokens, int64 [batch], each when the device has finished it.
+        Prompts, int64 [batch, prompt], are inputs of the encoder, or of the decoder if it hears.
+
+        Raises EvalError for more tokens than positions, ResourceError without memory.
+        """
+        self._check_count(tokens.shape[1] + new_tokens, "Use a shorter prompt")
+        tokens = tokens.to(self.device)
+        if self.hears:
+            step, inputs = tokens, {"input_features": self._silence.expand(len(tokens), -1, -1)}
+        else:
+            step = torch.full((len(tokens), 1), self._start, device=self.device)
+            inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        encoded = cache = None
+        for count in range(new_tokens):
+            with self._computes(f"at new token {count + 1} of {list(tokens.shape)} tokens"):
+                encoded = encoded or self.model.get_encoder()(**inputs)
+                found = self.model(
+                    encoder_outputs=encoded, decoder_input_ids=step, past_key_values=cache, use_cache=True
+                )
+                cache, step = found.past_key_values, found.logits[:, -1:].argmax(-1)
+                if self.device != "cpu":
+                    torch.cuda.synchronize(self.device)
+            yield step[:, 0]
+
+    def decode_bytes(self, batch: int, context: int) -> int:
+        """Return the fewest bytes of weights that a decode step reads: the decoder's and lm_head's."""
+        return weight_bytes(self.model, batch, without=set(self.model.get_encoder().modules()))
+
+    def close(self) -> None:
+        """Give the memory back; the session cannot be used afterwards."""
+        self._opened = None
+        return_freed_memory(self.device)
+
+    @property
+    def _start(self) -> int:
+        for config in (self.model.generation_config, self.model.config):
+            if (start := getattr(config, "decoder_start_token_id", None)) is not None:
+                return int(start)
+        raise EvalError(
+            "there is no decoder_start_token_id",
+            where=str(self.directory / "config.json"),
+            why="What the decoder begins with is not known without it",
+            remedy="Take config.json and generation_config.json from the model's source again",
+        )
+
+    @cached_property
+    def _ears(self) -> Ears:
+        return Ears(self.directory)
+
+    @cached_property
+    def _silence(self) -> Tensor:
+        """What stands for audio when it is timed, float [1, bins, frames]."""
+        return self._ears.silence().to(self.device, self.model.dtype)
+
+    def _inputs(self, source: str) -> dict[str, Tensor]:
+        """Return what the encoder is given of a text or an audio file, on the device."""
+        if self.hears:
+            return {"input_features": self._ears.heard(Path(source)).to(self.device, self.model.dtype)}
+        longest = int(min(self.positions, self.tokenizer.model_max_length))
+        read = self.tokenizer(source, return_tensors="pt", truncation=True, max_length=longest, verbose=False)
+        return {name: read[name].to(self.device) for name in ("input_ids", "attention_mask")}
+
+    @contextmanager
+    def _computes(self, what: str, remedy: str = REMEDY) -> Iterator[None]:
+        with memory_errors(f"{what} on {self.device}", str(self.directory), remedy), torch.inference_mode():
+            yield
