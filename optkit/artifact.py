@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from optkit.common.atomic import write_bytes_atomically
+from optkit.common.atomic import drafted
 from optkit.common.files import check_name_inside, read_object, reading
 from optkit.common.frozen import Frozen, digest
 from optkit.common.own_files import (
@@ -36,6 +36,7 @@ from optkit.source.models import ModelSource
 from optkit.stage import Setting
 from optkit.store.files import describe_file, is_unchanged, list_files
 from optkit.store.out_directory import place, settle_beside
+from optkit.store.records import Machine
 from optkit.store.store import Store, explain_os_error
 
 SCHEMA = 1
@@ -48,21 +49,13 @@ FACTS = {"size_bytes": int, "mtime_ns": int, "sha256": str}
 Key = Annotated[str, Field(pattern="^[0-9a-z]{1,64}$")]
 
 
-class _Machine(BaseModel):
-    """What is relied on of the machine that a step was made on."""
-
-    device: str | None = None
-    cpu_threads: int | None = Field(default=None, ge=1, le=4096, strict=True)
-    packages: tuple[str, ...] = ()
-
-
 class _Step(BaseModel):
     """What is relied on of a step."""
 
     kind: str
     key: str
     seconds: float
-    environment: _Machine | None = None
+    environment: Machine | None = None
     sha256: dict[str, str] | None = None
 
 
@@ -171,9 +164,15 @@ class Artifact(Frozen):
 
     def attach(self, name: str, content: str | bytes) -> None:
         """Write one of optkit's own files (a scorecard, an attachment) beside the weights."""
-        path = self._place(name)
+        with self.attaching(name) as draft:
+            draft.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+
+    @contextlib.contextmanager
+    def attaching(self, name: str) -> Iterator[Path]:
+        """Give a file to write, which becomes one of optkit's own if the block ends well."""
         try:
-            write_bytes_atomically(path, content.encode("utf-8") if isinstance(content, str) else content)
+            with drafted(self._place(name)) as draft:
+                yield draft
         except OSError as error:
             raise explain_os_error(error, name, self.directory) from error
 

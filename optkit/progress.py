@@ -18,6 +18,16 @@ def asking(notes: Iterable[str]) -> list[str]:
     return [note for note in notes if isinstance(note, ToActOn)]
 
 
+def as_pairs(notes: Iterable[str]) -> list[tuple[str, bool]]:
+    """Return notes for another process, each with whether it asks someone to act."""
+    return [(note, isinstance(note, ToActOn)) for note in notes]
+
+
+def of_pairs(pairs: Iterable[tuple[str, bool]]) -> tuple[str, ...]:
+    """Return the notes that `as_pairs` described."""
+    return tuple(ToActOn(note) if asks else note for note, asks in pairs)
+
+
 class Task(Protocol):
     """One bar: entered when the work starts, left when it ends."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,6 +145,7 @@ def _reached(url: str) -> Remote:
 )
 @click.option("--all", "everything", is_flag=True, help="Delete all steps and numbers.")
 @click.option("--dry-run", is_flag=True, help="Say what would be deleted; delete nothing.")
+@click.option("--remote", metavar="URL", help="Prune the store that machines share; this machine's stays.")
 @store_option
 @json_option
 def prune_command(
@@ -151,17 +153,20 @@ def prune_command(
     max_bytes: int | None,
     everything: bool,
     dry_run: bool,
+    remote: str | None,
     store: Path | None,
     as_json: bool,
 ) -> None:
     """Delete steps from the store. What a running optkit works on or needs stays, and artifacts
     keep their files.
 
-    Checkpoints of unfinished steps, and what teachers said, go by age or with --all.
+    Checkpoints of unfinished steps, and what teachers said, go by age or with --all. With --remote
+    the age counts since a step was made, and uploads that broke off go after a day.
     """
     from optkit.common.cache import default_store
     from optkit.errors import UsageError
     from optkit.store.contents import prune
+    from optkit.store.remote_pruning import prune_remote
     from optkit.store.store import Store
     from optkit_cli.output import print_json, show
     from optkit_cli.store_view import pruned_view
@@ -170,13 +175,12 @@ def prune_command(
         raise UsageError("--all deletes everything", remedy="Leave out --older-than and --max-size")
     if not everything and older_than_s is None and max_bytes is None:
         raise UsageError("nothing says what to delete", remedy="Give --older-than 30d, --max-size 20GB or --all")
-    done = prune(
-        Store(store or default_store()),
-        older_than_s=older_than_s,
-        max_bytes=max_bytes,
-        everything=everything,
-        dry_run=dry_run,
+    delete = (
+        partial(prune_remote, _reached(remote))
+        if remote is not None
+        else partial(prune, Store(store or default_store()))
     )
+    done = delete(older_than_s=older_than_s, max_bytes=max_bytes, everything=everything, dry_run=dry_run)
     if as_json:
         print_json({**done.model_dump(mode="json"), "freed_bytes": done.freed_bytes, "dry_run": dry_run})
     else:

@@ -25,7 +25,7 @@ def contents_view(contents: Contents) -> list[RenderableType]:
     linked = sum(step.linked_bytes for step in contents.steps)
     parts: list[RenderableType] = [Text(""), Text.assemble((str(contents.root), "bold"), told)]
     if contents.steps:
-        parts += [Text(""), _steps(contents.steps, "made" if isinstance(contents.root, str) else "last use")]
+        parts += [Text(""), _steps(contents.steps, _moment(contents))]
     if contents.work:
         parts += [Text(""), _work(contents.work)]
     if linked:
@@ -44,7 +44,7 @@ def pruned_view(pruned: Pruned, *, dry_run: bool) -> list[RenderableType]:
         f" {size_text(pruned.freed_bytes) if pruned.freed_bytes else 'nothing'} freed",
         f"{size_text(pruned.linked_bytes)} of them stay on the disk, in artifacts" if pruned.linked_bytes else "",
         f"{_counted(len(pruned.in_use), 'step')} in use by a running optkit, kept" if pruned.in_use else "",
-        f"{_counted(len(pruned.work), 'directory', 'directories')} of unfinished work {verb}" if pruned.work else "",
+        f"{_counted(len(pruned.work), *_unfinished(pruned))} {verb}" if pruned.work else "",
         f"{_counted(len(pruned.work_in_use), 'directory', 'directories')} of work in use by a running optkit, kept"
         if pruned.work_in_use
         else "",
@@ -55,7 +55,7 @@ def pruned_view(pruned: Pruned, *, dry_run: bool) -> list[RenderableType]:
         if pruned.left
         else "",
     ]
-    table: list[RenderableType] = [Text(""), _steps(pruned.steps)] if pruned.steps else []
+    table: list[RenderableType] = [Text(""), _steps(pruned.steps, _moment(pruned))] if pruned.steps else []
     return [*table, Text(""), *(Text(line) for line in said if line)]
 
 
@@ -65,7 +65,17 @@ def exchanged_view(done: Exchanged, verb: str) -> list[RenderableType]:
     return [Text(f"{what} {verb} {done.url}"), *(Text(f"  {key}", style="dim") for key in done.steps)]
 
 
-def _steps(steps: Sequence[StoredStep], when: str = "last use") -> Table:
+def _moment(told: Contents | Pruned) -> str:
+    return "made" if isinstance(told.root, str) else "last use"
+
+
+def _unfinished(pruned: Pruned) -> tuple[str, str]:
+    what = "file that no step has", "files that no step has"
+    here = "directory of unfinished work", "directories of unfinished work"
+    return what if isinstance(pruned.root, str) else here
+
+
+def _steps(steps: Sequence[StoredStep], when: str) -> Table:
     rows: list[tuple[Text | str, ...]] = []
     for step in steps:
         name = Text.assemble(step.kind, (f" {_fields(step.fields)}" if step.kind != "model" else "", "dim"))

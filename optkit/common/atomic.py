@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
+
+from optkit.common.held_files import hold
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -14,16 +17,33 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
     """Write a whole file by a rename, so that no reader ever sees a part of it; make its directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
+    with drafted(path) as draft:
         draft.write_bytes(content)
-        draft.replace(path)
+
+
+@contextlib.contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """Give a file beside `path` that takes its place when the block ends well, and goes when not.
+    Its name is always the same, so what a kill leaves of it goes with the next one.
+    """
+    draft = draft_of(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with hold(draft, wait=True):
+            try:
+                yield draft
+                draft.replace(path)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
     except OSError as error:
         error.filename = str(path)  # what was asked for says more than the draft
         raise
-    finally:
-        draft.unlink(missing_ok=True)
+
+
+def draft_of(path: Path) -> Path:
+    """Return where a file is written before it is whole."""
+    return path.with_name(f".{path.name}.draft")
 
 
 def remember(path: Path, text: str) -> None:

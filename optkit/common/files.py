@@ -73,11 +73,11 @@ def open_file(path: Path, error: type[OptkitError] = SourceError) -> Iterator[IO
     except (OSError, ValueError) as cause:
         why = getattr(cause, "strerror", None) or str(cause)
         raise error("cannot be read", where=_printable(path), why=why) from cause
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        why = "A pipe or a device is not read"
+        raise error("is no regular file", where=str(path), why=why, remedy="Copy it to a file")
     with open(descriptor, "rb") as file:  # noqa: PTH123
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise error(
-                "is no regular file", where=str(path), why="A pipe or a device is not read", remedy="Copy it to a file"
-            )
         yield file
 
 

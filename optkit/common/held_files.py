@@ -1,25 +1,32 @@
-"""Files that a process holds (flock) while it works; the kernel frees them when it dies."""
+"""Files and directories that a process holds (flock) while it works; the kernel frees them when it dies."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+ALIVE = "alive"
+"""The file of a directory that its process holds."""
 
-def hold(path: Path) -> IO[str]:
+
+def hold(path: Path, *, wait: bool = False) -> IO[bytes]:
     """Return the file at `path`, made if missing and held by this process; closing it frees it.
 
-    Raises BlockingIOError if another process holds it, FileNotFoundError if its directory is
-    gone.
+    Raises BlockingIOError if another process holds it, unless this one shall `wait`;
+    FileNotFoundError if its directory is gone. A link is not followed.
     """
     while True:
-        file = path.open("a")
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        file = os.fdopen(descriptor, "wb")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BaseException:
             file.close()
             raise
         if _is_at(file, path):
@@ -29,14 +36,58 @@ def hold(path: Path) -> IO[str]:
         file.close()
 
 
-def release(file: IO[str], path: Path) -> None:
+def release(file: IO[bytes], path: Path) -> None:
     """Unlink a held file, then free it; so nobody unlinks what another process holds already."""
     with contextlib.suppress(OSError):
         path.unlink()
     file.close()
 
 
-def _is_at(file: IO[str], path: Path) -> bool:
+@contextlib.contextmanager
+def held_directory(parent: Path, prefix: str, left_by: str | None = None) -> Iterator[Path]:
+    """Give a new directory `parent/prefixRANDOM`, which is held, and deleted at the end.
+    First those go that killed processes left: all that begin with `left_by`, or else with `prefix`.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    delete_abandoned(parent, prefix if left_by is None else left_by)
+    home, alive = _new_directory(parent, prefix)
+    with alive:
+        try:
+            yield home
+        finally:
+            clear(home)
+
+
+def delete_abandoned(parent: Path, prefix: str = "") -> None:
+    """Delete the directories that begin so and whose process is gone."""
+    for home in parent.iterdir():
+        with contextlib.suppress(OSError):
+            if home.name.startswith(prefix) and home.is_dir():
+                with hold(home / ALIVE):
+                    clear(home)
+
+
+def clear(home: Path) -> None:
+    """Delete a held directory, last of all the file that it is held by.
+    So what a kill leaves of it is found again.
+    """
+    with contextlib.suppress(OSError):
+        for each in home.iterdir():
+            if each.name != ALIVE:
+                shutil.rmtree(each, ignore_errors=True)
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def _new_directory(parent: Path, prefix: str) -> tuple[Path, IO[bytes]]:
+    while True:
+        home = parent / f"{prefix}{secrets.token_hex(4)}"
+        # Another process may take it for abandoned before it is held, and deletes it.
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            home.mkdir()
+            return home, hold(home / ALIVE)
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -217,12 +217,11 @@ def _notes(
     """Return what was said while evals measured, and which of them did so before this run.
     What was different there is told too.
     """
-    found = [note for _, entry in said for note in entry["notes"]]
+    found = [note for _, entry in said for note in entry.get("notes", ())]
     for kind, entry in said:
-        if entry["created"] < began:
-            there = {
-                name: value for name, value in entry["environment"].items() if environment.get(name, value) != value
-            }
+        if entry.get("created", began) < began:
+            earlier = entry.get("environment", {})
+            there = {name: value for name, value in earlier.items() if environment.get(name, value) != value}
             different = ", ".join(f"{name} {value}" for name, value in there.items())
             found.append(f"{kind}: measured earlier, {entry['created']}{f', with {different}' if different else ''}")
     return tuple(dict.fromkeys(found))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,14 +20,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from optkit.artifact import Artifact
+from optkit.common.atomic import draft_of
 from optkit.common.files import read_object
-from optkit.common.own_files import ATTACHMENTS, CARD, NUMBERS, RECORD, SIGNATURE
+from optkit.common.own_files import ATTACHMENTS, CARD, NUMBERS, OWN_FILES, RECORD, SIGNATURE
 from optkit.errors import ArtifactError, MissingPackageError, UnsoundError, UsageError, first_line
 from optkit.verification.artifact_checks import check_digests
 from optkit.verification.check_result import Check, check_of
 
-UNSIGNED = (*sorted(NUMBERS), ATTACHMENTS, CARD, SIGNATURE, ".cache")
-"""In `.cache` the hub's library notes what it downloaded."""
+DRAFTS = tuple(draft_of(Path(name)).name for name in sorted({*OWN_FILES, CARD}))
+UNSIGNED = (*sorted(NUMBERS), ATTACHMENTS, CARD, SIGNATURE, ".cache", *DRAFTS)
+"""In `.cache` the hub's library notes what it downloaded. A command that was killed leaves drafts."""
 PASSWORD = "OPTKIT_KEY_PASSWORD"
 CURVES = "P-256, P-384 or P-521"
 MAKE_ONE = "Make one: openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
@@ -75,14 +76,12 @@ def sign(artifact: Artifact, key: Path, certificate: Path | None = None) -> Path
         _opened(with_both, certificate, what, "Name the one that was made for it")
         if late := _expired(certificate.read_bytes()):
             raise UsageError(late, where=str(certificate), remedy="Have it renewed")
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / SIGNATURE
+    with artifact.attaching(SIGNATURE) as made:
         try:
             config.sign(artifact.directory, made)
         except ValueError as error:
             why, remedy = _of_links(error) or first_line(error), "Copy what it leads to"
             raise ArtifactError("it cannot be signed", where=str(artifact.directory), why=why, remedy=remedy) from error
-        artifact.attach(SIGNATURE, made.read_bytes())
     return artifact.directory / SIGNATURE
 
 

@@ -16,6 +16,7 @@ from optkit.common.byte_sizes import size_text
 from optkit.common.frozen import described
 from optkit.devices.peak_memory import Peak
 from optkit.errors import StageError
+from optkit.progress import of_pairs
 from optkit.session.generating import GeneratingSession
 from optkit.session.rank_group import Ranks
 from optkit.stage import Opening
@@ -45,7 +46,7 @@ class ParallelSession(GeneratingSession):
         self.vocabulary, self.positions = int(told[0]["vocabulary"]), int(told[0]["positions"])
         self.dtype, self.product_dtype = str(told[0]["dtype"]), str(told[0]["product_dtype"])
         self.codes_cache, self.compiled = bool(told[0]["codes_cache"]), bool(told[0]["compiled"])
-        self._said = tuple(told[0]["notes"])
+        self._said = of_pairs(told[0]["notes"])
         held = " and ".join(sorted({size_text(each["weights"]) for each in told}))
         how = "processes by gloo" if device == "cpu" else f"GPUs ({', '.join(self.devices)}) by nccl"
         self._note = f"tensor_parallel: {count} {how}, {held} of weights on each"
@@ -55,7 +56,7 @@ class ParallelSession(GeneratingSession):
     def notes(self) -> tuple[str, ...]:
         """What is in force and what fell back so far, one sentence each."""
         if self._ranks.alive:
-            self._said = tuple(self._ranks.call("notes")[0])
+            self._said = of_pairs(self._ranks.call("notes")[0])
         return (self._note, *self._said)
 
     def logits(self, tokens: Tensor) -> Tensor:

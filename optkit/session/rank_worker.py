@@ -22,6 +22,7 @@ from torch import Tensor, distributed
 from optkit.common.frozen import restored
 from optkit.devices.peak_memory import Peak, watched_peak
 from optkit.processes.child_program import Parent, answer
+from optkit.progress import as_pairs
 from optkit.session.opening import open_session
 from optkit.session.splitting import join
 from optkit.session.step_bytes import local_part
@@ -78,7 +79,7 @@ class Rank:
             "positions": session.positions,
             "dtype": session.dtype,
             "product_dtype": session.product_dtype,
-            "notes": list(session.notes),
+            "notes": as_pairs(session.notes),
             "codes_cache": session.codes_cache,
             "compiled": session.compiled,
             "weights": held,
@@ -115,9 +116,9 @@ class Rank:
         """See the session's."""
         return self.session.attention_kernels(torch.tensor(tokens))
 
-    def notes(self) -> list[str]:
-        """See the session's."""
-        return list(self.session.notes)
+    def notes(self) -> list[tuple[str, bool]]:
+        """See the session's, each with whether it asks someone to act."""
+        return as_pairs(self.session.notes)
 
     def watch(self) -> None:
         """Begin to watch the peak of memory."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from optkit.common.frozen import Frozen
+from optkit.store.records import made_at
 from optkit.store.remote import METRICS, Remote
-from optkit.store.store import RECORD, Store
+from optkit.store.store import RECORD, Store, read_record
 from optkit.store.work import StoredWork, delete_work, survey_work
 
 METRIC = re.compile(r"[0-9a-f]{64}\.json")
@@ -58,7 +57,8 @@ class Contents(Frozen):
 class Pruned(Frozen):
     """What was deleted, or would be."""
 
-    root: Path
+    root: Path | str
+    """A URL if machines share it."""
     steps: tuple[StoredStep, ...]
     in_use: tuple[StoredStep, ...]
     """Chosen, and kept because a running process works on them or needs them."""
@@ -69,6 +69,7 @@ class Pruned(Frozen):
     """Steps that are in the store afterwards."""
     left_bytes: int
     work: tuple[StoredWork, ...] = ()
+    """Of a shared store the files that no step has."""
     work_in_use: tuple[StoredWork, ...] = ()
     """Chosen, and kept because a running process works on it."""
 
@@ -87,7 +88,7 @@ class Pruned(Frozen):
 def survey(store: Store) -> Contents:
     """Return what lies in a store; nothing of it counts as used by that."""
     entries = [entry for entry in _below(store.root / "steps") if (entry / RECORD).is_file()]
-    records = {entry.name: _record(entry) for entry in entries}
+    records = {entry.name: read_record(entry) or {} for entry in entries}
     steps = [_step(entry, records) for entry in entries]
     return Contents(
         root=store.root,
@@ -97,15 +98,17 @@ def survey(store: Store) -> Contents:
     )
 
 
-def survey_remote(remote: Remote) -> Contents:
-    """Return what lies in a store that machines share. Raises StoreError if it does not answer."""
-    records = remote.records()
+def survey_remote(remote: Remote, records: Mapping[str, Mapping[str, Any]] | None = None) -> Contents:
+    """Return what lies in a store that machines share, whose records may be read already.
+    Raises StoreError if it does not answer.
+    """
+    records = remote.records() if records is None else records
     steps = [
         StoredStep(
             **_told(key, record, records),
             size_bytes=sum(known["size_bytes"] for known in record["files"].values()),
             linked_bytes=0,
-            last_use=datetime.fromisoformat(str(record.get("created", "1970-01-01T00:00+00:00"))).timestamp(),
+            last_use=made_at(record),
         )
         for key, record in records.items()
     ]
@@ -128,7 +131,7 @@ def prune(
     store cannot be written.
     """
     contents = survey(store)
-    before = math.inf if everything else -math.inf if older_than_s is None else time.time() - older_than_s
+    before = limit_of(older_than_s, everything=everything)
     chosen = [step for step in contents.steps if step.last_use < before]
     metrics = [path for path in map(Path, contents.metrics) if path.stat().st_mtime < before]
     work = [each for each in contents.work if each.last_use < before]
@@ -157,6 +160,11 @@ def prune(
     )
 
 
+def limit_of(older_than_s: float | None, *, everything: bool) -> float:
+    """Return the moment, in seconds since 1970, before which all is deleted."""
+    return math.inf if everything else -math.inf if older_than_s is None else time.time() - older_than_s
+
+
 def _delete(store: Store, steps: list[StoredStep], *, dry_run: bool) -> tuple[list[StoredStep], list[StoredStep]]:
     deleted: list[StoredStep] = []
     in_use: list[StoredStep] = []
@@ -178,16 +186,6 @@ def _delete_metric(store: Store, path: Path, *, dry_run: bool) -> bool:
 
 def _below(directory: Path) -> Iterator[Path]:
     return iter(sorted(directory.iterdir())) if directory.is_dir() else iter(())
-
-
-def _record(entry: Path) -> Mapping[str, Any]:
-    try:
-        record = json.loads((entry / RECORD).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return {}
-    kinds = {"fields": (dict, type(None)), "source_key": (str, type(None))}
-    whole = isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in kinds.items())
-    return record if whole else {}
 
 
 def _newest_first(steps: list[StoredStep]) -> tuple[StoredStep, ...]:

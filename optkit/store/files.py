@@ -53,7 +53,7 @@ def sealed(value: Any) -> str:
     return json.dumps({"digest": digest(value), "value": value}, indent=1, allow_nan=False)
 
 
-def unsealed(text: bytes) -> Any | None:
+def unsealed(text: bytes | str) -> Any | None:
     """Return the value that `sealed` wrote; None if the text was changed or cut off since."""
     try:
         found = json.loads(text)

@@ -14,27 +14,29 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, Field, field_validator
-
-from optkit.common.files import check_name_inside, shown
 from optkit.common.out_of_resources import NO_ROOM
-from optkit.devices.memory_watch import MemoryTrace
 from optkit.errors import MissingPackageError, OptkitError, StoreError, UsageError, first_line
 from optkit.progress import Progress
 from optkit.store.files import sealed, unsealed
+from optkit.store.records import is_measured, is_record
 from optkit.store.store import Store
 
 STEPS, METRICS, FILES, DRAFTS = "steps", "metrics", "files", "drafts"
+KINDS = {STEPS: is_record, METRICS: is_measured}
+CHANGED = ("mtime", "LastModified", "last_modified", "created")
 ANSWER_S = 60
 """Longest wait for an answer that has no weights in it. s3fs tries again what it tried again itself,
 and what botocore did: alone they take half an hour to give a server up that takes requests in silence.
 """
-PACKAGES = {"s3fs": "optkit[remote]"}
+PACKAGES = {"s3fs": "optkit[remote]", "smbclient": "smbprotocol"}
+"""Module that is missing -> what to install, if not a package of its name."""
 PASSWORD = re.compile(r"://[^@]*:(?!\d+/)[^@]*@")
 """Of AWS they may hold a slash, and a URL may stand in another one: `simplecache::s3://...`."""
 EXAMPLES = "Write s3://bucket/prefix, gs://bucket/prefix or a directory"
@@ -46,6 +48,14 @@ class RemoteError(StoreError):
 
 class UnusableError(RemoteError):
     """It will never answer like this: no such place, or no credentials."""
+
+
+class Fact(NamedTuple):
+    """What a listing says of an object."""
+
+    size_bytes: int
+    changed: float
+    """Seconds since 1970; now if the listing does not say it."""
 
 
 class Remote:
@@ -71,12 +81,13 @@ class Remote:
                     raise UnusableError(what, where=self.url, remedy=remedy) from None
 
     def read(self, folder: str, key: str) -> Any | None:
-        """Return a JSON document; None if there is none, or it was changed or cut off."""
+        """Return a record or numbers; None if there are none, or they were changed or cut off."""
         with self._talking("read"):
             try:
-                return unsealed(self._ask("cat_file", self._path(folder, f"{key}.json"), start=0))
+                found = unsealed(self._ask("cat_file", self._path(folder, f"{key}.json"), start=0))
             except FileNotFoundError:
                 return None
+        return found if KINDS[folder](found) else None
 
     def write(self, folder: str, key: str, value: Any) -> None:
         """Put a JSON document in the place of another one, or of none."""
@@ -85,8 +96,7 @@ class Remote:
 
     def record(self, key: str) -> dict[str, Any] | None:
         """Return the record of a step; None if there is none that can be followed."""
-        found = self.read(STEPS, key)
-        return found if _is_record(found) else None
+        return self.read(STEPS, key)
 
     def records(self) -> dict[str, dict[str, Any]]:
         """Return the records of all steps by their keys, read at the same time if that is possible."""
@@ -94,16 +104,31 @@ class Remote:
         with self._talking("read"):
             texts = self._files.cat([self._path(STEPS, f"{key}.json") for key in keys], on_error="omit") if keys else {}
         found = ((Path(path).stem, unsealed(text)) for path, text in texts.items())
-        return {key: record for key, record in found if record and _is_record(record)}
+        return {key: record for key, record in found if record and is_record(record)}
 
     def keys(self, folder: str) -> list[str]:
         """Return the keys of all steps or metrics."""
+        return sorted(self.there(folder))
+
+    def there(self, folder: str) -> dict[str, Fact]:
+        """Return key, or name of a file, -> how large it is and since when it is so."""
         with self._talking("read"):
             try:
-                names = self._files.ls(self._path(folder, "").rstrip("/"), detail=False)
+                found = self._files.ls(self._path(folder, "").rstrip("/"), detail=True)
             except FileNotFoundError:
-                return []
-        return sorted(Path(name).stem for name in names if name.endswith(".json"))
+                return {}
+        documents = folder in KINDS
+        named = {Path(each["name"]): each for each in found if each.get("type") != "directory"}
+        kept = {path: each for path, each in named.items() if path.suffix == ".json" or not documents}
+        return {path.stem: Fact(int(each.get("size") or 0), _changed(each)) for path, each in kept.items()}
+
+    def delete(self, folder: str, names: Iterable[str]) -> None:
+        """Delete steps, numbers or files; those that are gone already are none's fault."""
+        ending = ".json" if folder in KINDS else ""
+        with self._talking("written"):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self._ask("rm_file", self._path(folder, f"{name}{ending}"))
 
     def upload(self, path: Path, known: Mapping[str, Any], *, again: bool) -> None:
         """Put a file under its digest, unless it lies there already. With `again` it is not asked."""
@@ -165,7 +190,15 @@ class Remote:
                 raise UnusableError("there are no credentials for it", where=self.url, remedy=remedy) from error
             silent = isinstance(error, TimeoutError) and not str(error)
             why = f"There was no answer for {ANSWER_S} s" if silent else first_line(error)
-            raise RemoteError(f"it cannot be {what}", where=self.url, why=why) from error
+            may = {"read": "read", "written": "write"}[what]
+            remedy = f"Check its address and the connection, and that you may {may} there"
+            raise RemoteError(f"it cannot be {what}", where=self.url, why=why, remedy=remedy) from error
+
+
+def _changed(listed: Mapping[str, Any]) -> float:
+    """Return when an object was written, by whatever name its file system has for that."""
+    moment = next((listed[name] for name in CHANGED if listed.get(name)), time.time())
+    return moment.timestamp() if isinstance(moment, datetime) else float(moment)
 
 
 def push_step(store: Store, remote: Remote, key: str, progress: Progress, *, again: bool = False) -> None:
@@ -205,55 +238,6 @@ def fetch_step(store: Store, remote: Remote, key: str, progress: Progress) -> Pa
         return store.get(key)
 
 
-class _File(BaseModel):
-    size_bytes: int = Field(ge=0, strict=True)
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
-
-
-class _Report(BaseModel):
-    skipped: dict[str, str] | None = None
-    details: dict[str, Any] | None = None
-    calibrated_on: tuple[dict[str, str], ...] = ()
-
-
-class _Outcome(BaseModel):
-    kind: str
-    seconds: float
-    report: _Report
-    memory: MemoryTrace | None = None
-    environment: dict[str, Any] | None = None
-
-
-class _Earlier(_Outcome):
-    key: str
-
-
-class _Record(_Outcome):
-    """What runs and lists rely on. Another optkit, or somebody else, may have written it."""
-
-    fields: dict[str, Any] | None = None
-    source_key: str | None = None
-    earlier: tuple[_Earlier, ...] = ()
-    files: dict[str, _File] = Field(min_length=1)
-
-    @field_validator("files")
-    @classmethod
-    def _check_names(cls, files: dict[str, _File]) -> dict[str, _File]:
-        for name in files:
-            check_name_inside(name)
-            if not Path(name).name:
-                raise ValueError(f"{shown(name)} is no file")
-        return files
-
-
-def _is_record(found: Any) -> bool:
-    try:
-        _Record.model_validate(found)
-    except ValueError:
-        return False
-    return True
-
-
 def _opened(url: str) -> tuple[Any, str]:
     """Return the file system of a URL and the path in it; nothing is asked of the other side yet."""
     if not url.strip():
@@ -269,9 +253,8 @@ def _opened(url: str) -> tuple[Any, str]:
         # Others write there too, so nothing that was listed before is true.
         files, root = fsspec.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
-        from fsspec.registry import known_implementations
-
-        package = known_implementations.get(url.partition("://")[0], {}).get("class", "fsspec").split(".")[0]
+        missing = getattr(error.__cause__ or error, "name", None) or "fsspec"
+        package = missing.split(".")[0]
         raise MissingPackageError(package, where=url, install=PACKAGES.get(package, package)) from error
     except Exception as error:  # of the file systems, of which many need more than a URL
         what, why = f"'{url}' is no place of a store", first_line(error)

@@ -32,17 +32,17 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from optkit.common.held_files import hold
+from optkit.common.files import read_json, read_text
+from optkit.common.held_files import ALIVE, clear, delete_abandoned, held_directory, hold
 from optkit.common.out_of_resources import NO_ROOM
 from optkit.errors import ResourceError, StoreError
 from optkit.processes.signals import take_lock
 from optkit.store.files import describe_file, is_unchanged, list_files, make_readable, sealed, unsealed
+from optkit.store.records import is_measured, is_record
 
 RECORD = "record.json"
-ALIVE = "alive"
-"""The file of a draft that its process holds."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Draft:
     """
 
     model: Path
-    record: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=lambda: {"kind": "step", "seconds": 0.0, "report": {}})
     expected: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of each file, if it is known before."""
 
@@ -109,13 +109,12 @@ class Store:
         None if there is nothing or it was changed since.
         """
         path = self.root / "metrics" / f"{key}.json"
-        try:
-            found = unsealed(path.read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        if found is not None:
-            note_use(path)
-        return found
+        with contextlib.suppress(StoreError):
+            found = unsealed(read_text(path, StoreError))
+            if is_measured(found):
+                note_use(path)
+                return found
+        return None
 
     def is_damaged_json(self, key: str) -> bool:
         """Say whether there is an entry that `get_json` does not give out.
@@ -195,7 +194,7 @@ class Store:
             home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
             with hold(self._entry(key) / ALIVE):
                 self._entry(key).rename(home)
-                _clear(home)
+                clear(home)
 
     @contextlib.contextmanager
     def write(self, key: str) -> Iterator[Draft]:
@@ -225,31 +224,11 @@ class Store:
 
     def delete_abandoned_drafts(self) -> None:
         """Delete the drafts whose process is gone."""
-        for home in self._directory("drafts").iterdir():
-            with contextlib.suppress(OSError), hold(home / ALIVE):
-                _clear(home)
+        delete_abandoned(self._directory("drafts"))
 
-    @contextlib.contextmanager
-    def _drafting(self, key: str) -> Iterator[Path]:
-        """Give a directory that is held while this process works in it.
-        What is left in it afterwards is deleted.
-        """
-        self.delete_abandoned_drafts()
-        home, alive = self._new_draft(key)
-        with alive:
-            try:
-                yield home
-            finally:
-                _clear(home)
-
-    def _new_draft(self, key: str) -> tuple[Path, IO[str]]:
-        """Return a new draft and the file that is held while this process works on it."""
-        while True:
-            home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
-            # Another process may take it for abandoned before it is held, and deletes it.
-            with contextlib.suppress(BlockingIOError, FileNotFoundError):
-                home.mkdir()
-                return home, hold(home / ALIVE)
+    def _drafting(self, key: str) -> contextlib.AbstractContextManager[Path]:
+        """Return a directory that is held while this process works in it."""
+        return held_directory(self.root / "drafts", f"{key}-", left_by="")
 
     @contextlib.contextmanager
     def _alone(self, *names: str) -> Iterator[bool]:
@@ -269,11 +248,7 @@ class Store:
         return self.root / "steps" / key
 
     def _read_record(self, key: str) -> dict[str, Any] | None:
-        try:
-            record = json.loads((self._entry(key) / RECORD).read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
-            return None
-        return record if isinstance(record, dict) and isinstance(record.get("files"), dict) else None
+        return read_record(self._entry(key))
 
     def _damaged(self, key: str, record: dict[str, Any]) -> bool:
         return any(
@@ -315,12 +290,12 @@ def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | 
     )
 
 
-def _clear(home: Path) -> None:
-    """Delete a held draft, last of all the file that it is held by.
-    So what a kill leaves of it is found again.
-    """
-    shutil.rmtree(home / "model", ignore_errors=True)
-    shutil.rmtree(home, ignore_errors=True)
+def read_record(entry: Path) -> dict[str, Any] | None:
+    """Return the record of a step's directory; None if there is none that can be followed."""
+    with contextlib.suppress(StoreError):
+        found = read_json(entry / RECORD, StoreError)
+        return found if is_record(found) else None
+    return None
 
 
 def note_use(path: Path) -> None:

@@ -5,13 +5,13 @@ Any student can use what a teacher said or wrote.
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from optkit.common.files import object_if_any
 from optkit.common.frozen import Frozen
 from optkit.store.store import Store
 from optkit.training.shared_answers import ABOUT, IN_USE
@@ -78,10 +78,7 @@ def _described(place: Path) -> StoredWork:
 
 
 def _kind(place: Path) -> str:
-    try:
-        about = json.loads((place / ABOUT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        about = {}
-    kind = KINDS.get(about.get("what", ""), "unknown work")
+    about = object_if_any(place / ABOUT)
+    kind = KINDS.get(str(about.get("what")), "unknown work")
     teacher, count = about.get("teacher"), about.get("top_k")
-    return f"{kind}{f' {Path(teacher).name}' if teacher else ''}{f', top {count}' if count else ''}"
+    return f"{kind}{f' {Path(str(teacher)).name}' if teacher else ''}{f', top {count}' if count else ''}"

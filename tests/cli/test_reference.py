@@ -59,8 +59,6 @@ WORDS_OF_ANOTHER = {
     "StageError(str(error), where=WHERE, why=error.last_words)": "of the process that ended",
     "place.problem(str(error))": "of an error that gets a place",
     "recipe.value_place(steps).problem(str(error))": "of an error that gets a place",
-    "StoreError(said)": "of the node that refused",
-    "StoreError(found)": "of the node that refused",
     "PushError(what, where=where, why=why, remedy=remedy)": "of an error without its secrets",
     "place((*steps, *fault.steps)).problem(fault.message)": "of a fault",
     "super().__init__('\\n'.join((str(problem) for problem in self.problems)))": "of the problems",

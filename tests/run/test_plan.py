@@ -251,11 +251,11 @@ def test_a_timing_is_a_hit_only_together_with_the_one_beside_it(model: ModelSour
     first = make_plan(asked, store, "cpu")
     assert not any(each.hit or each.baseline_hit for each in first.evals)
     for each in first.evals:
-        store.put_json(each.key, {})
+        store.put_json(each.key, {"metrics": []})
     score, speed = make_plan(asked, store, "cpu").evals
     assert (score.hit, score.baseline_hit) == (True, False)
     assert (speed.hit, speed.baseline_hit) == (False, False)
-    store.put_json(str(speed.baseline_key), {})
+    store.put_json(str(speed.baseline_key), {"metrics": []})
     assert (make_plan(asked, store, "cpu").evals[1].hit, make_plan(asked, store, "cpu").evals[1].baseline_hit) == (
         True,
         True,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 from optkit.errors import EvalError, ResourceError, SourceError, StageError
 from optkit.processes.child import Child
+from optkit.progress import ToActOn, as_pairs, asking, of_pairs
 from optkit.session import rank_group as ranks
 from optkit.session.rank_group import Ranks
 from tests.support.waiting import ended
@@ -129,3 +131,9 @@ def test_they_end_where_nobody_holds_them_any_more() -> None:
     pids = [each["pid"] for each in start().opened]
     gc.collect()
     assert ended(*pids)
+
+
+def test_a_note_that_asks_someone_to_act_still_does_on_the_other_side() -> None:
+    notes = ("plain", ToActOn("no fast kernel"))
+    there = of_pairs(json.loads(json.dumps(as_pairs(notes))))
+    assert (there, asking(there)) == (notes, ["no fast kernel"])

@@ -26,6 +26,8 @@ from tests.support.object_store import SECRET, Way, refusing
 ROOT = Path(__file__).parents[2]
 WEIGHTS = "model.safetensors"
 KEY, OTHER = "a" * 64, "b" * 64
+NUMBERS = {"metrics": [], "seconds": 1.5}
+CHECK = "Check its address and the connection, and that you may {} there."
 
 
 @pytest.fixture(params=["s3", "file"])
@@ -66,13 +68,13 @@ def test_what_one_machine_makes_another_takes(url: str, machine: Opened) -> None
     assert not two.is_remote(KEY)
     assert two.fetch(KEY) is None
     make(one)
-    one.put_json(OTHER, {"value": 1.5})
+    one.put_json(OTHER, NUMBERS)
     assert two.is_remote(KEY)
     assert two.get(KEY) is None, "nothing is fetched by looking"
     assert contents(two.fetch(KEY)) == contents(one.get(KEY))
     assert two.record(KEY)["kind"] == "rtn"
-    assert two.get_json(OTHER) == {"value": 1.5}
-    assert Store(two.root).get_json(OTHER) == {"value": 1.5}, "it is kept here too"
+    assert two.get_json(OTHER) == NUMBERS
+    assert Store(two.root).get_json(OTHER) == NUMBERS, "it is kept here too"
     assert said(one) == said(two) == []
 
 
@@ -176,7 +178,7 @@ def test_a_damaged_record_or_number_is_not_there(
 ) -> None:
     one, two = machine("one", bucket), machine("two", bucket)
     make(one)
-    one.put_json(OTHER, 1.5)
+    one.put_json(OTHER, NUMBERS)
     for folder in ("steps", "metrics"):
         damage(one.remote, objects(bucket, folder)[0])
     assert not two.is_remote(KEY)
@@ -218,7 +220,7 @@ def test_a_key_that_is_refused_stops_no_run(
         one = machine("one", bucket)
         make(one)
         make(one, OTHER)
-        one.put_json(KEY, 1)
+        one.put_json(KEY, NUMBERS)
         assert one.get_json(OTHER) is None
     fetching, pushing = said(one)
     assert fetching.startswith(f"{bucket}: it cannot be read. ")
@@ -254,16 +256,16 @@ def test_a_server_that_does_not_answer_stops_no_run(
         one = machine("one", bucket)
         make(one)
     assert [line.split(" What ")[0] for line in said(one)] == [
-        f"{bucket}: it cannot be read. There was no answer for 0.3 s.",
-        f"{bucket}: it cannot be written. There was no answer for 0.3 s.",
+        f"{bucket}: it cannot be read. There was no answer for 0.3 s. {CHECK.format('read')}",
+        f"{bucket}: it cannot be written. There was no answer for 0.3 s. {CHECK.format('write')}",
     ]
 
 
 def test_a_machine_that_can_only_read_its_own_store_still_sees_what_is_shared(bucket: str, machine: Opened) -> None:
-    machine("one", bucket).put_json(OTHER, 1.5)
+    machine("one", bucket).put_json(OTHER, NUMBERS)
     two = machine("two", bucket)
     two.root.write_text("no directory")
-    assert two.get_json(OTHER) == 1.5
+    assert two.get_json(OTHER) == NUMBERS
 
 
 def test_a_step_that_was_changed_meanwhile_is_not_pushed(bucket: str, machine: Opened) -> None:
@@ -296,7 +298,9 @@ def test_a_full_shared_disk_stops_no_run(tmp_path: Path, machine: Opened, monkey
     make(one)
     assert one.get(KEY)
     (line,) = said(one)
-    assert "it cannot be written. [Errno 28] No space left on device. What is made stays here" in line
+    assert (
+        f"it cannot be written. [Errno 28] No space left on device. {CHECK.format('write')} What is made stays" in line
+    )
 
 
 def test_a_second_machine_makes_nothing_again(

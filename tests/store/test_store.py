@@ -122,7 +122,7 @@ import os, sys
 from pathlib import Path
 from optkit.store.store import Store
 Path.replace = lambda *arguments: os._exit(9)
-Store(Path(sys.argv[1])).put_json("0" * 64, 1.0)
+Store(Path(sys.argv[1])).put_json("0" * 64, {"metrics": []})
 """
 
 
@@ -132,7 +132,7 @@ def test_a_kill_while_a_number_is_kept_leaves_nothing_either(store):
     )
     assert killed.returncode == 9
     assert list((store.root / "metrics").iterdir()) == []
-    store.put_json("1" * 64, 1.0)
+    store.put_json("1" * 64, {"metrics": []})
     assert [path.name for path in (store.root / "metrics").iterdir()] == [f"{'1' * 64}.json"]
     assert list((store.root / "drafts").iterdir()) == []
 
@@ -224,8 +224,8 @@ def test_two_processes_take_turns_on_one_key(store):
 
 def test_metrics_are_kept_by_key(store):
     assert store.get_json("m") is None
-    store.put_json("m", {"value": 1.5})
-    assert store.get_json("m") == store.take_json("m") == {"value": 1.5}
+    store.put_json("m", {"metrics": [], "seconds": 1.5})
+    assert store.get_json("m") == store.take_json("m") == {"metrics": [], "seconds": 1.5}
     (store.root / "metrics" / "m.json").write_text("{half")
     assert store.get_json("m") is None
     with pytest.raises(StoreError, match="the entry is gone"):

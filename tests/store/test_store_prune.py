@@ -59,7 +59,7 @@ def store(place: Path) -> Store:
     )
     finish(store, TUNED, 1000, 0, kind="gptq", fields={"bits": 2}, source_key="d" * 64, model="other")
     for number, days in ((0, 0), (1, 50)):
-        store.put_json(f"{number:064x}", {"value": number})
+        store.put_json(f"{number:064x}", {"metrics": [], "seconds": number})
         used(store.root / "metrics" / f"{number:064x}.json", days)
     return store
 
@@ -117,7 +117,8 @@ def test_a_damaged_record_is_shown_and_can_go(store: Store, record: str) -> None
 
 
 def test_a_record_that_names_itself_as_its_source_is_shown(store: Store) -> None:
-    record = {"kind": "rtn", "fields": {}, "source_key": ROUNDED}
+    record = {name: value for name, value in store.record(ROUNDED).items() if name != "model"}
+    record["source_key"] = ROUNDED
     (store.root / "steps" / ROUNDED / RECORD).write_text(json.dumps(record), encoding="utf-8")
     assert (survey(store).steps[0].kind, survey(store).steps[0].model) == ("rtn", "")
 
@@ -143,7 +144,7 @@ def test_old_steps_and_measurements_go(store: Store, capsys: pytest.CaptureFixtu
     assert said(capsys, *words) == [*table, "2 steps and 1 measurement deleted, 6 kB freed", left]
     assert [step.key for step in survey(store).steps] == [TUNED]
     assert store.get(ROUNDED) is None
-    assert store.get_json(f"{0:064x}") == {"value": 0}
+    assert store.get_json(f"{0:064x}") == {"metrics": [], "seconds": 0}
     assert store.get_json(f"{1:064x}") is None
     assert said(capsys, *words) == ["0 steps and 0 measurements deleted, nothing freed", left]
 
@@ -216,7 +217,10 @@ def test_measurements_that_a_run_needs_stay(store: Store, capsys: pytest.Capture
             "3 steps and 1 measurement would be deleted, 7 kB freed",
             "1 measurement needed by a running optkit, kept",
         ]
-        assert (prune(store, everything=True).metrics, store.get_json(f"{1:064x}")) == (1, {"value": 1})
+        assert (prune(store, everything=True).metrics, store.get_json(f"{1:064x}")) == (
+            1,
+            {"metrics": [], "seconds": 1},
+        )
     assert (prune(store, everything=True).metrics, store.get_json(f"{1:064x}")) == (1, None)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,6 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
+from optkit.common.cache import cache_directory
+from optkit.common.held_files import held_directory
 from optkit.common.yaml_text import yaml_text
 from optkit.errors import MissingPackageError, PushError, first_line
 from optkit.progress import Progress
@@ -102,11 +103,13 @@ class Mlflow(Target):
         return known
 
     def _run(self, client: MlflowClient, shipment: Shipment) -> str:
-        """Return the id of a run of this artifact that broke off, else of a new one."""
+        """Return the id of a run of this artifact that is not finished, else of a new one. After a
+        kill such a run still says RUNNING. If another push is at work on it, both send the same.
+        """
         found = client.get_experiment_by_name(self.experiment)
         experiment = found.experiment_id if found else client.create_experiment(self.experiment)
         tags = _tags(shipment)
-        mine = f"tags.`optkit.artifact_key` = '{tags['optkit.artifact_key']}' and attributes.status = 'FAILED'"
+        mine = f"tags.`optkit.artifact_key` = '{tags['optkit.artifact_key']}' and attributes.status != 'FINISHED'"
         if begun := client.search_runs([experiment], mine, max_results=1):
             return str(begun[0].info.run_id)
         return str(client.create_run(experiment, tags=tags, run_name=shipment.scorecard.name).info.run_id)
@@ -118,7 +121,7 @@ class Mlflow(Target):
         there = {each.path: each.file_size for each in listed}
         with (
             progress.task(f"push to {self}", sum(file.size_bytes for file in files), "bytes") as task,
-            tempfile.TemporaryDirectory(prefix="optkit-push-") as drafts,
+            held_directory(cache_directory() / "drafts", "push-") as drafts,
         ):
             for file in files:
                 place = PurePosixPath(file.name)
@@ -143,13 +146,14 @@ class Mlflow(Target):
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         source = f"{client.get_run(run).info.artifact_uri}/{MODEL}"
-        made = client.create_model_version(self.model, source, run, tags=_tags(shipment))
-        known = {"model": self.model, "version": str(made.version)}
+        known = [each for each in client.search_model_versions(f"run_id = '{run}'") if each.name == self.model]
+        made = known[0] if known else client.create_model_version(self.model, source, run, tags=_tags(shipment))
+        said = {"model": self.model, "version": str(made.version)}
         verdict = shipment.scorecard.verdict
         if verdict not in ALIASES or not list(gate_lines(shipment.scorecard)):
-            return known
+            return said
         client.set_registered_model_alias(self.model, ALIASES[verdict], str(made.version))
-        return {**known, "alias": ALIASES[verdict]}
+        return {**said, "alias": ALIASES[verdict]}
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -6,8 +6,6 @@ Nothing of the first is used: the second has a store of its own, so no finished 
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from pydantic import computed_field
 from optkit import pipeline
 from optkit.artifact import Artifact, read_artifact, read_finished, recorded_recipe
 from optkit.common.frozen import Frozen
+from optkit.common.held_files import held_directory
 from optkit.environment import usable_device
 from optkit.errors import ArtifactError, UsageError
 from optkit.progress import Progress, SilentProgress
@@ -205,13 +204,12 @@ def _threads(artifact: Artifact, device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _workplace(beside: Path, name: str) -> Iterator[Path]:
-    """Give a directory on the disk of `beside`, which is deleted at the end."""
-    try:
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix=f".{name}.reproduce-", dir=beside.parent))
-    except OSError as error:
-        raise explain_os_error(error, "the artifact that is made again", beside.parent) from error
-    try:
+    """Give a directory on the disk of `beside`, which is deleted at the end, as are those that
+    killed processes left.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            place = held.enter_context(held_directory(beside.parent, f".{name}.reproduce-"))
+        except OSError as error:
+            raise explain_os_error(error, "the artifact that is made again", beside.parent) from error
         yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)

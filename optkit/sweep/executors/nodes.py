@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from optkit.errors import OptkitError, StoreError
+from optkit.errors import OptkitError
 from optkit.pipeline import run
 from optkit.processes import signals
 from optkit.processes.child import Bars
+from optkit.processes.crashes import error_of
 from optkit.progress import Progress, Task
 from optkit.store.shared import VARIABLE
 from optkit.sweep.executors.base import LOGS, Executor, Order, Outcome, reason_of
@@ -106,7 +107,7 @@ class NodesExecutor(Executor):
         if bars := self._bars.pop(name, None):
             bars.__exit__(None, None, None)
         if said := result.get("refused"):
-            raise StoreError(said)
+            raise error_of(said, f"the node of {name}")
         logs = order.out.parent / LOGS
         logs.mkdir(parents=True, exist_ok=True)
         (logs / f"{name}.log").write_text(result["log"], encoding="utf-8")

@@ -13,7 +13,8 @@ from typing import Any
 
 from optkit import __version__
 from optkit.common.frozen import digest
-from optkit.processes.child_program import Lines, Parent
+from optkit.errors import StoreError
+from optkit.processes.child_program import Lines, Parent, described
 from optkit.sweep.executors.local import make_in_child
 
 
@@ -42,14 +43,17 @@ def make_on_node(order: Mapping[str, Any], lines: Lines) -> dict[str, Any]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def refusal(order: Mapping[str, Any]) -> str:
-    """Return why this node cannot work for the driver; nothing if it can."""
-    node = f"node {socket.gethostname()}"
+def refusal(order: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the error of a node that cannot work for the driver, as `processes.described` has it; None
+    if it can.
+    """
+    node, error = f"node {socket.gethostname()}", None
     if order["optkit"] != __version__:
-        return f"{node}: it has optkit {__version__}, and the sweep {order['optkit']}. Install the same everywhere."
-    if order["seen"] and not Path(order["seen"]).exists():
-        return (
-            f"{node}: it does not see the store {order['store']} of the sweep. The steps that it makes would stay "
-            "there. Name a store on a disk that all nodes share with --store, or a remote one with --remote."
-        )
-    return ""
+        what = f"it has optkit {__version__}, and the sweep {order['optkit']}"
+        error = StoreError(what, where=node, remedy="Install the same everywhere")
+    elif order["seen"] and not Path(order["seen"]).exists():
+        what = f"it does not see the store {order['store']} of the sweep"
+        why = "The steps that it makes would stay there"
+        remedy = "Name a store on a disk that all nodes share with --store, or a remote one with --remote"
+        error = StoreError(what, where=node, why=why, remedy=remedy)
+    return error and described(error)

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 from optkit.common.byte_sizes import size_text
 from optkit.environment import unmet
-from optkit.errors import MissingPackageError, ResourceError, StoreError, UsageError, first_line
+from optkit.errors import MissingPackageError, ResourceError, UsageError, first_line
+from optkit.processes.crashes import error_of
 from optkit.sweep.executors.base import Order
 from optkit.sweep.executors.nodes import NodesExecutor
 from optkit.sweep.executors.on_node import make_on_node, refusal
@@ -67,8 +68,8 @@ class RayExecutor(NodesExecutor):
         places = [OnNode(node["NodeID"], soft=False) for node in ray.nodes() if node["Alive"]]
         described = self.describe(order)
         said = ray.get([asked.options(num_cpus=0, scheduling_strategy=place).remote(described) for place in places])
-        if found := next(filter(None, said), ""):
-            raise StoreError(found)
+        if found := next(filter(None, said), None):
+            raise error_of(found, "a node")
 
     @staticmethod
     def make(order: Mapping[str, Any], queue: Any) -> dict[str, Any]:

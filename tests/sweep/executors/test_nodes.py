@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from optkit_cli.explain import found_by
 
 from optkit import __version__
 from optkit.errors import OptkitError, ResourceError, StoreError, UsageError
@@ -77,7 +78,7 @@ def test_a_node_sees_its_own_gpu_and_judges_no_gates(tmp_path: Path, monkeypatch
     described = executor.waiting["one"]
     assert (described["device"], described["against"], described["recipe"]["gates"]) == ("cuda", None, {})
     assert Path(described["seen"]).parent == tmp_path / "store"
-    assert refusal(described) == ""
+    assert refusal(described) is None
     executor.stop()
     assert executor.cancelled == ["one"]
     assert not Path(described["seen"]).exists()
@@ -102,11 +103,12 @@ def test_a_node_that_cannot_work_for_a_sweep_says_so_and_ends_it(
 ) -> None:
     monkeypatch.setattr(on_node.socket, "gethostname", lambda: "here")
     described = {"optkit": __version__, "seen": "", "store": "/store", **changed}
-    assert make_on_node(described, io.StringIO()) == {"refused": said}
-    with pytest.raises(StoreError) as error, Pretended(refused=said) as executor:
+    refused = make_on_node(described, io.StringIO())
+    with pytest.raises(StoreError) as error, Pretended(**refused) as executor:
         executor.begin(order(tmp_path))
         executor.ended(Lines(), None)
     assert str(error.value) == said
+    assert any(message.error == "StoreError" for message in found_by(said)), "`optkit explain` knows it"
 
 
 def test_what_a_node_says_has_the_name_of_its_recipe_and_begins_anew_with_another_node(tmp_path: Path) -> None:
@@ -154,8 +156,8 @@ def test_a_sweep_hands_over_what_shares_no_unmade_step_and_publishes_it(
         def results(self, wait_s: float) -> dict[str, dict[str, Any]]:
             shared = shared_key()
             if not store.get(shared):
-                with store.write(shared):
-                    pass
+                with store.write(shared) as draft:
+                    (draft.model / "weights").touch()
             return super().results(wait_s)
 
     def shared_key() -> str:
