@@ -56,4 +56,4 @@ def refusal(order: Mapping[str, Any]) -> dict[str, Any] | None:
         why = "The steps that it makes would stay there"
         remedy = "Name a store on a disk that all nodes share with --store, or a remote one with --remote"
         error = StoreError(what, where=node, why=why, remedy=remedy)
-    return error and described(error)
+    return described(error) if error else None
