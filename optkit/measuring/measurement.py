@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from optkit.common.frozen import digest
 from optkit.common.spans import mark
 from optkit.devices.memory_watch import MemoryTrace
 from optkit.environment import describe_environment
@@ -107,7 +108,10 @@ def measure(
             wanted = [(each.baseline_key, each) for each in timed if each.baseline_key]
             models.insert(0, TimedModel(baseline, wanted))
         models[-1:-1] = _to_time(further, timed)
-        time_in_turns(bench, models, failed=_leaving_out(bench, models[-1]) if further else None)
+        kept = store.workspace(digest(sorted({key for model in models for key, _ in model.wanted}))) / "turns.json"
+        if retime:
+            kept.unlink(missing_ok=True)
+        time_in_turns(bench, models, kept=kept, failed=_leaving_out(bench, models[-1]) if further else None)
     if baseline and (of_baseline or pairs):
         with bench.opened(baseline) as unmodified:
             bench.measure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,11 @@ class Rounds:
             write_text_atomically(self.file, json.dumps(said, allow_nan=False))
 
     def forget(self) -> None:
-        """Delete the file: its numbers lie in the store."""
-        if self.file:
-            self.file.unlink(missing_ok=True)
+        """Delete the file and its folder: its numbers lie in the store."""
+        if self.file and self.file.exists():
+            self.file.unlink()
+            with suppress(OSError):
+                self.file.parent.rmdir()
 
 
 def in_turns(models: Sequence[TimedModel], index: int) -> Iterator[TimedModel]:
