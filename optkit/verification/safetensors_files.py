@@ -19,10 +19,11 @@ from optkit.verification.layers import linear_layers, problems_of_layers
 from optkit.verification.model_files import ModelFiles, Weights
 from optkit.verification.stored import TensorBytes
 
-HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "proj_out.weight")
 """How the name of the output layer ends."""
 EMBEDDINGS = tuple(
-    f"{name}.weight" for name in ("embed_tokens", "wte", "embeddings", "word_embeddings", "embed_in", "tok_embeddings")
+    f"{name}.weight"
+    for name in ("embed_tokens", "wte", "embeddings", "word_embeddings", "embed_in", "tok_embeddings", "shared")
 )
 
 
