@@ -10,6 +10,7 @@ from typing import Any
 from optkit.model.linear_layers import Layer, matrices_of
 from optkit.model.read_weights import reads_of
 from optkit.model.shape import ModelShape, place_in_list
+from optkit.model.task import Task
 from optkit.model.text_config import text_config
 
 HEAD = "lm_head"
@@ -29,7 +30,11 @@ def tied_embedding(shape: ModelShape) -> str:
 
 
 def head_of(shape: ModelShape) -> dict[str, Layer]:
-    """Return the output layer by its name, by names and shapes, nothing if there is none."""
+    """Return the output layer by its name, by names and shapes; nothing if there is none, or if
+    other parts of the model than the embedding of its decoder may share it.
+    """
+    if shape.task not in (None, Task.GENERATION):
+        return {}
     name = (
         f"{HEAD}.weight" if f"{HEAD}.weight" in shape.tensors else tied_embedding(shape) if tied(shape.config) else ""
     )

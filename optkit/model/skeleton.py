@@ -37,6 +37,8 @@ from optkit.model.task import architectures_of, loader_of
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Float dtypes by the names that safetensors uses."""
+POOLER = "pooler"
+"""What transformers puts behind encoders whose features are asked for."""
 Projection: TypeAlias = "nn.Linear | Conv1D"
 
 
@@ -301,6 +303,8 @@ def empty_model(
             why=first_line(error),
             remedy=remedy,
         ) from error
+    if POOLER in dict(model.named_children()) and not any(f"{POOLER}." in name for name in checkpoint.tensors):
+        model.pooler = None  # features are asked for, which stand in front of it
     return model.requires_grad_(False).eval()
 
 

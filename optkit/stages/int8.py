@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from optkit.common.field_types import NonNegative
 from optkit.errors import StageError
 from optkit.model.linear_layers import Layer
+from optkit.model.task import EVERY_TASK, Task
 from optkit.packed_tensors.bitsandbytes import EightBitRows
 from optkit.stages.quantizing.bitsandbytes import BitsAndBytesQuantizer
 
@@ -23,6 +24,7 @@ class Int8(BitsAndBytesQuantizer):
 
     kind: ClassVar[str] = "int8"
     example: ClassVar[str] = "- int8: {threshold: 6.0}"
+    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
 
     threshold: NonNegative = 6.0
     """Inputs with a larger value anywhere in their column are multiplied in 16 bits, the others in

@@ -105,8 +105,8 @@ def test_transformers_opens_a_cast_encoder(
     ("kinds", "message"),
     [
         (
-            {"stages": [{"rtn": {"bits": 4}}]},
-            "rtn is for a causal language model, and .* is an encoder that gives features \\(BertModel\\). Take",
+            {"stages": [{"mx": {"type": "mxfp4"}}]},
+            "mx is for a causal language model, and .* is an encoder that gives features \\(BertModel\\). Take",
         ),
         ({"stages": ["kv_int8"]}, "kv_cache is for a causal language model.*Take it out, or name another model"),
         (
@@ -150,12 +150,12 @@ def test_what_is_not_for_language_models(tiny_model: TinyModel, tiny_encoder_sou
     ("recipe", "message"),
     [
         (
-            "model: all-minilm-l6-v2\nstages:\n  - nf4\n",
-            ":3:5: nf4 is for a causal language model, and the model is an encoder that gives feat",
+            "model: all-minilm-l6-v2\nstages:\n  - kv_scales\n",
+            ":3:5: kv_scales is for a causal language model, and the model is an encoder that gives feat",
         ),
         (
-            "model: ./mine\nstages:\n  - nf4\nevals:\n  - encoding\n",
-            ":5:5: encoding is for an encoder of text, and nf4 .line 3. is for a causal language model. "
+            "model: ./mine\nstages:\n  - kv_scales\nevals:\n  - encoding\n",
+            ":5:5: encoding is for an encoder of text, and kv_scales .line 3. is for a causal language model. "
             "Take it out, or name another model",
         ),
     ],

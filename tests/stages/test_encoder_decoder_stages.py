@@ -23,7 +23,6 @@ from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
 from optkit.verification.model_files import model_files
 from tests.conftest import TinyModel
-from tests.support.encoder_decoders import CONFIGS
 
 STAGES: dict[str, Callable[[], Any]] = {
     "cast": lambda: Cast(dtype="bfloat16"),
