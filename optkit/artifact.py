@@ -174,7 +174,7 @@ class Artifact(Frozen):
             with drafted(self._place(name)) as draft:
                 yield draft
         except OSError as error:
-            raise explain_os_error(error, name, self.directory) from error
+            raise explain_os_error(error, name, self.directory, "copy the artifact to another place") from error
 
     def _detach(self, name: str) -> None:
         path = self._place(name)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from optkit.recipe.first_recipe import Answers
 
 CHOICES = {
-    "target": ("What will open the artifact", ("vllm", "onnx", "transformers")),
+    "target": ("What will open the artifact", ("vllm", "onnx", "transformers", "llama.cpp")),
     "device": ("Which device will it run on", ("cpu", "cuda")),
     "effort": ("Quick (no or little text), or thorough (loses less)", ("quick", "thorough")),
 }

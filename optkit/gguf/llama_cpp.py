@@ -62,6 +62,23 @@ def quantize(source: Path, target: Path, kind: str, imatrix: Mapping[str, NDArra
         raise StageError(f"llama.cpp cannot quantize it to {kind}", where="gguf", why=_last_words())
 
 
+def quantized_rows(values: NDArray[Any], kind: str) -> NDArray[Any]:
+    """float32 [rows, columns] -> uint8 [rows, bytes of a row], rounded by ggml to one of its types."""
+    import numpy as np
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quant_shape_to_byte_shape
+
+    _library()
+    from llama_cpp._ggml import libggml
+
+    number, values = GGMLQuantizationType[kind], np.ascontiguousarray(values, dtype=np.float32)
+    found = np.empty(quant_shape_to_byte_shape(values.shape, number), dtype=np.uint8)
+    places = (ctypes.c_void_p(each.ctypes.data) for each in (values, found))
+    sizes = (ctypes.c_int64(size) for size in (0, *values.shape))
+    libggml.ggml_quantize_chunk(ctypes.c_int(number), *places, *sizes, ctypes.c_void_p())
+    return found
+
+
 def tokens_of(file: Path, text: str) -> list[int]:
     """Return the tokens that llama.cpp makes of a text, with its first and last ones."""
     library = _library()

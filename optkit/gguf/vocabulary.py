@@ -99,6 +99,8 @@ def _by_scores(described: Mapping[str, Any], tokens: list[str], pairs: list[list
     for rank, pair in enumerate(pairs):
         ranks.setdefault("".join(pair), rank)
     steps = [*_parts(described["normalizer"], "normalizers"), *_parts(described["pre_tokenizer"], "pretokenizers")]
+    if any(each["type"] == "Replace" for each in steps):  # after which there is no space to cut at, as Gemma does
+        steps = [each for each in steps if each["type"] != "Split" or each["pattern"] != {"String": " "}]
     kinds = [each["type"] for each in steps]
     if not kinds or not set(kinds) <= {"Prepend", "Replace", "Metaspace"}:
         raise _unknown(f"it cuts text by {' and '.join(kinds) or 'nothing'}")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import StageError
-from optkit.gguf.architecture import gguf_architecture, gguf_name, hyperparameters
+from optkit.gguf.architecture import EXPERT, gguf_architecture, gguf_name, hyperparameters
 from optkit.gguf.blocks import block_type, blocks_of
+from optkit.gguf.llama_cpp import quantized_rows
 from optkit.gguf.vocabulary import vocabulary
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
@@ -55,16 +56,17 @@ def write_gguf(
 
         config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
     checkpoint = Checkpoint(source)
-    architecture, _ = gguf_architecture(checkpoint.config)
+    architecture = gguf_architecture(checkpoint.config)
     tensors = _tensors(checkpoint, config, matrices, outside)
     rows = tensors["token_embd.weight"].shape[0]
     sizes: Counter[str] = Counter()
     for stored in tensors.values():
         sizes[stored.type] += int(np.prod(stored.shape)) if len(stored.shape) > 1 else 0
     most = sizes.most_common(1)[0][0]
-    writer = GGUFWriter(file, architecture)
+    writer = GGUFWriter(file, architecture.name)
     try:
-        _add(writer, {f"{architecture}.{key}": value for key, value in hyperparameters(config).items()})
+        keys = hyperparameters(config, architecture)
+        _add(writer, {f"{architecture.name}.{key}": value for key, value in keys.items()})
         _add(writer, vocabulary(load_tokenizer(source, trust_remote_code), rows))
         writer.add_file_type(LlamaFileType[f"{'ALL' if most == 'F32' else 'MOSTLY'}_{most}"])
         writer.add_quantization_version(2)
@@ -96,34 +98,44 @@ def _tensors(checkpoint: Checkpoint, config: Any, matrices: str | None, outside:
             where="gguf",
             remedy="Put gptq, awq or rtn before it, or give it the float checkpoint and a type",
         )
-    _, layout = gguf_architecture(checkpoint.config)
-    found = {}
+    architecture = gguf_architecture(checkpoint.config)
+    found: dict[str, Stored] = {}
+    experts: dict[str, dict[int, Stored]] = {}
 
-    def order(name: str, content: Callable[[], NDArray[Any]]) -> Callable[[], NDArray[Any]]:
-        heads = PERMUTED.get(name.split(".")[-2]) if layout.permuted else None
-        return partial(_in_pairs, content, getattr(config, heads)) if heads else content
+    def add(name: str, kind: str, shape: tuple[int, ...], content: Callable[[], NDArray[Any]]) -> None:
+        if architecture.permuted and (heads := PERMUTED.get(name.split(".")[-2])):
+            if shape[0] % (2 * (count := getattr(config, heads))):
+                what, remedy = f"its {shape[0]} rows are not {count} heads", "Take the checkpoint from its source again"
+                raise StageError(what, where=name, why=f"In config.json {heads} is {count}", remedy=remedy)
+            content = partial(_in_pairs, content, count)
+        if architecture.norms_less_one and name.endswith("norm.weight"):
+            content = partial(_one_more, content)
+        ours, stored = gguf_name(name, architecture), Stored(kind, shape, content)
+        if expert := EXPERT.search(name):
+            experts.setdefault(ours, {})[int(expert[0])] = stored
+        else:
+            found[ours] = stored
 
     for name, layer in layers.items():
 
         def content(name: str = name, layer: Any = layer) -> NDArray[Any]:
             return blocks_of(name, layer.integers("cpu")).numpy()
 
-        weight = f"{name}.weight"
-        found[gguf_name(weight, layout)] = Stored(
-            block_type(name, layer.integers("cpu")), layer.shape, order(weight, content)
-        )
+        add(f"{name}.weight", block_type(name, layer.integers("cpu")), layer.shape, content)
     coded = {tensor for layer in layers.values() for tensor in layer.tensors}
     for name, info in checkpoint.tensors.items():
         if name in coded or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
         kind = "F32" if len(info.shape) < 2 else (outside if name in OUTSIDE else matrices) or info.dtype
-        if kind not in FLOATS and info.shape[-1] % 32:
+        block = 1 if kind in FLOATS else 256 if kind == "Q6_K" else 32
+        if info.shape[-1] % block:
             raise StageError(
-                f"rows of {info.shape[-1]} numbers are no multiple of the 32 that {kind} packs",
+                f"rows of {info.shape[-1]} numbers are no multiple of the {block} that {kind} packs",
                 where=name,
-                remedy="Set embedding: F16",
+                remedy=f"Set embedding: {'F16' if block == 32 else 'Q8_0'}",
             )
-        found[gguf_name(name, layout)] = Stored(kind, info.shape, order(name, partial(_floats, checkpoint, name, kind)))
+        add(name, kind, info.shape, partial(_floats, checkpoint, name, kind))
+    found |= {name: _stacked(name, [each[index] for index in sorted(each)]) for name, each in experts.items()}
     if factors := _rope_factors(config):
         found["rope_freqs.weight"] = factors
     return found
@@ -134,11 +146,29 @@ def _floats(checkpoint: Checkpoint, name: str, kind: str) -> NDArray[Any]:
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
+    values = checkpoint.read_finite(name).float().numpy()
+    if kind == "Q6_K":
+        return quantized_rows(values, kind)
     with np.errstate(over="ignore"):
-        stored = quantize(checkpoint.read_finite(name).float().numpy(), GGMLQuantizationType[kind])
+        stored = quantize(values, GGMLQuantizationType[kind])
     if kind == "F16" and not np.isfinite(stored).all():
         raise StageError("some weights lie outside of float16", where=name, remedy="Take BF16")
     return np.ascontiguousarray(stored)
+
+
+def _one_more(content: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+    return content() + 1
+
+
+def _stacked(name: str, experts: Sequence[Stored]) -> Stored:
+    """Return the matrices of all experts as the one tensor that llama.cpp has of them."""
+    import numpy as np
+
+    if len(kinds := sorted({each.type for each in experts})) > 1:
+        what = f"its experts are {' and '.join(kinds)}"
+        raise StageError(what, where=name, why="llama.cpp has them in one tensor", remedy="Give them the same bits")
+    shape = (len(experts), *experts[0].shape)
+    return Stored(kinds[0], shape, lambda: np.stack([each.content() for each in experts]))
 
 
 def _in_pairs(content: Callable[[], NDArray[Any]], heads: int) -> NDArray[Any]:
@@ -154,7 +184,7 @@ def _in_pairs(content: Callable[[], NDArray[Any]], heads: int) -> NDArray[Any]:
 
 def _rope_factors(config: Any) -> Stored | None:
     """Return what Llama 3 divides the frequencies of rotary embeddings by; None for other models."""
-    if config.rope_parameters["rope_type"] != "llama3":
+    if config.rope_parameters.get("rope_type") != "llama3":
         return None
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

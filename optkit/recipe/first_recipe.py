@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-Target = Literal["vllm", "onnx", "transformers"]
+Target = Literal["vllm", "onnx", "transformers", "llama.cpp"]
 Device = Literal["cpu", "cuda"]
 Effort = Literal["quick", "thorough"]
 PLAIN = re.compile(r"[A-Za-z][\w.-]*[/-][\w./-]+|/[\w./-]+")
@@ -118,17 +118,22 @@ OPENED: dict[tuple[Target, Device], tuple[str, ...]] = {
     ("transformers", "cpu"): ("INT8", "mixed INT4 and INT8", "INT4", "INT4, groups of 64", "INT3"),
     ("onnx", "cuda"): ("float16", "INT4", "INT4, groups of 64"),
     ("onnx", "cpu"): ("float16", "INT4", "INT4, groups of 64"),
+    ("llama.cpp", "cuda"): ("INT8", "INT4", "INT4, groups of 64"),
+    ("llama.cpp", "cpu"): ("INT8", "INT4", "INT4, groups of 64"),
 }
 """The forms that a target opens on a device, those that lose least first."""
-EXPORTS: dict[Device, str] = {
-    "cpu": "onnx: {target: cpu, lm_head: 8, activations: int8}",
-    "cuda": "onnx: {target: cuda, activations: float}",
+EXPORTS: dict[tuple[Target, Device], str] = {
+    ("onnx", "cpu"): "onnx: {target: cpu, lm_head: 8, activations: int8}",
+    ("onnx", "cuda"): "onnx: {target: cuda, activations: float}",
+    ("llama.cpp", "cpu"): "gguf",
+    ("llama.cpp", "cuda"): "gguf",
 }
-"""What makes an ONNX model of packed weights, as fast as the device can."""
+"""What makes another format of packed weights, as fast as the device can."""
 DEPLOYED = {
     "vllm": "vllm serve DIRECTORY",
     "transformers": "AutoModelForCausalLM.from_pretrained(DIRECTORY), with compressed-tensors installed",
     "onnx": "onnxruntime_genai.Model(DIRECTORY), with onnxruntime-genai installed",
+    "llama.cpp": "llama-server --model DIRECTORY/model.gguf",
 }
 PAGE = """\
 # Written by `optkit init`: it is yours now. What a line means: `optkit explain STAGE` (or METRIC).
@@ -183,15 +188,16 @@ class Answers:
     def stages(self, form: Form) -> tuple[str, ...]:
         """Return the stages that make a form, each as YAML in one line; none if there is no way."""
         made = form.quick if self.effort == "quick" else form.thorough
-        if self.target == "onnx" and not any(line.startswith("onnx:") for line in made):
-            made = (*made, EXPORTS[self.device])
+        export = EXPORTS.get((self.target, self.device))
+        if export and not any(line.startswith("onnx:") for line in made):
+            made = (*made, export)
         text = CALIBRATION[self.effort]
         return tuple(line.replace("TEXT", text).replace("DEVICE", self.device) for line in made)
 
     def recipe(self, form: Form, file: str) -> str:
         """Return the text of the recipe that makes a form; `file` is the name of its file."""
         quick, stages = self.effort == "quick", self.stages(form)
-        settings = [] if self.target == "onnx" else ["attention: sdpa"]
+        settings = [] if (self.target, self.device) in EXPORTS else ["attention: sdpa"]
         if self.target == "transformers" and self.device == "cuda":
             settings.append("compile: {mode: reduce-overhead, devices: [cuda]}")
         comment = YOUR_TEXT if any("calibration" in line for line in stages) else NO_TEXT

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from optkit.common.byte_sizes import size_text
-from optkit.common.markdown import markdown_table
+from optkit.common.markdown import fenced, markdown_table
 from optkit.common.yaml_text import yaml_text
 from optkit.scorecard.attribution import waterfall
 from optkit.scorecard.loading import Loading, loading_cells, loading_columns, loading_notes
@@ -54,7 +54,7 @@ def sections(scorecard: Scorecard) -> dict[str, str]:
         "## Settings": _bullets(scorecard.settings),
         "## Notes": _bullets(other_notes(scorecard)),
         "## Environment": _bullets([f"{name}: {value}" for name, value in scorecard.environment.items()]),
-        "## Recipe": f"```yaml\n{yaml_text(scorecard.recipe)}```" if scorecard.recipe else "",
+        "## Recipe": fenced(yaml_text(scorecard.recipe), "yaml") if scorecard.recipe else "",
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from optkit.environment import unmet
 from optkit.errors import StageError
-from optkit.gguf.architecture import gguf_architecture, gguf_name
+from optkit.gguf.architecture import EXPERT, gguf_architecture, gguf_name
 from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.formats.gguf import MODEL
@@ -59,8 +59,9 @@ class Gguf(Transform):
     type: Type | None = None
     """Of float weights: what the matrices are stored as. Left out: as they are. Of a quantized
     model its codes decide."""
-    embedding: Literal["F32", "F16", "BF16", "Q8_0"] | None = None
-    """Of a quantized model: what a float embedding and lm_head are stored as. Left out: Q8_0."""
+    embedding: Literal["F32", "F16", "BF16", "Q8_0", "Q6_K"] | None = None
+    """Of a quantized model: what a float embedding and lm_head are stored as. Left out: Q8_0. Q6_K is
+    what llama.cpp itself takes, and packs rows of a multiple of 256."""
     imatrix: Calibration | None = None
     """Of a type that llama.cpp quantizes to: the text whose activations weigh its rounding errors.
     Left out: all inputs weigh the same."""
@@ -128,9 +129,9 @@ class Gguf(Transform):
             return {}
         from optkit.stages.quantizing.input_squares import input_squares
 
-        _, layout = gguf_architecture(shape.config)
+        architecture = gguf_architecture(shape.config)
         found = input_squares(source, self.imatrix, context, "gguf.imatrix")
-        return {gguf_name(f"{name}.weight", layout): squares.numpy() for name, squares in found.items()}
+        return {gguf_name(f"{name}.weight", architecture): squares.numpy() for name, squares in found.items()}
 
     def _proof(self, source: Path, file: Path, context: Context) -> tuple[dict[str, Any], tuple[str, ...]]:
         if unmet(self.requires):
@@ -173,7 +174,7 @@ class Gguf(Transform):
 
     def _refuse(self, shape: ModelShape) -> bool:
         """Return whether the model holds codes. Raises StageError for what the fields do not fit."""
-        _, layout = gguf_architecture(shape.config)
+        architecture = gguf_architecture(shape.config)
         coded = bool(shape.config.get("quantization_config"))
         if coded and self.type:
             raise StageError(
@@ -193,10 +194,17 @@ class Gguf(Transform):
                 where="gguf.imatrix",
                 remedy="Leave it out, or take a type such as Q4_K_M",
             )
+        if self.imatrix and any(EXPERT.search(name) for name in shape.tensors):
+            raise StageError(
+                "imatrix cannot weigh experts",
+                where="gguf.imatrix",
+                why="A text reaches each of them by another part of its tokens",
+                remedy="Leave it out",
+            )
         if coded:
             return True
         for name, info in shape.tensors.items():
-            gguf_name(name, layout)
+            gguf_name(name, architecture)
             block = 256 if self._packs_256 and not self.allow_fallback else 32
             if self._by_llama_cpp and len(info.shape) > 1 and info.shape[-1] % block:
                 raise StageError(

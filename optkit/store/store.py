@@ -270,9 +270,11 @@ class Store:
             raise explain_os_error(error, what, self.root) from error
 
 
-def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | StoreError:
+def explain_os_error(
+    error: OSError, what: str, place: Path, elsewhere: str = "name another place with --store or --out"
+) -> ResourceError | StoreError:
     """Return the optkit error for a failed write of `what` under `place`.
-    A full disk is told apart from everything else.
+    A full disk is told apart from everything else. `elsewhere` is what to do then.
     """
     if error.errno in NO_ROOM:
         free = f"{shutil.disk_usage(place).free:,} bytes are free" if place.exists() else ""
@@ -280,13 +282,13 @@ def explain_os_error(error: OSError, what: str, place: Path) -> ResourceError | 
             f"{NO_ROOM[error.errno]} while writing {what}",
             where=str(place),
             why=free,
-            remedy="Free some space, or name another place with --store or --out",
+            remedy=f"Free some space, or {elsewhere}",
         )
     return StoreError(
         f"cannot write {what}",
         where=str(place),
         why=f"{error.strerror or error}",
-        remedy="Name another place with --store or --out",
+        remedy=elsewhere[0].upper() + elsewhere[1:],
     )
 
 

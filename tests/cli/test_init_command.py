@@ -31,6 +31,12 @@ def test_what_nobody_says_is_the_usual_and_the_cost_is_told(
     assert [entry.kind for entry in load_recipe(here / "recipe.yaml").stages] == ["rtn", "attention"]
 
 
+def test_for_llama_cpp_it_writes_a_gguf(here: Path, tiny_model: Callable[[str], Path]) -> None:
+    given = ["init", "--model", str(tiny_model("llama")), "--device", "cpu", "--target", "llama.cpp"]
+    assert main([*given, "--effort", "thorough"]) == 0
+    assert [entry.kind for entry in load_recipe(here / "recipe.yaml").stages] == ["gptq", "gguf"]
+
+
 def test_the_form_that_loses_least_and_fits_is_taken(
     here: Path, tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,7 +79,7 @@ def test_on_a_terminal_it_asks_for_what_no_option_says(
         (["there.yaml"], "there.yaml: there is a file of this name. Name another, or add --force."),
         (["--size", "2x"], "'2x' is no size. Use a part of the unmodified model, 0.3x, or bytes, 4GB."),
         (["--size", "0x"], "'0x' is no size."),
-        (["--model", "all-minilm-l6-v2"], "--model all-minilm-l6-v2: no recipe of init is for this model. rtn is for"),
+        (["--model", "all-minilm-l6-v2"], "--model all-minilm-l6-v2: no recipe of init is for this model. "),
     ],
 )
 def test_mistakes_are_told_and_nothing_is_written(

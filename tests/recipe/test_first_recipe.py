@@ -26,7 +26,8 @@ def test_every_answer_gives_recipes_that_are_valid(answers: Answers) -> None:
     for form in forms:
         recipe = load_recipe(answers.recipe(form, "recipe.yaml"))
         kinds = [entry.kind for entry in recipe.stages]
-        assert (kinds[-1] == "onnx") == (answers.target == "onnx")
+        assert kinds[-1] == {"onnx": "onnx", "llama.cpp": "gguf"}.get(answers.target, kinds[-1])
+        assert ("attention" in kinds) == (answers.target in ("vllm", "transformers"))
         assert recipe.gates["size_bytes"] == f"<= {answers.size or form.size + 'x'}"
         assert max(map(len, answers.recipe(form, "recipe.yaml").splitlines())) <= 112
 

@@ -36,6 +36,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 32},
 }
+EXPERTS = {"num_experts_per_tok": 2}
+WINDOWED = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8, "tie_word_embeddings": True}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+WRITTEN: dict[str, dict[str, Any]] = {
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": True, "head_dim": 32},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "gemma": {"head_dim": 32, "tie_word_embeddings": True},
+    "gemma2": WINDOWED,
+    "gemma3_text": {**WINDOWED, "num_hidden_layers": 7},
+    "llama": {"rope_parameters": YARN},
+    "qwen2": {"rope_parameters": YARN},
+}
+"""Models that optkit writes and does not import."""
 
 
 def save(kind: str, target: Path, **fields: Any) -> Path:
@@ -146,10 +160,10 @@ class TestRefusals:
 
     def test_another_architecture(self, tiny_model: TinyModel, tmp_path: Path) -> None:
         message = (
-            "gguf: GemmaForCausalLM cannot be written as GGUF. optkit writes LlamaForCausalLM, Qwen2ForCausalLM, "
-            "Qwen3ForCausalLM, MistralForCausalLM"
+            "gguf: OPTForCausalLM cannot be written as GGUF. optkit writes LlamaForCausalLM, MistralForCausalLM, "
+            "MixtralForCausalLM"
         )
-        self.refuse(Gguf(), tiny_model("gemma"), message, tmp_path)
+        self.refuse(Gguf(), tiny_model("opt"), message, tmp_path)
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -157,13 +171,40 @@ class TestRefusals:
             ({"hidden_act": "gelu"}, "gguf: hidden_act is gelu. optkit writes models with silu as GGUF"),
             (
                 {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-                "rope_type is dynamic. optkit writes models with default, linear, llama3 as GGUF",
+                "rope_type is dynamic. optkit writes models with default, linear, yarn, llama3 as GGUF",
             ),
-            ({"mlp_bias": True}, r"mlp.\w+_proj.bias: llama.cpp has no such tensor in a plain LlamaForCausalLM"),
+            ({"mlp_bias": True}, r"mlp.\w+_proj.bias: llama.cpp has no such tensor in a plain llama"),
         ],
     )
     def test_what_llama_cpp_computes_otherwise(self, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
         self.refuse(Gguf(), save("llama", tmp_path / "source", **fields), message, tmp_path)
+
+    @pytest.mark.parametrize(
+        ("kind", "fields", "message"),
+        [
+            ("llama", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor is 2.0. optkit writes"),
+            ("llama", {"rope_parameters": {**YARN, "beta_fast": 16}}, "beta_fast is 16. optkit writes models with 32"),
+            ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is False. optkit writes models with True"),
+            (
+                "qwen3_moe",
+                {"mlp_only_layers": [0]},
+                r"0.mlp.\w+.weight: llama.cpp has no such tensor in a plain qwen3moe",
+            ),
+            ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings is False. optkit writes models with True"),
+            ("gemma2", {"query_pre_attn_scalar": 5}, "query_pre_attn_scalar is 5. optkit writes models with 16"),
+            ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping is not set. llama.cpp caps"),
+            ("gemma3_text", {"layer_types": ["full_attention"] * 7}, "layer_types is .*full_attention"),
+        ],
+    )
+    def test_what_it_computes_otherwise_of_others(
+        self, tmp_path: Path, kind: str, fields: dict[str, Any], message: str
+    ) -> None:
+        self.refuse(Gguf(), save(kind, tmp_path / "source", **{**WRITTEN[kind], **fields}), message, tmp_path)
+
+    def test_a_text_for_experts(self, tmp_path: Path) -> None:
+        source = save("mixtral", tmp_path / "source", **WRITTEN["mixtral"])
+        stage = Gguf(type="Q4_0", imatrix={"dataset": "python-reference"})
+        self.refuse(stage, source, "gguf.imatrix: imatrix cannot weigh experts. A text reaches", tmp_path)
 
     def test_fields_that_mean_nothing(self, tiny_model: TinyModel, tmp_path: Path) -> None:
         save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain")
@@ -192,6 +233,16 @@ class TestRefusals:
         (tmp_path / "nf4" / "config.json").write_text(json.dumps(config))
         self.refuse(Gguf(), tmp_path / "nf4", "no type of GGUF has the weights of bitsandbytes. Put gptq", tmp_path)
 
+    def test_rows_that_are_not_those_of_config_json(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        source = save("llama", tmp_path / "source")
+        held = load_file(source / "model.safetensors")
+        held["model.layers.0.self_attn.q_proj.weight"] = held["model.layers.0.self_attn.q_proj.weight"][1:].contiguous()
+        save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+        message = "q_proj.weight: its 63 rows are not 4 heads. In config.json num_attention_heads is 4. Take"
+        self.refuse(Gguf(), source, message, tmp_path)
+
     def test_numbers_beyond_float16(self, tmp_path: Path) -> None:
         from safetensors.torch import load_file, save_file
 
@@ -218,6 +269,41 @@ class TestLlamaCpp:
         assert theirs.vocabulary == ours.vocabulary
         assert theirs.positions == ours.positions
         theirs.close()
+
+    @pytest.mark.parametrize(("kind", "fields"), WRITTEN.items())
+    def test_it_computes_other_architectures_too(self, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+        source = save(kind, tmp_path / "source", **fields)
+        report = made(Gguf(), source, tmp_path / "gguf")
+        assert report.details["divergence"] < 1e-6
+        ours, theirs = open_session(source), open_session(tmp_path / "gguf")
+        assert torch.allclose(theirs.logits(TOKENS), ours.logits(TOKENS), atol=2e-3)
+        assert theirs.positions == ours.positions
+        theirs.close()
+
+    @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+    def test_codes_of_experts_are_stacked(self, tmp_path: Path, kind: str) -> None:
+        source = save(kind, tmp_path / "source", **WRITTEN[kind])
+        save_packed(source, tmp_path / "packed", tmp_path / "plain", dtype=torch.float16)
+        report = made(Gguf(), tmp_path / "packed", tmp_path / "gguf")
+        assert report.details["divergence"] < 1e-2
+        tensors = read_gguf(tmp_path / "gguf" / "model.gguf").tensors
+        assert (tensors["blk.0.ffn_up_exps.weight"].type, len(tensors["blk.0.ffn_up_exps.weight"].shape)) == ("Q4_0", 3)
+
+    def test_the_embedding_has_the_very_bytes_of_llama_cpp(self, tmp_path: Path) -> None:
+        source = save("qwen2", tmp_path / "source", hidden_size=256, tie_word_embeddings=True)
+        save_packed(source, tmp_path / "packed", tmp_path / "plain", dtype=torch.float32)
+        report = made(Gguf(embedding="Q6_K"), tmp_path / "packed", tmp_path / "ours")
+        assert report.details["types"]["Q6_K"] == 1
+        made(Gguf(type="Q6_K", allow_fallback=True), source, tmp_path / "theirs")
+        ours, theirs = (
+            {each.name: each for each in gguf.GGUFReader(tmp_path / name / "model.gguf").tensors}["token_embd.weight"]
+            for name in ("ours", "theirs")
+        )
+        assert (ours.tensor_type, ours.data.tobytes()) == (theirs.tensor_type, theirs.data.tobytes())
+        save_packed(save("qwen2", tmp_path / "small"), tmp_path / "narrow", tmp_path / "plain2")
+        message = "weight: rows of 64 numbers are no multiple of the 256 that Q6_K packs. Set embedding: Q8"
+        with pytest.raises(StageError, match=message):
+            made(Gguf(embedding="Q6_K"), tmp_path / "narrow", tmp_path / "a")
 
     def test_a_file_that_says_something_else_is_refused(
         self, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
