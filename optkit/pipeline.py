@@ -52,7 +52,7 @@ from optkit.scorecard.published import (
     published_scorecard,
     without_places,
 )
-from optkit.source.directory import left_out
+from optkit.source.directory import left_out, without_processor
 from optkit.source.models import locate_model
 from optkit.stage import Context
 from optkit.store.out_directory import reserve, settle
@@ -294,10 +294,12 @@ def _refuse_damaged(done: Verified) -> None:
 
 
 def _left_out(todo: Plan) -> list[str]:
-    """Return a note on the files of the user's own model directory that the artifact does not have."""
+    """Return notes on the files of the user's own model directory that the artifact does not have."""
     directory = locate_model(todo.recipe.model)
-    said = left_out(directory, todo.recipe.model.trust_remote_code) if directory else ""
-    return [said] if said else []
+    if not directory:
+        return []
+    notes = (left_out(directory, todo.recipe.model.trust_remote_code), without_processor(directory))
+    return [note for note in notes if note]
 
 
 def _record(todo: Plan, execution: Execution, recipe: Recipe) -> dict[str, Any]:

@@ -103,6 +103,8 @@ def find_blocks(model: PreTrainedModel) -> tuple[Block, ...]:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     fitting = [(name, module) for name, module in lists if len(module) == count and len(set(module)) == count]
+    decoder = set(model.get_decoder().modules())
+    fitting = [each for each in fitting if each[1] in decoder] or fitting
     outermost = [
         (name, module) for name, module in fitting if not any(name.startswith(f"{other}.") for other, _ in fitting)
     ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,11 @@ class KvScales:
     values: tuple[float, ...]
 
 
-def attention_layers(tensors: Iterable[str]) -> list[str]:
-    """Return the names of the attention layers, in order of their blocks, as far as names tell.
+def attention_layers(shape: ModelShape) -> list[str]:
+    """Return the names of the decoder's attention layers, in order, as far as names tell.
     For example `model.layers.0.self_attn`.
     """
-    found = {match[1] for name in tensors if (match := PROJECTION.match(name))}
+    found = {match[1] for name in shape.tensors if shape.block(name) and (match := PROJECTION.match(name))}
     return sorted(found, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
 
 
@@ -50,7 +50,7 @@ def split_kv_scales(checkpoint: Checkpoint) -> tuple[Checkpoint, KvScales | None
     scheme = quantization.pop("kv_cache_scheme", None)
     if not scheme or quantization.get("quant_method") != "compressed-tensors" or not _is_ours(scheme):
         return checkpoint, None
-    layers = attention_layers(checkpoint.tensors)
+    layers = attention_layers(checkpoint.shape)
     names = {leaf: [f"{layer}.{leaf}" for layer in layers] for leaf in (KEYS, VALUES)}
     missing = [name for each in names.values() for name in each if name not in checkpoint.tensors]
     if missing or not layers:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from optkit.model.task import ENCODER_DECODERS, Task, positions_of, task_of
+from optkit.model.task import ENCODER_DECODERS, TOWERS, Task, positions_of, task_of
 from optkit.model.text_config import first_number, text_config
 
 DTYPE_BITS = {
@@ -82,21 +82,38 @@ class ModelShape:
         place = place_in_list(name)
         return place if place and self._decoder in (None, place[0]) else None
 
+    def in_tower(self, name: str) -> bool:
+        """Say whether a tensor belongs to what stands in front of the decoder: a tower of vision or
+        audio, or a projector.
+        """
+        beside = "lm_head" not in name.split(".") and not name.startswith(self._around_blocks)
+        return beside and not {"text_config", *TOWERS}.isdisjoint(self.config)
+
+    @cached_property
+    def _around_blocks(self) -> str:
+        """How the names of the language model's tensors begin, e.g. `language_model.model.`."""
+        blocks = next((place[0] for name in self.tensors if (place := self.block(name))), "")
+        return blocks[: blocks.rfind(".") + 1]
+
     @cached_property
     def _decoder(self) -> str | None:
-        """The list of the decoder blocks, the largest of as many as config.json says.
-        None if there is one list, or none fits, or all count.
+        """The list of the decoder blocks, of as many as config.json says.
+        The norms of its width tell, which are never packed, else the largest is taken. None if there
+        is one list, or none fits, or all count.
         """
         if self.task in ENCODER_DECODERS:
             return None
         members: dict[str, set[int]] = {}
         sizes: Counter[str] = Counter()
+        wide = set()
         for name, info in self.tensors.items():
             if place := place_in_list(name):
                 members.setdefault(place[0], set()).add(place[1])
                 sizes[place[0]] += info.elements
+                if info.shape == (self.width,):
+                    wide.add(place[0])
         fitting = [name for name, indices in members.items() if len(indices) == self.block_count]
-        return max(fitting, key=sizes.__getitem__) if fitting and len(members) > 1 else None
+        return max(fitting, key=lambda name: (name in wide, sizes[name])) if fitting and len(members) > 1 else None
 
     @property
     def block_count(self) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any
 
+from optkit.errors import StageError
 from optkit.model.text_config import text_config
 
 
@@ -37,6 +38,8 @@ MULTI_MODAL = "ForConditionalGeneration"
 """How the architectures of decoders end that see or hear; those of encoder-decoders do so too."""
 TOWERS = ("vision_config", "audio_config")
 """Keys of config.json with what stands in front of such a decoder."""
+STREAM = "What it sees or hears enters the hidden states as its projector writes them"
+"""Why they cannot be rotated or narrowed."""
 PREFIXED = frozenset({"paligemma"})
 """`model_type` of those whose prompt is seen whole by each of its tokens, whatever config.json says."""
 CONDITIONED = (MULTI_MODAL, "MTModel")
@@ -114,6 +117,14 @@ def is_multi_modal(config: Mapping[str, Any]) -> bool:
     """Say whether a config.json describes a decoder of text with other towers in front of it."""
     decodes = not (config.get("is_encoder_decoder") or text_config(config).get("is_encoder_decoder"))
     return decodes and architecture_of(config).endswith(MULTI_MODAL) and any(config.get(tower) for tower in TOWERS)
+
+
+def refuse_multi_modal(config: Mapping[str, Any], where: str, why: str, remedy: str) -> None:
+    """Raise StageError for a decoder with other towers in front of it."""
+    if is_multi_modal(config):
+        raise StageError(
+            f"{architecture_of(config)} is more than a language model", where=where, why=why, remedy=remedy
+        )
 
 
 def sees_ahead(config: Mapping[str, Any]) -> bool:

@@ -22,8 +22,6 @@ TABLES = ("embed", "wte", "wpe")
 """Parts of last names of modules of which a token reads one row."""
 POSITIONS = ("position", "wpe")
 """Parts of last names of tables of positions."""
-NOT_TEXT = ("vision", "visual", "audio", "multi_modal", "mm_projector")
-"""Parts of the names of what a text token never meets."""
 EXPERTS = ".experts."
 
 
@@ -81,7 +79,7 @@ def expert_counts(config: Mapping[str, Any]) -> tuple[int, int]:
 def _is_text(shape: ModelShape, name: str) -> bool:
     if shape.block(name):
         return True
-    return place_in_list(name) is None and not any(word in name for word in NOT_TEXT)
+    return place_in_list(name) is None and not shape.in_tower(name)
 
 
 def _schemes(shape: ModelShape) -> Any:

@@ -98,7 +98,9 @@ def _size(tensor: Tensor) -> int:
 
 
 def _shares(model: Any) -> Iterator[tuple[nn.Module, float]]:
-    """Yield each module with the share of its weights that one token needs: below 1 for experts."""
+    """Yield each module with the share of its weights that one token needs: below 1 for experts.
+    Towers of vision and audio are left out.
+    """
     config = model.config.get_text_config(decoder=True)
     chosen = next(
         (count for name in ("num_experts_per_tok", "top_k") if isinstance(count := getattr(config, name, None), int)),
@@ -109,7 +111,8 @@ def _shares(model: Any) -> Iterator[tuple[nn.Module, float]]:
         count = _experts(module)
         if chosen and count:
             shares |= dict.fromkeys(module.modules(), min(1.0, chosen / count))
-    for module in model.modules():
+    parts = [model] if config is model.config else [model.get_decoder(), model.get_output_embeddings()]
+    for module in dict.fromkeys(module for part in parts for module in part.modules()):
         yield module, shares.get(module, 1.0)
 
 

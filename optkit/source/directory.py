@@ -10,9 +10,9 @@ from typing import Any
 from optkit.common.frozen import digest
 from optkit.errors import SourceError
 from optkit.model.companions import files_beside, find_companions
-from optkit.model.config_file import check_against_tensors
+from optkit.model.config_file import check_against_tensors, read_config
 from optkit.model.formats.base import Format
-from optkit.model.task import CAUSAL, ENCODERS, HEADS, MULTI_MODAL, TOWERS, Task, sees_ahead, task_of
+from optkit.model.task import CAUSAL, ENCODERS, HEADS, MULTI_MODAL, TOWERS, Task, is_multi_modal, sees_ahead, task_of
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.foreign_code import classes_in, kernels_in
 
@@ -112,3 +112,14 @@ def directory_revision(root: Path, weights: Iterable[Path], digests: FileDigests
 def left_out(directory: Path, trust_remote_code: bool) -> str:
     """Return a sentence on the files that no artifact gets; empty if it gets all."""
     return find_companions(directory, trust_remote_code).said()
+
+
+def without_processor(directory: Path) -> str:
+    """Return a sentence if the model sees or hears and nothing beside it prepares that for it."""
+    config = directory / "config.json"
+    if not config.is_file() or not is_multi_modal(read_config(config)) or any(directory.glob("*processor*.json")):
+        return ""
+    return (
+        "there is no processor beside the model (preprocessor_config.json): programs read no images or "
+        "audio with the artifact until it is copied there"
+    )

@@ -14,6 +14,7 @@ from optkit.common.field_types import BatchSize
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
+from optkit.model.calibration_memory import refuse_unreached
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.kv_scales import KEYS, SCHEME, VALUES, attention_layers
 from optkit.model.shape import ModelShape, TensorInfo
@@ -100,6 +101,7 @@ class KvScales(Transform):
         """Return the exact tensors that it leaves.
         The memory is that of the whole model and of one batch.
         """
+        refuse_unreached(shape, self.kind)
         layers = _layers(shape)
         tensors = dict(shape.tensors) | {
             f"{layer}.{leaf}": TensorInfo("F32", (1,)) for layer in layers for leaf in (KEYS, VALUES)
@@ -159,7 +161,7 @@ def _layers(shape: ModelShape) -> list[str]:
             where="kv_scales",
             remedy="Take the stage out of the recipe",
         )
-    layers = attention_layers(shape.tensors)
+    layers = attention_layers(shape)
     if not layers:
         raise StageError(
             "no layer has a k_proj or qkv_proj",

@@ -19,7 +19,7 @@ from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.model.output_layer import HEAD
 from optkit.model.packed_names import CODES
 from optkit.model.shape import ModelShape
-from optkit.model.task import OF_TEXT, Task, architecture_of, is_multi_modal, task_of
+from optkit.model.task import OF_TEXT, Task, architecture_of, refuse_multi_modal, task_of
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.onnx.exporters import OPSET, OPSETS, encoder_task, exporter_for
 from optkit.onnx.matmul_nbits_limits import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
@@ -294,13 +294,12 @@ class Onnx(Transform):
         )
 
     def _exporter(self, shape: ModelShape) -> str:
-        if is_multi_modal(shape.config):
-            raise StageError(
-                f"{architecture_of(shape.config)} is more than a language model",
-                where="onnx",
-                why="A graph is written of text alone, and would lose what the model sees or hears",
-                remedy="Leave onnx out, or export a text-generation checkpoint of the model",
-            )
+        refuse_multi_modal(
+            shape.config,
+            "onnx",
+            "A graph is written of text alone, and would lose what the model sees or hears",
+            "Leave onnx out, or export a text-generation checkpoint of the model",
+        )
         return self.exporter or exporter_for(shape.config)
 
     def _head_bits(self, shape: ModelShape) -> int | None:

@@ -17,6 +17,7 @@ from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.attention import attention_of
 from optkit.model.attention_choice import eager_bytes
+from optkit.model.calibration_memory import refuse_unreached
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import block_count, hidden_size, shallower_config, shallower_tensors
 from optkit.model.memory import return_freed_memory
@@ -173,6 +174,7 @@ class PruneStructured(WidthFields, Transform):
         """Return the exact size that it leaves.
         Which blocks that are is known when it has run, so here the last ones are missing.
         """
+        refuse_unreached(shape, KIND)
         planned, blocks = self._planned(shape), block_count(shape.config)
         named = self.remove_layers if isinstance(self.remove_layers, tuple) else range(blocks - planned.count, blocks)
         kept = [index for index in range(blocks) if index not in named]

@@ -14,9 +14,11 @@ from pydantic import model_validator
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
+from optkit.model.calibration_memory import refuse_unreached
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.output_layer import tied_embedding, with_own_head
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.task import STREAM, refuse_multi_modal
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.stage import Context, Cost, Report, Transform
 
@@ -144,7 +146,10 @@ class Rotate(Transform):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves: a tied model gets an `lm_head` of its own."""
+        refuse_unreached(shape, "rotate")
         tensors, config = dict(shape.tensors), shape.config
+        if self.residual:
+            refuse_multi_modal(config, "rotate.residual", STREAM, "Set rotate.residual to false")
         if self.residual and LM_HEAD not in tensors:
             embedding = tied_embedding(shape)
             if not embedding:

@@ -68,7 +68,7 @@ def _problems_of_cache(checkpoint: Checkpoint, scheme: Mapping[str, Any] | None)
     found = [name for name in checkpoint.tensors if name.endswith((f".{KEYS}", f".{VALUES}"))]
     if not scheme:
         return [f"there is {name}, and config.json has no kv_cache_scheme" for name in found]
-    wanted = [f"{attention}.{leaf}" for attention in attention_layers(checkpoint.tensors) for leaf in (KEYS, VALUES)]
+    wanted = [f"{attention}.{leaf}" for attention in attention_layers(checkpoint.shape) for leaf in (KEYS, VALUES)]
     if not found and scheme.get("dynamic"):
         return []
     absent = [name for name in wanted if name not in checkpoint.tensors]

@@ -13,16 +13,22 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from optkit.errors import StageError
+from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.weights import weights_of
 from optkit.session import open_session
+from optkit.session.step_bytes import weight_bytes
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.auto_bits import AutoBits
 from optkit.stages.awq import Awq
 from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
+from optkit.stages.kv_scales import KvScales
 from optkit.stages.nf4 import Nf4
+from optkit.stages.prune_structured import PruneStructured
+from optkit.stages.rotate import Rotate
 from optkit.stages.rtn import Rtn
 from optkit.verification.layers import problems_of_layers
 from tests.support.vision_models import save_vision_model
@@ -43,7 +49,7 @@ NEEDS = {"nf4": "bitsandbytes"}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {kind: save_vision_model(kind, tmp_path_factory.mktemp(kind)) for kind in WEIGHTS}
+    return {kind: save_vision_model(kind, tmp_path_factory.mktemp(kind)) for kind in (*WEIGHTS, "llava")}
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -109,3 +115,62 @@ def test_the_blocks_are_those_that_config_json_counts() -> None:
     )
     assert shape.outside_bytes == 8 * matrix.size_bytes
     assert ModelShape({}, tensors).block("eyes.1.w.weight") == ("eyes", 1)
+
+
+def test_the_norms_tell_the_decoder_from_a_larger_tower() -> None:
+    norms, matrix = {"mind": TensorInfo("F32", (8,)), "eyes": TensorInfo("F32", (6,))}, TensorInfo("F32", (9, 9))
+    tensors = {f"{group}.{index}.norm.weight": norm for group, norm in norms.items() for index in range(2)}
+    tensors |= {f"eyes.{index}.w.weight": matrix for index in range(2)}
+    shape = ModelShape({"text_config": {"num_hidden_layers": 2, "hidden_size": 8}}, tensors)
+    assert shape.block("mind.1.norm.weight")
+    assert shape.block("eyes.1.w.weight") is None
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_a_step_reads_the_decoder_and_the_head_alone(models: dict[str, Path], kind: str) -> None:
+    shape = Checkpoint(models[kind]).shape
+    towers = {name for name in shape.tensors if shape.in_tower(name)}
+    assert towers == {name for name in shape.tensors if "vision" in name or "visual" in name or "projector" in name}
+    read = {name: info.size_bytes for name, info in shape.tensors.items() if name not in towers}
+    embedding = next(name for name in read if name.endswith("embed_tokens.weight"))
+    rows = 0 if "lm_head.weight" not in shape.tensors else shape.tensors[embedding].shape[1] * 4 - read[embedding]
+    buffers = 256
+    assert 0 <= weight_bytes(open_session(models[kind]).model, 1) - sum(read.values()) - rows <= buffers
+    assert sum(each.size_bytes for each in weights_of(shape)) == sum(read.values())
+
+
+REFUSED = [
+    (Rotate(), "rotate.residual", "Set rotate.residual to false"),
+    (
+        PruneStructured(hidden_size=0.5, multiple_of=8),
+        "prune_structured.hidden_size",
+        "Take remove_layers, intermediate_size and heads",
+    ),
+]
+
+
+@pytest.mark.parametrize(("stage", "where", "remedy"), REFUSED)
+def test_hidden_states_that_a_projector_writes_stay_as_they_are(
+    models: dict[str, Path], stage: Any, where: str, remedy: str
+) -> None:
+    with pytest.raises(StageError) as raised:
+        stage.predict(Checkpoint(models["llava"]).shape, "cpu")
+    assert str(raised.value) == (
+        f"{where}: LlavaForConditionalGeneration is more than a language model. What it sees or hears enters the "
+        f"hidden states as its projector writes them. {remedy}."
+    )
+
+
+def test_blocks_that_text_does_not_reach_are_not_calibrated(text: Calibration) -> None:
+    config = {"architectures": ["MllamaForConditionalGeneration"], "vision_config": {"hidden_size": 4}}
+    nested = {"cross_attention_layers": [1], "num_hidden_layers": 4}
+    shape = ModelShape({**config, "text_config": nested}, {})
+    stages = (Rotate(residual=False), KvScales(calibration=text), PruneStructured(remove_layers=1))
+    planned = [(stage.kind, lambda stage=stage: stage.predict(shape, "cpu")) for stage in stages]
+    for where, fails in (*planned, ("calibration", lambda: calibration_bytes(shape, {}, 1, (1, 1)))):
+        with pytest.raises(StageError) as raised:
+            fails()
+        assert str(raised.value) == (
+            f"{where}: 1 of 4 blocks of MllamaForConditionalGeneration run for images alone. Text does not reach them. "
+            "Take a stage without calibration: rtn, fp8, mx, nf4, or prune by magnitude."
+        )

@@ -15,6 +15,7 @@ from optkit.common.field_types import LARGEST_WIDTH, Width
 from optkit.common.frozen import Frozen
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
+from optkit.model.task import STREAM, refuse_multi_modal
 from optkit.model.text_config import text_config
 from optkit.model.width import Role, Widths, axes_of, changing, widths_of
 
@@ -203,6 +204,10 @@ def _refuse_architecture(shape: ModelShape, before: Widths, after: Widths) -> No
             where=f"{KIND}.hidden_size",
             why="The embeddings of a narrower model would be scaled otherwise",
             remedy="Take remove_layers, intermediate_size and heads",
+        )
+    if Role.HIDDEN in roles:
+        refuse_multi_modal(
+            shape.config, f"{KIND}.hidden_size", STREAM, "Take remove_layers, intermediate_size and heads"
         )
     _refuse_norms(shape.tensors, shape, before, roles)
 

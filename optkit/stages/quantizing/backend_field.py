@@ -30,6 +30,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Selection, layers_of
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
+from optkit.model.task import refuse_multi_modal
 from optkit.packed_tensors.base import LayerFormat, quantization_config
 from optkit.source.calibration import Calibration
 from optkit.source.directory import is_built_into_transformers
@@ -125,7 +126,12 @@ def run_with(stage: Backed, offer: Offer, source: Path, target: Path, context: C
     _refuse_device(offer, context.device, stage.kind)
     checkpoint = Checkpoint(source)
     _refuse_own_code(checkpoint.config, stage.kind)
-    _refuse_multi_modal(checkpoint.config, stage.kind)
+    refuse_multi_modal(
+        checkpoint.config,
+        f"{stage.kind}.backend",
+        "Libraries name its layers in their own ways, which optkit cannot hold against the checkpoint's",
+        f"Take backend: {OWN}",
+    )
     selection = stage.select_layers(layers_of(checkpoint.shape), outside_of(checkpoint.shape))
     formats = stage.layer_formats(selection)
     _refuse_shapes(offer, selection, stage.kind)
@@ -249,16 +255,6 @@ def _refuse_own_code(config: Mapping[str, Any], kind: str) -> None:
             f"the model needs code of its own ({', '.join(sorted(map(str, dict(config['auto_map']).values())))})",
             where=f"{kind}.backend",
             why="It was written for one version of transformers, and the library has another",
-            remedy=f"Take backend: {OWN}",
-        )
-
-
-def _refuse_multi_modal(config: Mapping[str, Any], kind: str) -> None:
-    if "text_config" in config:
-        raise StageError(
-            f"{next(iter(config.get('architectures') or ['the model']))} is more than a language model",
-            where=f"{kind}.backend",
-            why="Libraries name its layers in their own ways, which optkit cannot hold against the checkpoint's",
             remedy=f"Take backend: {OWN}",
         )
 
