@@ -125,7 +125,9 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
             store.write(step.key) as draft,
         ):
             start = time.perf_counter()
-            origin = materialize(plan, 0, store, context, made) if step.stage and step.stage.reads_origin else None
+            origin = (
+                materialize(plan, plan.origin, store, context, made) if step.stage and step.stage.reads_origin else None
+            )
             its = replace(context, origin=origin, workspace=store.workspace(step.key), may_link=index > 1)
             with MemoryWatch(step.kind, context.device) as memory:
                 report = run_step(plan, step, source, draft.model, its)

@@ -18,10 +18,11 @@ from optkit.errors import EvalError, StageError
 from optkit.keys import Together, make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
 from optkit.model.cost import Cost
+from optkit.model.packed_floats import refuse_unsaid_codes
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
 from optkit.recipe.gates import foreseen_failure, parse_gate
-from optkit.recipe.recipe import EvalEntry, Recipe, SettingEntry
+from optkit.recipe.recipe import UNPACKING, EvalEntry, Recipe, SettingEntry
 from optkit.recipe.rules import Start, broken_rules
 from optkit.source.models import import_bytes, locate_model, model_key, model_shape, unpacking_note
 from optkit.stage import Format, Transform
@@ -146,6 +147,13 @@ class Plan(Frozen):
         return tuple(self.steps[index] for index in sorted(needed) if self.steps[index].remote)
 
     @property
+    def origin(self) -> int:
+        """The place of the step that leaves the model which others learn from: the model itself, or
+        its float weights.
+        """
+        return int([step.kind for step in self.steps[1:2]] == [UNPACKING])
+
+    @property
     def disk_bytes(self) -> int:
         """Bytes that the pending and the fetched steps will leave in the store."""
         return sum(step.cost.disk_bytes for step in self.pending) + sum(step.size_bytes for step in self.fetched)
@@ -180,6 +188,8 @@ def make_plan(
     directory = locate_model(recipe.model) or store.get(key)
     shape = model_shape(recipe.model, directory)
     _check_rules(recipe, Start.of(recipe.model.name, shape, _format_of(shape, directory)), device)
+    if recipe.transforms and recipe.transforms[0].kind != "cast":
+        refuse_unsaid_codes(shape, recipe.model.name)
     steps, left = _plan_steps(recipe, store, device, key, directory, shape)
     for setting in recipe.settings:
         setting.value.check(left, device, directory)
@@ -248,6 +258,8 @@ def _plan_steps(
         cost, shape = entry.value.predict_beside(shape, device, origin)
         made: dict[str, Any] = {"kind": entry.kind, "stage": entry.value, "key": key, "source_key": before.key}
         steps.append(_step(store, store.get(key), shape, **made, format=entry.value.leaves(before.format), cost=cost))
+        if before is steps[0] and entry.kind == UNPACKING:
+            origin = shape
     return tuple(steps), shape
 
 

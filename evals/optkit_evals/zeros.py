@@ -28,7 +28,7 @@ def share_of_zeros(checkpoint: Checkpoint) -> float | None:
                 part = stored[start:end]
                 if not part.is_floating_point():
                     break
-                zeros += part.numel() - int(part.count_nonzero())
+                zeros += part.numel() - int(part.float().count_nonzero())
                 weights += part.numel()
     return zeros / weights if weights else None
 

@@ -24,6 +24,10 @@ class LayerClass(Protocol):
         """Whether the class knows all of a group of `config_groups`; transformers opens others."""
         ...
 
+    def reads_weights(self, scheme: Mapping[str, Any]) -> bool:
+        """Whether the class knows what a group says of weights."""
+        ...
+
     def is_weight(self, leaf: str, info: TensorInfo) -> bool:
         """Whether a tensor is the weight of a layer in this format."""
         ...
@@ -50,24 +54,36 @@ def compressed_tensors_layers(checkpoint: Checkpoint, config: Mapping[str, Any])
 
     Raises SourceError for a layer that no group names.
     """
-    groups = [
-        {**group, "format": group.get("format") or config.get("format")}
-        for group in (config.get("config_groups") or {}).values()
-    ]
+    groups = groups_of(config)
     if not groups or any(config.get(key) for key in BEYOND) or not all(_is_ours(group) for group in groups):
         return None
-    classes = {str(group["format"]): FORMATS[str(group["format"])] for group in groups}
+    return layers_in_groups(checkpoint, groups, FORMATS)
+
+
+def groups_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the `config_groups`, each with its format."""
+    groups = (config.get("config_groups") or {}).values()
+    return [{**group, "format": str(group.get("format") or config.get("format"))} for group in groups]
+
+
+def layers_in_groups(
+    checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], formats: Mapping[str, LayerClass]
+) -> list[QuantizedLayer]:
+    """Return a checkpoint's layers whose groups have these formats.
+    Raises SourceError for a layer that no group names.
+    """
+    classes = {formats[group["format"]] for group in groups}
     layers: list[QuantizedLayer] = []
     for tensor, info in checkpoint.tensors.items():
         name, _, leaf = tensor.rpartition(".")
-        if any(each.is_weight(leaf, info) for each in classes.values()):
+        if any(each.is_weight(leaf, info) for each in classes):
             group = _group_of(name, groups, str(checkpoint.directory))
-            layers.append(FORMATS[str(group["format"])](checkpoint, name, group))
+            layers.append(formats[group["format"]](checkpoint, name, group))
     return layers
 
 
 def _is_ours(group: Mapping[str, Any]) -> bool:
-    layer = FORMATS.get(str(group["format"]))
+    layer = FORMATS.get(group["format"])
     return layer is not None and not group.get("output_activations") and layer.reads(group)
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from optkit.algorithms.eight_bit import dequantize
 from optkit.errors import SourceError
 from optkit.kernels.float8_linear import Float8Linear, WidenedLinear, why_not_scaled
 from optkit.kernels.int8_linear import Int8Linear, why_not_integers
@@ -47,13 +48,14 @@ class _EightBitLayer(StoredLayer):
     @classmethod
     def reads(cls, scheme: Mapping[str, Any]) -> bool:
         """Whether this class knows everything that a group of `config_groups` says."""
+        return cls.reads_weights(scheme) and _rounding(scheme, cls.number) in cls.inputs_rounded
+
+    @classmethod
+    def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:
+        """Whether this class knows what a group of `config_groups` says of weights."""
         weights = scheme.get("weights") or {}
         fits = weights.get("num_bits") == 8 and weights.get("type") == cls.number and weights.get("symmetric", True)
-        return (
-            bool(fits)
-            and weights.get("strategy") in cls.strategies
-            and _rounding(scheme, cls.number) in cls.inputs_rounded
-        )
+        return bool(fits) and weights.get("strategy") in cls.strategies
 
     @classmethod
     def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
@@ -65,6 +67,11 @@ class _EightBitLayer(StoredLayer):
         """Outputs and inputs."""
         outputs, inputs = self.checkpoint.tensors[f"{self.name}.weight"].shape
         return outputs, inputs
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
+        parts = self._parts(device)
+        return dequantize(parts.codes, parts.scales.float(), parts.tile).to(dtype)
 
     @property
     def rounding(self) -> str:

@@ -37,6 +37,10 @@ class IntegerLayer(StoredLayer):
         """
         return integer_layer(self.integers(device), bias, dtype, device)
 
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
+        return PackedLinear(self.integers(device), None, torch.float32).dequantize().to(dtype)
+
 
 def bits_of(words: Tensor, scales: Tensor, shape: tuple[int, int], where: str) -> int:
     """Return the bits of a code of `words`, int32 [out, words]. Raises SourceError if words and

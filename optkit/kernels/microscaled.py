@@ -85,6 +85,15 @@ class MicroscaledLayer(StoredLayer):
         """Return the layer on the device. Raises SourceError if its tensors do not fit each
         other.
         """
+        layer = self._linear(bias, dtype, device)
+        name = NAMES[str(self.scheme["format"])]
+        return layer, ToActOn(f"{name}: {{layers}} are dequantized at each call, because torch has no kernel for them")
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
+        return self._linear(None, dtype, device).dequantize()
+
+    def _linear(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> MicroscaledLinear:
         name = NAMES[str(self.scheme["format"])]
         block, stored = (32, torch.uint8) if name == "mxfp4" else (16, torch.float8_e4m3fn)
         parts = self.read(self.leaves, device, required=self.leaves[1:2] if name == "mxfp4" else self.leaves[1:])
@@ -96,8 +105,7 @@ class MicroscaledLayer(StoredLayer):
                 where=self.where,
                 remedy="Make the artifact again",
             )
-        layer = MicroscaledLinear(packed, scales, parts.get("weight_global_scale"), bias, dtype)
-        return layer, ToActOn(f"{name}: {{layers}} are dequantized at each call, because torch has no kernel for them")
+        return MicroscaledLinear(packed, scales, parts.get("weight_global_scale"), bias, dtype)
 
 
 @cache

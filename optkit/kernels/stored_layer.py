@@ -46,6 +46,13 @@ class QuantizedLayer(Protocol):
         """
         ...
 
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return its weights, float [out, in]: computed in float32 and rounded once.
+
+        Raises SourceError if its tensors do not fit each other.
+        """
+        ...
+
     def integers(self, device: str) -> PackedWeight | None:
         """Return its codes, scales and zero points on the device.
         None for a format without integer codes in groups of inputs.
@@ -71,6 +78,11 @@ class StoredLayer:
         """Return the layers of a checkpoint that has no other quantized ones."""
         names = (name.rpartition(f".{cls.leaves[0]}") for name in checkpoint.tensors)
         return [cls(checkpoint, layer, scheme) for layer, weight, rest in names if weight and not rest]
+
+    @classmethod
+    def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:
+        """Whether this class knows what a group of `config_groups` says of weights."""
+        return True
 
     @property
     def tensors(self) -> tuple[str, ...]:

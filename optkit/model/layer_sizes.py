@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from optkit.errors import EvalError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.packed_floats import BLOCKS, METHODS, SCALES
 from optkit.model.packed_names import BESIDE, CODED, CODES, FOUR_BIT_STATE, split_tensor
 from optkit.model.shape import TensorInfo
 
@@ -44,7 +45,7 @@ def module_sizes(checkpoint: Checkpoint) -> dict[str, LayerSize]:
             "no quantized layer is recognised in a checkpoint of quant_method "
             f"{checkpoint.quantization.get('quant_method')}",
             where=str(checkpoint.directory),
-            why="Bits per weight can be recounted for the layouts of compressed-tensors, gptq, awq and bitsandbytes",
+            why=f"Bits per weight can be recounted for the layouts of {', '.join(METHODS)}",
             remedy="Take footprint out of the evals",
         )
     return layers
@@ -57,6 +58,9 @@ def _module_size(checkpoint: Checkpoint, module: str, tensors: dict[str, TensorI
         return LayerSize(
             bits, math.prod(shape) + (tensors["bias"].elements if "bias" in tensors else 0), quantized=True
         )
+    if blocks := sum(info.elements for kind, info in tensors.items() if kind.endswith(BLOCKS)):
+        plain = sum(info.elements for kind, info in tensors.items() if not kind.endswith((BLOCKS, SCALES)))
+        return LayerSize(bits, 2 * blocks + plain, quantized=True)
     if not CODED & tensors.keys():
         return LayerSize(bits, sum(info.elements for info in tensors.values()), quantized=False)
     plain = sum(info.elements for kind, info in tensors.items() if kind not in BESIDE and kind not in CODES)

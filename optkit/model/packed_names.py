@@ -5,6 +5,8 @@ Those of compressed-tensors, gptq, awq and bitsandbytes; a new layout adds its o
 
 from __future__ import annotations
 
+METHODS_WITH_CODES = ("compressed-tensors", "gptq", "awq", "bitsandbytes")
+"""Values of `quant_method` whose codes stages can keep; of others they need the float weights."""
 CODES = ("weight_packed", "qweight")
 """Codes of several weights in one element."""
 SCALES = ("weight_scale", "weight_scale_inv", "scales", "SCB")

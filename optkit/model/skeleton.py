@@ -33,6 +33,7 @@ from optkit.model.experts import unfuse_experts_
 from optkit.model.head import given_to_head
 from optkit.model.memory import return_freed_memory
 from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
+from optkit.model.packed_floats import refuse_unsaid_codes
 from optkit.model.task import architectures_of, loader_of
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -75,7 +76,9 @@ class Skeleton:
                 f"the model is quantized already ({method})",
                 where=str(checkpoint.directory),
                 why="Its float weights are gone",
+                remedy="Put `- dequantize` before the stage, or make an artifact with that stage alone",
             )
+        refuse_unsaid_codes(checkpoint.shape, str(checkpoint.directory))
         self.checkpoint = checkpoint
         options = {"attn_implementation": attention} if attention else {}
         self.model = empty_model(checkpoint, dtype or stored_dtype(checkpoint), trust_remote_code, **options)
@@ -320,7 +323,7 @@ def stored_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """Return the dtype that config.json names, else that of the first float tensor."""
     named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    if isinstance(named, str) and isinstance(getattr(torch, named, None), torch.dtype):
+    if isinstance(named, str) and getattr(torch, named, None) in TORCH_DTYPES.values():
         return getattr(torch, named)  # type: ignore[no-any-return]
     return next(
         (TORCH_DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in TORCH_DTYPES), torch.float32

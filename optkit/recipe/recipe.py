@@ -14,6 +14,7 @@ from pydantic import Field, SerializeAsAny
 from optkit.common.frozen import Frozen, replaced
 from optkit.errors import RecipeError
 from optkit.measure import Eval
+from optkit.model.packed_names import METHODS_WITH_CODES
 from optkit.recipe.checks import (
     check_fields,
     check_files,
@@ -23,17 +24,20 @@ from optkit.recipe.checks import (
     check_texts,
     read_items,
 )
+from optkit.recipe.entries import class_of
 from optkit.recipe.files import find_recipe, is_stream, read_text
 from optkit.recipe.gates import parse_gate
 from optkit.recipe.overrides import override
 from optkit.recipe.yaml_places import PlacedData, read_yaml_leniently
-from optkit.source.models import ModelSource
+from optkit.source.models import ModelSource, quant_method
 from optkit.source.places import pin_and_remember, remember_text
 from optkit.source.texts import TextSource
-from optkit.stage import Setting, Stage, Transform
+from optkit.stage import Format, Setting, Stage, Transform
 
 MATRIX = "matrix"
 """The key whose values make many recipes of one, see `optkit.recipe.matrix`."""
+UNPACKING = "dequantize"
+"""The stage that makes float weights of packed ones."""
 LONGEST_NAME = 100
 """Letters of a recipe's name: file systems take 255 bytes, with what stores and drafts put before
 and behind it.
@@ -122,14 +126,16 @@ class Recipe(Heading):
 
     def pinned(self, data: Path | None, cache: Path | None = None) -> Recipe:
         """Return the recipe with every revision filled in; raises SourceError.
+        If the model is packed and its first transform needs floats, `dequantize` is put before that.
 
         `data` holds local copies of data sets; in `cache` the digests of large files are
         remembered.
         """
+        model = pin_and_remember(self.model, cache)
         return self.model_copy(
             update={
-                "model": pin_and_remember(self.model, cache),
-                "stages": tuple(_pinned(entry, data) for entry in self.stages),
+                "model": model,
+                "stages": tuple(_pinned(entry, data) for entry in _from_floats(self.stages, model)),
                 "evals": tuple(_pinned(entry, data) for entry in self.evals),
             }
         )
@@ -225,6 +231,23 @@ def _heading(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     if isinstance(given.get("model"), str):
         given["model"] = {"name": given["model"]}
     return {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:LONGEST_NAME] or "recipe", **given}
+
+
+def _from_floats(
+    stages: tuple[TransformEntry | SettingEntry, ...], model: ModelSource
+) -> tuple[TransformEntry | SettingEntry, ...]:
+    """Return the stages with `dequantize` in front of the first transform, if that cannot read the
+    codes of a pinned model.
+    """
+    first = next((index for index, entry in enumerate(stages) if isinstance(entry, TransformEntry)), None)
+    method = quant_method(model) if first is not None else ""
+    if first is None or not method or stages[first].kind == UNPACKING:
+        return stages
+    accepts = stages[first].value.accepts
+    if Format.CHECKPOINT not in accepts or (Format.QUANTIZED in accepts and method in METHODS_WITH_CODES):
+        return stages
+    unpacking = TransformEntry(kind=UNPACKING, value=class_of("stage", UNPACKING)())
+    return (*stages[:first], unpacking, *stages[first:])
 
 
 def _pinned(value: Any, data: Path | None) -> Any:

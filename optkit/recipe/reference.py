@@ -43,7 +43,7 @@ FAMILIES = {
     "prepare": Family(
         "Prepare",
         "What makes a model easier to quantize, and what goes beside its weights.",
-        ("cast", "rotate", "awq_scale", "kv_scales"),
+        ("cast", "dequantize", "rotate", "awq_scale", "kv_scales"),
     ),
     "prune": Family("Prune", "Weights that become 0, and parts that go.", ("prune", "prune_structured")),
     "train": Family("Recover by training", "Training with a teacher.", ("distill", "lora_recover")),

@@ -29,6 +29,7 @@ STAGES = {
     "compile": "optkit.settings.compile:Compile",
     "cpu_decoder": "optkit.settings.cpu_decoder:CpuDecoder",
     "cuda_graphs": "optkit.settings.cuda_graphs:CudaGraphs",
+    "dequantize": "optkit.stages.dequantize:Dequantize",
     "distill": "optkit.stages.distill:Distill",
     "fp8": "optkit.stages.fp8:Fp8",
     "gguf": "optkit.stages.gguf:Gguf",

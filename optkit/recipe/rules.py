@@ -171,6 +171,8 @@ def _remedy_of_order(kind: str, accepts: frozenset[Format], left: Format | None,
 def _restart(accepts: frozenset[Format], found: Format) -> str:
     """Return what to do if the model that the recipe starts from does not fit."""
     stages = makers(accepts)
+    if found is Format.CHECKPOINT and not stages:
+        return "Take it out."
     return f"Put {stages} before it." if stages else f"Start from {found.origin}."
 
 

@@ -74,8 +74,16 @@ def load_by_transformers(
         )
     if method == "bitsandbytes" and opening.device == "cpu":
         _refuse_unpackable(model, where)
-    notes = [f"{method}: opened by transformers, with the kernels that it has for it"] if method else []
+    notes = [f"{method}: {_kernels_of(model)}"] if method else []
     return model.eval().requires_grad_(False), [*notes, *(spread.finish(model) if spread else ())]
+
+
+def _kernels_of(model: PreTrainedModel) -> str:
+    """Return what computes with the packed weights of a model that transformers opened."""
+    asked = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    if getattr(asked, "dequantize", False) is True:
+        return "dequantized by transformers, which has no kernel for it here"
+    return "opened by transformers, with the kernels that it has for it"
 
 
 def _is_unused(name: Any, checkpoint: Checkpoint) -> bool:

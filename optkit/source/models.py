@@ -245,6 +245,18 @@ def model_shape(pinned: ModelSource, imported: Path | None) -> ModelShape:
     return checkpoint_shape(read_gguf(place))
 
 
+def quant_method(pinned: ModelSource) -> str:
+    """Return what packed the weights of a checkpoint; empty if they are floats, or with an adapter."""
+    place = find_model(pinned)
+    if isinstance(place, HubRepo):
+        config = read_config(place.file("config.json", str(pinned.revision)))
+    else:
+        file = place / "config.json"
+        config = read_config(file) if file.is_file() and Format.of(place).is_checkpoint else {}
+    given = Format.CHECKPOINT.narrowed(config, None if isinstance(place, HubRepo) else place)
+    return str(config["quantization_config"].get("quant_method")) if given is Format.QUANTIZED else ""
+
+
 def find_model(source: ModelSource) -> Path | HubRepo:
     """Return where a model is: a directory, a GGUF file or a hub repository. Raises SourceError
     that says all that was looked for.

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """The dtypes to cast to, and what safetensors calls them."""
-FLOATS = {**DTYPES, "float64": "F64"}
+FLOATS = {**DTYPES, "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+"""The dtypes that are cast; those of 8 bits are weights without scales."""
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 class Cast(Transform):
-    """Store every float tensor as `dtype`; integers and float8 stay as they are."""
+    """Store every float tensor as `dtype`; integers stay as they are."""
 
     kind: ClassVar[str] = "cast"
     example: ClassVar[str] = "- cast: bfloat16"

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from optkit.errors import StageError
 from optkit.kernels.bitsandbytes_layers import FourBitLayer, four_bit_layers
-from optkit.kernels.microscaled import MicroscaledLinear
+from optkit.kernels.integer_kernels import IntegerLayer
+from optkit.kernels.microscaled import MicroscaledLayer
 from optkit.kernels.open_packed import fill_, match_packed
-from optkit.kernels.packed_linear import PackedLinear
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.kernels.stored_layer import QuantizedLayer, plain_layer
 from optkit.model.adapter import FEW_BITS, LEARNABLE
@@ -45,14 +45,9 @@ def _dequantized(layer: QuantizedLayer, bias: Tensor | None, dtype: torch.dtype,
 
 
 def _weight(layer: QuantizedLayer, dtype: torch.dtype, device: str) -> Tensor:
-    if isinstance(layer, FourBitLayer):
+    if isinstance(layer, FourBitLayer | IntegerLayer | MicroscaledLayer):
         return layer.dequantize(dtype, device)
-    packed = layer.integers(device)
-    if packed is not None:
-        return PackedLinear(packed, None, dtype).dequantize()
-    built, sentence = layer.build(None, dtype, device)
-    if isinstance(built, MicroscaledLinear):
-        return built.dequantize()
+    _, sentence = layer.build(None, dtype, device)
     raise StageError(
         f"there are no gradients through its weights ({sentence.partition(':')[0]})",
         where=layer.where,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,26 @@ def save_packed(
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((source / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")} | extra
         (directory / "config.json").write_text(json.dumps(config))
+
+
+def rewritten(source: Path, target: Path, change: Callable[[str, Tensor], dict[str, Tensor]], **config: Any) -> Path:
+    """Write a checkpoint whose block's matrices are changed, and what config.json says of them."""
+    shutil.copytree(source, target)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        coded = tensor.dim() > 1 and "layers" in name
+        tensors |= change(name, tensor) if coded else {name: tensor.bfloat16()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    said = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16", "quantization_config": config}
+    (target / "config.json").write_text(json.dumps(said))
+    return target
+
+
+def fp8(name: str, weight: Tensor, tile: tuple[int, int] = (32, 32)) -> dict[str, Tensor]:
+    """Return random E4M3 weights of a shape, with a scale for each tile, as DeepSeek has them."""
+    rows, columns = (-(-size // each) for size, each in zip(weight.shape, tile, strict=True))
+    codes = (torch.randn(weight.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_scale_inv": torch.rand(rows, columns) / 1000 + 1e-4}
 
 
 def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:

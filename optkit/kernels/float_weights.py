@@ -1,0 +1,201 @@
+"""Packed weights as floats, whatever packed them: for what computes with float weights alone.
+
+Formats that optkit opens itself are read by their layers; here are those that transformers opens.
+
+    fp8 (DeepSeek)      weight           float8 [out, in]
+                        weight_scale_inv float: one, one for each output, or for each tile (`weight_block_size`)
+    mxfp4 (gpt-oss)     NAME_blocks      uint8 [experts, out, in / 32, 16]: two codes a byte, the low half first
+                        NAME_scales      uint8 [experts, out, in / 32]: E8M0
+                        which stand for NAME, float [experts, in, out]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from optkit.algorithms.eight_bit import dequantize
+from optkit.algorithms.microscaling import exponent_scales
+from optkit.errors import SourceError
+from optkit.kernels.bitsandbytes_layers import four_bit_layers
+from optkit.kernels.compressed_tensors_groups import BEYOND, FORMATS, groups_of, layers_in_groups
+from optkit.kernels.eight_bit import FloatQuantizedLayer, IntQuantizedLayer
+from optkit.kernels.integer_layers import awq_layers, gptq_layers
+from optkit.kernels.microscaled import MicroscaledLinear
+from optkit.kernels.stored_layer import StoredLayer
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.linear_layers import CONV1D_MODELS
+from optkit.model.output_layer import HEAD
+from optkit.model.packed_floats import BLOCKS, SCALES, packed_floats, unreadable
+from optkit.model.shape import TensorInfo
+
+TILE = (128, 128)
+"""Outputs and inputs of a tile if config.json does not say."""
+
+
+class Packed(Protocol):
+    """What stands for a float weight."""
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return the float weight, computed in float32 and rounded once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """A layer that the model has as a Conv1D, whose float weight is [in, out]."""
+
+    layer: Packed
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [in, out]."""
+        return self.layer.dequantize(dtype, device).T
+
+
+class TiledLayer(StoredLayer):
+    """A layer of 8-bit floats with a scale for each tile: fp8, and mxfp8 of compressed-tensors."""
+
+    leaves = ("weight", "weight_scale_inv", "weight_scale")
+
+    @classmethod
+    def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
+        """Whether a tensor is the weight of such a layer."""
+        return leaf == "weight" and info.dtype in ("F8_E4M3", "F8_E5M2")
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
+        parts = self.read(self.leaves, device)
+        codes, scales = parts.pop("weight"), next(iter(parts.values()), None)
+        outputs, inputs = codes.shape
+        if scales is None:
+            raise SourceError(f"there is no {' or '.join(self.leaves[1:])}", where=self.where)
+        grid = scales.shape if scales.dim() == 2 else (scales.numel(), 1)
+        rows, columns = {1: (outputs, inputs), outputs: (1, inputs)}.get(scales.numel(), self._tile(grid, codes.shape))
+        if tuple(grid) != (-(-outputs // rows), -(-inputs // columns)):
+            raise SourceError(
+                f"scales {list(scales.shape)} are not those of tiles of {rows} x {columns} of a weight "
+                f"[{outputs}, {inputs}]",
+                where=self.where,
+                remedy="See that config.json and the weights belong together",
+            )
+        steps = exponent_scales(scales) if scales.dtype == torch.uint8 else scales.float()
+        return dequantize(codes.float(), steps.view(*grid), (rows, columns)).to(dtype)
+
+    def _tile(self, grid: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
+        """Return the outputs and inputs of a tile."""
+        weights = self.scheme.get("weights") or self.scheme
+        if weights.get("group_size"):
+            return 1, int(weights["group_size"])
+        rows, columns = weights.get("block_structure") or weights.get("weight_block_size") or TILE
+        return int(rows), int(columns)
+
+
+class NaiveLayer(StoredLayer):
+    """naive-quantized of compressed-tensors: float-quantized or int-quantized, as the type says."""
+
+    @classmethod
+    def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:
+        """Whether one of the two knows what a group of `config_groups` says of weights."""
+        return _eight_bits(scheme).reads_weights(scheme)
+
+    @classmethod
+    def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
+        """Whether a tensor is the weight of such a layer."""
+        return leaf == "weight" and info.dtype in (FloatQuantizedLayer.dtype, IntQuantizedLayer.dtype)
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [out, in]."""
+        return _eight_bits(self.scheme)(self.checkpoint, self.name, self.scheme).dequantize(dtype, device)
+
+
+def _eight_bits(scheme: Mapping[str, Any]) -> type[FloatQuantizedLayer] | type[IntQuantizedLayer]:
+    return FloatQuantizedLayer if (scheme.get("weights") or {}).get("type") == "float" else IntQuantizedLayer
+
+
+class EightBitRowsLayer(StoredLayer):
+    """A layer of bitsandbytes' 8-bit integers with the largest weight of each output."""
+
+    leaves = ("SCB", "weight", "weight_format")
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [out, in], in the order of bitsandbytes' own products."""
+        parts = self.read(self.leaves, device, required=("weight",))
+        if int(parts.get("weight_format", torch.zeros(1)).flatten()[0]):
+            raise SourceError("its 8-bit weights do not lie row after row", where=self.where)
+        return (parts["weight"].float() * parts["SCB"].float().view(-1, 1) * (1 / 127)).to(dtype)
+
+
+@dataclass(frozen=True)
+class MicroscaledExperts:
+    """The weights of a layer of experts in MXFP4."""
+
+    checkpoint: Checkpoint
+    name: str
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [experts, in, out]."""
+        blocks, scales = (self.checkpoint.read(f"{self.name}{part}") for part in (BLOCKS, SCALES))
+        if blocks.shape[:-1] != scales.shape or blocks.dim() != 4:
+            raise SourceError(
+                f"blocks {list(blocks.shape)} and scales {list(scales.shape)} do not fit",
+                where=f"{self.checkpoint.directory}: {self.name}",
+            )
+        experts, outputs, groups, half = blocks.shape
+        floats = torch.empty(experts, groups * half * 2, outputs, dtype=dtype)
+        for index, (codes, steps) in enumerate(zip(blocks, scales, strict=True)):
+            expert = MicroscaledLinear(codes.flatten(1).to(device), steps.to(device), None, None, dtype)
+            floats[index] = expert.dequantize().T
+        return floats
+
+
+def float_weights(checkpoint: Checkpoint) -> dict[str, Packed]:
+    """Return tensor of the float checkpoint -> what stands for it in a packed one.
+
+    Raises SourceError for a form that nobody here reads, and for a layer that config.json does not
+    name.
+    """
+    config = checkpoint.quantization or {}
+    found = READERS.get(str(config.get("quant_method")), lambda *_: None)(checkpoint, config)
+    if not found:
+        raise unreadable(config, str(checkpoint.directory))
+    transposed = checkpoint.config.get("model_type") in CONV1D_MODELS
+    named = {each.name if isinstance(each, MicroscaledExperts) else f"{each.name}.weight": each for each in found}
+    return {name: Transposed(each) if transposed and name != f"{HEAD}.weight" else each for name, each in named.items()}
+
+
+def _compressed_tensors(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Sequence[Any] | None:
+    groups = groups_of(config)
+    known = all(each["format"] in WEIGHTS and WEIGHTS[each["format"]].reads_weights(each) for each in groups)
+    if not known or any(config.get(key) for key in BEYOND[1:]):
+        return None
+    return layers_in_groups(checkpoint, groups, WEIGHTS)
+
+
+def _bitsandbytes(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Sequence[Any]:
+    return [*four_bit_layers(checkpoint).values(), *EightBitRowsLayer.all_of(checkpoint, config)]
+
+
+def _fp8(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Sequence[Any]:
+    names = (name.removesuffix(".weight") for name in packed_floats(checkpoint.shape))
+    return [TiledLayer(checkpoint, name, config) for name in names]
+
+
+def _mxfp4(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Sequence[Any]:
+    return [MicroscaledExperts(checkpoint, name) for name in packed_floats(checkpoint.shape)]
+
+
+WEIGHTS: dict[str, Any] = {**FORMATS, "mxfp8-quantized": TiledLayer, "naive-quantized": NaiveLayer}
+"""Format of compressed-tensors -> its class."""
+READERS: dict[str, Callable[[Checkpoint, Mapping[str, Any]], Sequence[Any] | None]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "gptq": gptq_layers,
+    "awq": awq_layers,
+    "bitsandbytes": _bitsandbytes,
+}
+"""`quant_method` -> what returns the layers of a checkpoint, None for a form that is not known here."""

@@ -1,0 +1,161 @@
+"""Which float weights the tensors of a packed checkpoint stand for, by names and headers. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optkit.errors import SourceError
+from optkit.model.linear_layers import CONV1D_MODELS
+from optkit.model.output_layer import HEAD
+from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE, METHODS_WITH_CODES, split_tensor
+from optkit.model.schemes import LAYOUTS, scheme_of_layers
+from optkit.model.shape import ModelShape, TensorInfo
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""How the names of gpt-oss's packed experts end: `experts.gate_up_proj_blocks` is `experts.gate_up_proj`."""
+METHODS = (*METHODS_WITH_CODES, "fp8", "mxfp4")
+"""The values of `quant_method` whose weights become floats here."""
+INTO_HIDDEN = ("o_proj", "out_proj", "c_proj", "down_proj", "w2", "wo", "fc2", "dense_4h_to_h", "dense", "fc_out")
+"""Last names of layers that lead back into the hidden states."""
+
+
+SCALES_OF_CODES = ("weight_scale", "weight_scale_inv", "SCB")
+CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale"})
+
+
+@dataclass(frozen=True)
+class PackedFloat:
+    """One float weight, and the tensors that stand for it."""
+
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    """Also what is of no use beside floats: scales of activations."""
+
+
+def packed_floats(shape: ModelShape) -> dict[str, PackedFloat]:
+    """Return the float weights of a packed model by their names.
+
+    Raises SourceError for a model that is not packed, or in a form that is not known here.
+    """
+    words = shape.config.get("quantization_config") or {}
+    where = str(shape.config.get("model_type") or "model")
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in shape.tensors.items():
+        module, leaf = split_tensor(name)
+        modules.setdefault(module, {})[leaf] = info
+    if words.get("quant_method") not in METHODS:
+        raise unreadable(words, where)
+    try:
+        if words["quant_method"] in METHODS_WITH_CODES:
+            scheme_of_layers(words)
+        found = dict(each for name, leaves in modules.items() for each in _floats(name, leaves, shape))
+    except (
+        ValueError,
+        LookupError,
+    ) as error:  # scales without codes, or a format that `scheme_of_layers` does not know
+        raise unreadable(words, where) from error
+    if not found:
+        raise unreadable(words, where)
+    return found
+
+
+def without_packing(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the config.json of the float checkpoint, which names the dtype of the weights."""
+    return {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")} | {
+        "dtype": dtype
+    }
+
+
+def refuse_unsaid_codes(shape: ModelShape, where: str) -> None:
+    """Raise SourceError for codes of which config.json says nothing."""
+    if shape.config.get("quantization_config"):
+        return
+    beside = next((name for name in shape.tensors if name.rpartition(".")[2] in (*CODES, *SCALES_OF_CODES)), "")
+    codes = next((name for name, info in shape.tensors.items() if info.dtype.startswith(("F8", "F4"))), "")
+    if beside:
+        raise SourceError(
+            f"{beside} belongs to packed weights, and config.json has no quantization_config",
+            where=where,
+            why="What the codes stand for is not known without it",
+            remedy="Take config.json from the model's source again",
+        )
+    if codes:
+        raise SourceError(
+            f"{codes} is in {shape.tensors[codes].dtype} without scales, and config.json has no quantization_config",
+            where=where,
+            why="Stages read weights of 16 bits or more",
+            remedy="If the weights are meant as they are, put `- bf16` before the other stages",
+        )
+
+
+def unreadable(words: Mapping[str, Any], where: str) -> SourceError:
+    """Return what to raise for packed weights that nobody here makes floats of."""
+    formats = {str(each.get("format")) for each in (words.get("config_groups") or {}).values()}
+    formats |= {str(words[key]) for key in ("format", "version", "checkpoint_format") if words.get(key)}
+    said = ", ".join(sorted(formats - {"None"}))
+    return SourceError(
+        f"no float weights can be made of quant_method {words.get('quant_method')}{f' ({said})' if said else ''}",
+        where=where,
+        why=f"optkit reads {', '.join(METHODS)}; of compressed-tensors {', '.join(sorted(LAYOUTS.keys() - {'dense'}))}",
+        remedy="Start from the model's float weights",
+    )
+
+
+def _floats(module: str, leaves: Mapping[str, TensorInfo], shape: ModelShape) -> Iterator[tuple[str, PackedFloat]]:
+    for leaf, info in leaves.items():
+        name = leaf.removesuffix(BLOCKS)
+        if name != leaf and name + SCALES in leaves and len(info.shape) == 4:
+            experts, outputs, groups, half = info.shape
+            parts = tuple(f"{module}.{name}{part}" for part in (BLOCKS, SCALES))
+            yield f"{module}.{name}", PackedFloat((experts, groups * half * 2, outputs), parts)
+    if not any(leaf in CODED or leaf.startswith(FOUR_BIT_STATE) for leaf in leaves):
+        return
+    outputs, inputs = _outputs_and_inputs(module, leaves, shape)
+    transposed = shape.config.get("model_type") in CONV1D_MODELS and module != HEAD
+    parts = tuple(f"{module}.{leaf}" for leaf in leaves if leaf != "bias")
+    yield f"{module}.weight", PackedFloat((inputs, outputs) if transposed else (outputs, inputs), parts)
+
+
+def _outputs_and_inputs(module: str, leaves: Mapping[str, TensorInfo], shape: ModelShape) -> tuple[int, int]:
+    words = shape.config.get("quantization_config") or {}
+    if packed := leaves.get("weight_packed"):
+        bits = 4 if packed.dtype == "U8" else int(_words_of(module, shape)["weights"]["num_bits"])
+        return packed.shape[0], math.prod(packed.shape[1:]) * (8 if packed.dtype == "U8" else 32) // bits
+    if (packed := leaves.get("qweight")) and words.get("quant_method") == "awq":
+        return packed.shape[1] * 32 // int(words.get("bits", words.get("w_bit", 4))), packed.shape[0]
+    if packed:
+        if order := leaves.get("g_idx"):
+            return packed.shape[1], order.shape[0]
+        return packed.shape[1], packed.shape[0] * 32 // int(_words_of(module, shape)["bits"])
+    weight = leaves["weight"]
+    if any(leaf.startswith(FOUR_BIT_STATE) for leaf in leaves):
+        # how many outputs there are stands in the JSON beside it, which is no header
+        wide = shape.width or 1
+        other = weight.elements * 2 // wide
+        return (wide, other) if module.rpartition(".")[2] in INTO_HIDDEN else (other, wide)
+    outputs, inputs = weight.shape
+    return outputs, inputs
+
+
+def _words_of(module: str, shape: ModelShape) -> Mapping[str, Any]:
+    """Return what config.json says of a packed layer."""
+    return scheme_of_layers(shape.config["quantization_config"])(module, True)[2]
+
+
+def cache_scales(shape: ModelShape) -> list[str]:
+    """Return the tensors that scale a KV cache in 8 bits."""
+    return [name for name in shape.tensors if name.rpartition(".")[2] in CACHE_SCALES]
+
+
+def float_shape(shape: ModelShape, dtype: str, stored: str) -> ModelShape:
+    """Return the shape of the float model whose weights are in `dtype`, which safetensors calls `stored`.
+    Raises what `packed_floats` raises.
+    """
+    floats = packed_floats(shape)
+    dropped = {part for each in floats.values() for part in each.parts} | set(cache_scales(shape))
+    tensors = {name: info for name, info in shape.tensors.items() if name not in dropped}
+    tensors |= {name: TensorInfo(stored, each.shape) for name, each in floats.items()}
+    return replace(shape, config=without_packing(shape.config, dtype), tensors=tensors)

@@ -1,0 +1,133 @@
+"""Recipes that start from packed weights: when their float weights are made, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import optkit
+from optkit.artifact import read_artifact, recorded_recipe
+from optkit.errors import RecipeError, SourceError, StageError
+from optkit.plan import Plan, make_plan
+from optkit.recipe import load_recipe
+from optkit.stage import Context
+from optkit.stages.rtn import Rtn
+from optkit.store.store import Store
+from tests.conftest import TinyModel
+from tests.support.packed_models import fp8, rewritten, save_packed
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+
+
+@pytest.fixture(scope="module")
+def deepseek(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a tiny model in FP8 blocks."""
+    return rewritten(tiny_model("llama"), tmp_path_factory.mktemp("fp8") / "fp8", fp8, **FP8)
+
+
+@pytest.fixture(scope="module")
+def packed(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a tiny model in pack-quantized."""
+    root = tmp_path_factory.mktemp("packed")
+    save_packed(tiny_model("llama"), root / "packed", root / "plain")
+    return root / "packed"
+
+
+def plan(tmp_path: Path, model: Path, *stages: Any) -> Plan:
+    recipe = load_recipe({"name": "r", "model": str(model), "stages": list(stages), "evals": ["footprint"]})
+    return make_plan(recipe.pinned(None), Store(tmp_path / "store"), "cpu")
+
+
+def kinds(plan: Plan) -> list[str]:
+    return [step.kind for step in plan.steps]
+
+
+def test_a_stage_that_needs_floats_gets_them(deepseek: Path, packed: Path, tmp_path: Path) -> None:
+    for model in (deepseek, packed):
+        found = plan(tmp_path, model, "sdpa", {"rtn": {"group_size": 32}})
+        assert kinds(found) == ["model", "dequantize", "rtn"]
+        assert found.steps[1].cost.disk_bytes == found.steps[1].size_bytes > found.steps[0].size_bytes
+        by_hand = plan(tmp_path, model, "dequantize", {"rtn": {"group_size": 32}})
+        assert [step.key for step in by_hand.steps] == [step.key for step in found.steps]
+    assert plan(tmp_path, deepseek, "rtn").steps[1].cost.notes == (
+        "the weights, packed by fp8, are bfloat16 for the stages behind it; the packed model rounds "
+        "what goes into its layers too, the float one does not",
+    )
+
+
+def test_a_stage_that_keeps_codes_does_not(deepseek: Path, packed: Path, tmp_path: Path) -> None:
+    scales = {"kv_scales": {"calibration": {"dataset": "python-reference"}}}
+    assert kinds(plan(tmp_path, packed, scales, "sdpa")) == ["model", "kv_scales"]
+    assert kinds(plan(tmp_path, packed, "gguf")) == ["model", "gguf"]
+    assert kinds(plan(tmp_path, packed, "sdpa")) == ["model"]
+    # nothing keeps codes that optkit does not open itself
+    assert kinds(plan(tmp_path, deepseek, scales)) == ["model", "dequantize", "kv_scales"]
+
+
+def test_float_models_are_left_alone(tiny_model: TinyModel, tmp_path: Path) -> None:
+    assert kinds(plan(tmp_path, tiny_model("llama"), "rtn")) == ["model", "rtn"]
+    with pytest.raises(StageError, match="dequantize reads one with packed weights and .* is a .* Take it out."):
+        plan(tmp_path, tiny_model("llama"), "dequantize")
+    with pytest.raises(RecipeError, match="rtn reads a checkpoint with float weights and mx leaves one with packed"):
+        plan(tmp_path, tiny_model("llama"), "mx", "rtn")
+
+
+def test_a_run_names_the_step_and_measures_the_source_as_it_is(deepseek: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog and runs away from it all. " * 100)
+    evals = [{name: {"dataset": str(text), "window": 32, "windows": 4}} for name in ("perplexity", "divergence")]
+    recipe = {"name": "r", "model": str(deepseek), "stages": [{"rtn": {"bits": 8, "group_size": 32}}], "evals": evals}
+    scorecard = optkit.run(recipe, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    assert [step.kind for step in scorecard.steps] == ["dequantize", "rtn"]
+    assert any(note.startswith("dequantize: the weights, packed by fp8") for note in scorecard.notes)
+    assert any("fp8: dequantized by transformers" in note for note in scorecard.baseline_notes)
+    unmodified, floats, _ = scorecard.attribution
+    # transformers has no kernel for fp8 on a CPU, so that both are the same model
+    assert unmodified.stage == "unmodified"
+    assert floats.metrics[0].value == unmodified.metrics[0].value
+    assert floats.metrics[1].value == pytest.approx(0, abs=1e-6)
+    assert [entry.kind for entry in recorded_recipe(read_artifact(tmp_path / "out")).transforms] == [
+        "dequantize",
+        "rtn",
+    ]
+
+
+def without_config(source: Path, target: Path, *, scales: bool) -> Path:
+    shutil.copytree(source, target)
+    config = json.loads((source / "config.json").read_text())
+    del config["quantization_config"]
+    config["dtype"] = "float8_e4m3fn"
+    (target / "config.json").write_text(json.dumps(config))
+    kept = {n: t for n, t in load_file(source / "model.safetensors").items() if scales or "scale" not in n}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_scales_without_words_in_the_config_are_refused(deepseek: Path, tmp_path: Path) -> None:
+    model = without_config(deepseek, tmp_path / "half", scales=True)
+    what = "weight_scale_inv belongs to packed weights, and config.json has no quantization_config. What .* Take"
+    with pytest.raises(SourceError, match=what):
+        plan(tmp_path, model, "rtn")
+    (tmp_path / "target").mkdir()
+    with pytest.raises(SourceError, match=what):
+        Rtn().run(model, tmp_path / "target", Context())
+
+
+def test_float8_weights_without_scales_are_cast(deepseek: Path, tmp_path: Path) -> None:
+    model = without_config(deepseek, tmp_path / "bare", scales=False)
+    with pytest.raises(SourceError, match="is in F8_E4M3 without scales, and .* put `- bf16` before the other stages"):
+        plan(tmp_path, model, "rtn")
+    recipe = {"name": "r", "model": str(model), "stages": ["bf16", {"rtn": {"group_size": 32}}], "evals": ["footprint"]}
+    optkit.run(recipe, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    step = plan(tmp_path, model, "bf16").steps[-1]
+    assert step.directory
+    name = "model.layers.0.mlp.up_proj.weight"
+    stored, cast = (load_file(each / "model.safetensors")[name] for each in (model, step.directory))
+    assert torch.equal(cast, stored.to(torch.bfloat16))
+    assert optkit.open_artifact(model, device="cpu").logits(torch.arange(8).view(1, 8)).isfinite().all()
