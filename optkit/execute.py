@@ -22,6 +22,7 @@ from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.plan import Plan, Step
 from optkit.processes import signals
+from optkit.recipe.recipe import UNPACKING
 from optkit.source.lineage import DRAFT, Reader, models_in, with_sketches, without_sketches
 from optkit.source.models import IMPORT_VERSION, ModelSource, import_model, locate_model
 from optkit.source.text_place import TextPlace
@@ -126,7 +127,9 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
         ):
             start = time.perf_counter()
             origin = (
-                materialize(plan, plan.origin, store, context, made) if step.stage and step.stage.reads_origin else None
+                materialize(plan, _origin(plan), store, context, made)
+                if step.stage and step.stage.reads_origin
+                else None
             )
             its = replace(context, origin=origin, workspace=store.workspace(step.key), may_link=index > 1)
             with MemoryWatch(step.kind, context.device) as memory:
@@ -176,6 +179,11 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
     reader = Reader(source, context.data, context.trust_remote_code)
     read = with_sketches(report.calibrated_on, step.stage, reader)
     return replace(report, calibrated_on=(*read, *_lineage(*models_in(step.stage))))
+
+
+def _origin(plan: Plan) -> int:
+    """Return the place of the step whose model others learn from: the model, or its float weights."""
+    return int([step.kind for step in plan.steps[1:2]] == [UNPACKING])
 
 
 def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | None = None) -> None:

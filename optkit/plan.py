@@ -147,13 +147,6 @@ class Plan(Frozen):
         return tuple(self.steps[index] for index in sorted(needed) if self.steps[index].remote)
 
     @property
-    def origin(self) -> int:
-        """The place of the step that leaves the model which others learn from: the model itself, or
-        its float weights.
-        """
-        return int([step.kind for step in self.steps[1:2]] == [UNPACKING])
-
-    @property
     def disk_bytes(self) -> int:
         """Bytes that the pending and the fetched steps will leave in the store."""
         return sum(step.cost.disk_bytes for step in self.pending) + sum(step.size_bytes for step in self.fetched)
@@ -258,8 +251,7 @@ def _plan_steps(
         cost, shape = entry.value.predict_beside(shape, device, origin)
         made: dict[str, Any] = {"kind": entry.kind, "stage": entry.value, "key": key, "source_key": before.key}
         steps.append(_step(store, store.get(key), shape, **made, format=entry.value.leaves(before.format), cost=cost))
-        if before is steps[0] and entry.kind == UNPACKING:
-            origin = shape
+        origin = shape if before is steps[0] and entry.kind == UNPACKING else origin
     return tuple(steps), shape
 
 

@@ -80,8 +80,7 @@ def load_by_transformers(
 
 def _kernels_of(model: PreTrainedModel) -> str:
     """Return what computes with the packed weights of a model that transformers opened."""
-    asked = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
-    if getattr(asked, "dequantize", False) is True:
+    if all(each.is_floating_point() and each.element_size() > 1 for each in model.parameters()):
         return "dequantized by transformers, which has no kernel for it here"
     return "opened by transformers, with the kernels that it has for it"
 
