@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_fp8_blocks_are_what_transformers_makes_of_them(tiny_model: TinyModel, t
     from transformers import FineGrainedFP8Config
 
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(tile)}
-    source = rewritten(tiny_model("llama"), tmp_path / "fp8", lambda *each: fp8(*each, tile), **config)
+    source = rewritten(tiny_model("llama"), tmp_path / "fp8", partial(fp8, tile=tile), **config)
     found = dequantized(source, tmp_path / "floats")
     asked = FineGrainedFP8Config(dequantize=True, weight_block_size=tile)
     assert same(found, by_transformers(source, quantization_config=asked))
@@ -75,7 +76,7 @@ def test_fp8_blocks_that_do_not_divide_a_weight_begin_at_its_corner(tiny_model: 
     source = rewritten(
         tiny_model("llama"),
         tmp_path / "fp8",
-        lambda *each: fp8(*each, tile),
+        partial(fp8, tile=tile),
         quant_method="fp8",
         weight_block_size=tile,
     )
@@ -271,7 +272,7 @@ def test_weights_that_are_not_finite_are_refused(tiny_model: TinyModel, tmp_path
 
 
 def test_scales_of_another_weight_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
-    change = lambda *each: fp8(*each, (32, 32))  # noqa: E731
+    change = partial(fp8, tile=(32, 32))
     source = rewritten(tiny_model("llama"), tmp_path / "fp8", change, quant_method="fp8", weight_block_size=[16, 16])
     with pytest.raises(SourceError, match=r"scales \[2, 4\] are not those of tiles of 16 x 16 of a weight \[64, 128\]"):
         Dequantize().run(source, tmp_path, Context())
