@@ -26,9 +26,13 @@ def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
         raise StageError(f"{kind} takes no mask of a window", where=where, remedy="Use sdpa or eager attention")
     config = model.config.get_text_config(decoder=True)
     own = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    if own or set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if own or others:
+        windows = own or any("attention" in kind and "linear" not in kind for kind in others)
         raise StageError(
-            "the model's layers have windows of their own", where=where, remedy="Take window out of the recipe"
+            f"the model's layers {'have windows of their own' if windows else 'are not all of attention'}",
+            where=where,
+            remedy="Take window out of the recipe",
         )
     whole = model.forward
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from optkit.algorithms.state_codes import Float8Code, StateCode
 from optkit.errors import StageError
@@ -90,11 +97,14 @@ def coded_cache(
     """Return what makes an empty coded cache for a model.
     `codes` of keys and values are one pair for all layers or one for each.
 
-    A `window` is for models without windows of their own (`attention_window.see_window_`).
+    A `window` is for models without windows of their own (`attention_window.see_window_`). Layers
+    of linear attention and convolutions keep their states as they are.
 
-    Raises StageError for a model with layers that hold something else than keys and values.
+    Raises StageError for a model with layers of other kinds, and with none of attention alone.
     """
-    like = _plain_layers(config, where)
+    like = _plain_layers(
+        config, where, beside=() if window or not isinstance(codes, tuple) else (LinearAttentionLayer,)
+    )
     if not isinstance(codes, tuple) and len(codes) != len(like):
         raise StageError(
             f"there are scales for {len(codes)} of {len(like)} layers", where=where, remedy="Make the artifact again"
@@ -103,8 +113,12 @@ def coded_cache(
     pairs = [codes] * len(like) if isinstance(codes, tuple) else codes
 
     def make() -> Cache:
+        empty = DynamicCache(config=config).layers
         return Cache(
-            layers=[CodedLayer(keys, values, size, sinks) for (keys, values), size in zip(pairs, windows, strict=True)]
+            layers=[
+                layer if isinstance(layer, LinearAttentionLayer) else CodedLayer(keys, values, size, sinks)
+                for layer, (keys, values), size in zip(empty, pairs, windows, strict=True)
+            ]
         )
 
     return make
@@ -137,13 +151,12 @@ def recording_cache(config: Any, where: str) -> tuple[Cache, list[RecordingLayer
     return Cache(layers=list(layers)), layers
 
 
-def _plain_layers(config: Any, where: str) -> list[Any]:
-    """Return transformers' own layers for a model, all of keys and values."""
+def _plain_layers(config: Any, where: str, beside: tuple[type, ...] = ()) -> list[Any]:
+    """Return transformers' own layers for a model, all of keys and values but those of `beside`."""
     like = DynamicCache(config=config).layers
-    others = sorted(
-        {type(layer).__name__ for layer in like} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
-    )
-    if others or not like:
+    plain = DynamicLayer, DynamicSlidingWindowLayer
+    others = sorted({type(layer).__name__ for layer in like if type(layer) not in (*plain, *beside)})
+    if others or not any(type(layer) in plain for layer in like):
         raise StageError(
             f"the cache of {config.model_type} has layers of another kind: {', '.join(others) or 'none are known'}",
             where=where,

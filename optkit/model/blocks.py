@@ -165,12 +165,12 @@ def run_with_blocks(
 ) -> Found:
     """Return what `run` returns if the blocks `compute` something else, of index, hidden states and call.
 
-    Blocks may return a tensor or a tuple with it: both are tried. Raises SourceError, which says
-    what is `impossible`, if `run` raises with either.
+    Blocks may return a tensor, or a tuple with it alone or beside the weights of attention: each is
+    tried. Raises SourceError, which says what is `impossible`, if `run` raises with all of them.
     """
     reason = ""
-    for as_tuple in (False, True):
-        forward = _checked(compute, as_tuple)
+    for beside in (None, (), (None,)):
+        forward = _checked(compute, beside)
         with replaced_forward({block.module: forward for block in blocks}):
             try:
                 return run()
@@ -185,7 +185,7 @@ def _unsupported(model: PreTrainedModel, what: str, why: str) -> SourceError:
     )
 
 
-def _checked(compute: Compute, as_tuple: bool) -> Callable[..., Any]:
+def _checked(compute: Compute, beside: tuple[None, ...] | None) -> Callable[..., Any]:
     passed: list[Tensor] = []
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
@@ -194,7 +194,7 @@ def _checked(compute: Compute, as_tuple: bool) -> Callable[..., Any]:
         if passed and hidden is not passed[-1]:
             raise OtherFormError("the hidden states that enter a block are not those that the block before it returned")
         passed.append(compute(len(passed), hidden, Call(arguments[1:], keywords, keyword)))
-        return (passed[-1],) if as_tuple else passed[-1]
+        return passed[-1] if beside is None else (passed[-1], *beside)
 
     return forward
 

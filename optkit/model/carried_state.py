@@ -41,6 +41,8 @@ class CarriedState:
         """
         self.model, self.name = model, state_name(model)
         self.held: Any = cache
+        self.seen = 0
+        """Tokens of each sequence."""
         if cache is None and self.name == KEYS_AND_VALUES:
             self.held = _empty_cache(model)
 
@@ -53,7 +55,7 @@ class CarriedState:
         Raises SourceError for a model that gives no state back, or mixes the sequences of a batch.
         """
         output = (call or self.model.forward)(input_ids=tokens, use_cache=True, **self._carried(tokens, last))
-        self.held = getattr(output, self.name, None)
+        self.held, self.seen = getattr(output, self.name, None), self.seen + tokens.shape[1]
         if self.held is None:
             raise _no_steps(self.model, f"takes `{self.name}` and returns none")
         logits: Tensor = output.logits
@@ -76,6 +78,7 @@ class CarriedState:
         """Take the last `count` tokens out again."""
         if count:
             self.held.crop(-count)
+            self.seen -= count
 
     def spread(self, owners: Tensor) -> None:
         """Copy what is kept of each sequence for all that go on from it.
@@ -90,8 +93,7 @@ class CarriedState:
         if last and (self.name in CACHES or tokens.shape[1] > 1) and "logits_to_keep" in _arguments(self.model):
             given["logits_to_keep"] = 1
         if self.name == KEYS_AND_VALUES and needs_positions(self.model, tokens.device):
-            before = self.held.get_seq_length()
-            given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None] + before
+            given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None] + self.seen
         return given
 
 

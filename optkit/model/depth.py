@@ -8,21 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from optkit.errors import SourceError
-from optkit.model.shape import BLOCK_COUNTS, WIDTHS, ModelShape
+from optkit.errors import SourceError, StageError
+from optkit.model.shape import BLOCK_COUNTS, BLOCK_KINDS, WIDTHS, ModelShape
 from optkit.model.text_config import text_config, with_text_config
 
-NOT_OF_BLOCKS = ("architectures", "_token_id", "_token_ids", "_ids")
+NOT_OF_BLOCKS = ("architectures", "_token_id", "_token_ids", "_ids", "_limit", "_multipliers")
 """How keys of lists end that have nothing to do with blocks, however long they are."""
-INDEX_LISTS = ("mlp_only_layers", "cross_attention_layers")
-"""Keys of lists that name blocks by their index."""
+INDEX_LISTS = ("mlp_only_layers", "cross_attention_layers", "_layer_indices", "_attn_idxs", "_layer_ids")
+"""How keys of lists end that name blocks by their index."""
+PERIOD, OFFSET = "_layer_period", "_layer_offset"
+"""How two keys end that say which blocks are of another kind (Jamba): every so many, from one on."""
+REPEATED = "block_types"
+"""Key of the kinds of the first blocks, which repeat (RecurrentGemma)."""
 FIRST_BLOCKS = ("max_window_layers", "first_k_dense_replace")
 """Keys that say how many of the first blocks are of another kind."""
 
 
 def block_count(config: Mapping[str, Any]) -> int:
     """Return the number of decoder blocks; raises SourceError if config.json does not say."""
-    return _number(config, BLOCK_COUNTS, "how many decoder blocks the model has")
+    return ModelShape(config, {}).block_count or _number(config, BLOCK_COUNTS, "how many decoder blocks the model has")
 
 
 def hidden_size(config: Mapping[str, Any]) -> int:
@@ -82,22 +86,51 @@ def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[s
         if isinstance(found.get(key), int):
             found[key] = len(kept)
     for key, value in found.items():
-        if is_per_block(key, value, blocks):
-            found[key] = [value[index] for index in kept]
+        if key == REPEATED and isinstance(value, list):
+            found[key] = [value[index % len(value)] for index in kept]
+        elif is_per_block(key, value, blocks):
+            of_kept = [value[index] for index in kept]
+            found[key] = "".join(of_kept) if isinstance(value, str) else of_kept
     for key in FIRST_BLOCKS:
         if isinstance(found.get(key), int):
             found[key] = sum(index < found[key] for index in kept)
-    for key in INDEX_LISTS:
-        if isinstance(found.get(key), list):
-            found[key] = [number for number, index in enumerate(kept) if index in found[key]]
-    return found | _sparse_blocks(text, kept)
+    for key, value in found.items():
+        if key.endswith(INDEX_LISTS) and isinstance(value, list):
+            found[key] = [number for number, index in enumerate(kept) if index in value]
+    return found | _sparse_blocks(text, kept) | _periods(text, kept)
 
 
 def is_per_block(key: str, value: Any, blocks: int) -> bool:
-    """Whether a value of config.json is a list with an entry for each block."""
-    return (
-        isinstance(value, list) and len(value) == blocks and key not in INDEX_LISTS and not key.endswith(NOT_OF_BLOCKS)
-    )
+    """Whether a value of config.json is a list, or a text, with an entry for each block."""
+    if not isinstance(value, list) and not (isinstance(value, str) and key in BLOCK_KINDS):
+        return False
+    return len(value) == blocks and not key.endswith((*INDEX_LISTS, *NOT_OF_BLOCKS))
+
+
+def _periods(text: Mapping[str, Any], kept: Sequence[int]) -> dict[str, int]:
+    """Return the keys that say by a period which blocks are of another kind.
+
+    Raises StageError if no period says it of the blocks that are left.
+    """
+    found: dict[str, int] = {}
+    for key, period in text.items():
+        offset_key = key.removesuffix(PERIOD) + OFFSET
+        if not key.endswith(PERIOD) or not isinstance(period, int) or any(text.get(kinds) for kinds in BLOCK_KINDS):
+            continue
+        offset, blocks = text.get(offset_key, 0), range(len(kept))
+        asked = [index % period == offset for index in kept]
+        pairs = ((period, offset), *((size, place) for size in range(1, len(kept) + 2) for place in range(size)))
+        fitting = next((pair for pair in pairs if [index % pair[0] == pair[1] for index in blocks] == asked), None)
+        if fitting is None:
+            raise StageError(
+                f"config.json says by {key}: {period} which blocks are of another kind, and without those "
+                "that go they are not evenly spaced",
+                where="prune_structured.remove_layers",
+                why=f"The {len(kept)} blocks that are left would be taken for others",
+                remedy=f"Remove {period} neighbouring blocks, or a multiple of it",
+            )
+        found |= dict(zip((key, offset_key), fitting, strict=True))
+    return found
 
 
 def _sparse_blocks(text: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:

@@ -24,12 +24,15 @@ class Read(StrEnum):
     COMPUTES = "the model's own code computes with its weight"
     DTYPE = "the model's own code asks for its weight's dtype"
     OPENS = "transformers looks for its weight when it opens the model"
+    SHARED = "several blocks share its weight, and transformers shares nothing of a packed one"
 
 
 MODES = frozenset({"training", "slow_but_exact", "rescale_prenorm_residual"})
 """Branches on these are not taken, unless config.json sets them."""
 BUILDS = ("__", "extra_repr", "get_", "set_", "tie_", "_tie_")
 """How functions begin that run before a layer is packed, or do not compute."""
+SHARED = ".shared_transf"
+"""In the names of layers that several blocks of Zamba share."""
 LINEARS = frozenset({"Linear", "Conv1D"})
 ASKED = frozenset({"dtype", "device"})
 
@@ -42,7 +45,8 @@ def reads_of(config: Mapping[str, Any]) -> Callable[[str], frozenset[Read]]:
 
     def reads(name: str) -> frozenset[Read]:
         place_of = re.sub(r"\.\d+", "", f".{name}")
-        return frozenset(read for place, read in found if not place or place_of.endswith(f".{place}"))
+        shared = {Read.SHARED} if SHARED in name else ()
+        return frozenset(read for place, read in found if not place or place_of.endswith(f".{place}")).union(shared)
 
     return reads
 

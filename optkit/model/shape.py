@@ -26,6 +26,8 @@ named like the others.
 
 BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Keys of config.json that say how many decoder blocks there are."""
+BLOCK_KINDS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+"""Keys of what says the kind of each decoder block, if none of those is there (Nemotron-H)."""
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 """Keys of config.json that say how wide the hidden states are."""
 
@@ -119,7 +121,8 @@ class ModelShape:
     def block_count(self) -> int | None:
         """How many decoder blocks there are; None if config.json does not say."""
         text = text_config(self.config)
-        return next((text[key] for key in BLOCK_COUNTS if key in text), None)
+        kinds = (len(text[key]) for key in BLOCK_KINDS if text.get(key))
+        return next((text[key] for key in BLOCK_COUNTS if key in text), next(kinds, None))
 
     @property
     def width(self) -> int | None:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -98,20 +99,38 @@ class Skeleton:
         return self.tensor_names[parameter]
 
     def block_tensors(self, block: Block) -> tuple[str, ...]:
-        """Return the tensors of the checkpoint that a block is made of."""
-        return tuple(tensor for name, tensor in self.tensor_names.items() if name.startswith(f"{block.name}."))
+        """Return the tensors of the checkpoint that a block is made of, and no block before it."""
+        return tuple(tensor for tensor, owners in self._owners.items() if owners[0] == block.name)
+
+    @property
+    def shared_between(self) -> tuple[str, ...]:
+        """The blocks that are partly made of the same tensors (Zamba)."""
+        return tuple(dict.fromkeys(name for owners in self._owners.values() if len(owners) > 1 for name in owners))
 
     @property
     def outside_tensors(self) -> tuple[str, ...]:
         """The tensors that belong to no block, even those that are never read; to be passed on."""
-        inside = {tensor for block in self.blocks for tensor in self.block_tensors(block)}
-        return tuple(name for name in self.checkpoint.tensors if name not in inside)
+        return tuple(name for name in self.checkpoint.tensors if name not in self._owners)
+
+    @cached_property
+    def _owners(self) -> dict[str, list[str]]:
+        """The blocks that each tensor inside of blocks belongs to, in order."""
+        found: dict[str, list[str]] = {}
+        for block in self.blocks:
+            for name, tensor in self.tensor_names.items():
+                if name.startswith(f"{block.name}."):
+                    found.setdefault(tensor, []).append(block.name)
+        return found
 
     def linears(self, block: Block) -> dict[str, Projection]:
-        """Return the Linear and Conv1D modules of a block by their names on disk, in order."""
+        """Return the Linear and Conv1D modules of a block by their names on disk, in order.
+        Those that a block before it has too are left out.
+        """
         named = block.module.named_modules(prefix=block.name)
-        found = {name: module for name, module in named if isinstance(module, (nn.Linear, Conv1D))}
-        return {self.tensor_name(f"{name}.weight").removesuffix(".weight"): module for name, module in found.items()}
+        kinds = nn.Linear, Conv1D
+        found = {self.tensor_name(f"{name}.weight"): module for name, module in named if isinstance(module, kinds)}
+        own = {tensor: module for tensor, module in found.items() if self._owners[tensor][0] == block.name}
+        return {tensor.removesuffix(".weight"): module for tensor, module in own.items()}
 
     def load_(self, module_name: str, device: str | torch.device) -> None:
         """Put the real weights of a module and all below it on the device, in the model's dtype.

@@ -85,9 +85,10 @@ def _missed_weight(layer: Layer, form: LayerFormat) -> str:
     compressed-tensors gives the dtype of the float weight, bitsandbytes that of its codes. In its
     packed forms, compressed-tensors has nothing called weight until the model runs.
     """
-    packed = "weight" not in form.tensors("F32", layer.outputs, layer.inputs)
+    packed = not layer.transposed and "weight" not in form.tensors("F32", layer.outputs, layer.inputs)
     missed = {
         Read.COMPUTES: True,
+        Read.SHARED: True,
         Read.DTYPE: form.method == BITSANDBYTES,
         Read.OPENS: form.method == COMPRESSED_TENSORS and packed,
     }

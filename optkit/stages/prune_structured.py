@@ -130,7 +130,7 @@ class PruneStructured(WidthFields, Transform):
         runs out.
         """
         from optkit.model.skeleton import Skeleton
-        from optkit.stages.narrowing.proof import prove
+        from optkit.stages.narrowing.proof import prove, refuse_shared
 
         started = time.monotonic()
         checkpoint = Checkpoint(source)
@@ -145,6 +145,9 @@ class PruneStructured(WidthFields, Transform):
         return_freed_memory()
         kept = [index for index in range(len(skeleton.blocks)) if index not in chosen.removed]
         names = shallower_tensors(checkpoint.shape, kept)
+        refuse_shared(skeleton, chosen.removed)
+        resolved = skeleton.model.config.get_text_config(decoder=True).to_dict()
+        config = shallower_config(checkpoint.config, kept, resolved)
         blocks = self._narrower(skeleton, planned, kept, names, tokens, context) if planned.narrows else None
         with context.progress.task(KIND, len(kept), "blocks") as task, CheckpointWriter(target) as writer:
             if blocks:
@@ -153,8 +156,6 @@ class PruneStructured(WidthFields, Transform):
                 for name, new in names.items():
                     writer.add(new, checkpoint.read_finite(name))
         copy_companions(source, target, context.trust_remote_code)
-        resolved = skeleton.model.config.get_text_config(decoder=True).to_dict()
-        config = shallower_config(checkpoint.config, kept, resolved)
         write_config(target, narrower_config(config, planned.before, planned.after) if planned.narrows else config)
         proof = prove(checkpoint, target, kept, context, *((blocks.masked_, blocks.hidden) if blocks else ()))
         before, after = sizes(checkpoint.shape), sizes(Checkpoint(target).shape)

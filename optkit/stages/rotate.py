@@ -94,6 +94,13 @@ class Rotate(Transform):
             _refuse_fused(skeleton)
         config = skeleton.model.config.get_text_config(decoder=True)
         rotation = random_rotation(config.hidden_size, context.seed).to(context.device)
+        if shared := skeleton.shared_between:
+            raise StageError(
+                f"{len(shared)} blocks share weights ({shared[0]}, ...)",
+                where=self.kind,
+                why="Each block is rotated and compared alone, and theirs would be rotated twice",
+                remedy="Take rotate out for this architecture",
+            )
         untied = self.residual and skeleton.tensor_names.get(LM_HEAD) == skeleton.tensor_name(_embedding(skeleton))
         with (
             context.progress.task("rotate", len(skeleton.blocks) + 2, "parts") as task,

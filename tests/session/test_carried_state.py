@@ -28,6 +28,7 @@ STATES = {
     "falcon_mamba": "cache_params",
     "rwkv": "state",
 }
+HYBRIDS = ("jamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "qwen3_5", "lfm2", "minimax")
 
 
 class Compiled(Setting):
@@ -58,6 +59,40 @@ def test_decode_steps_compute_what_the_whole_text_does(kind: str, tiny_model: Ti
         )
         assert float((alone - whole[:1, PROMPT:]).abs().max()) > 0.1 * float(whole.abs().max())
         assert session.generate(tokens[:, :PROMPT], 9).equal(likeliest_by_whole_texts(session, tokens, 9))
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_hybrid_generates_what_transformers_does(kind: str, tiny_model: TinyModel) -> None:
+    session = open_session(tiny_model(kind))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(kind)).eval()
+    options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    prompts = TOKENS[:, :PROMPT]
+    expected = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+    assert session.generate(prompts, 9).equal(expected)
+    assert torch.stack(list(session.stream(prompts, 9)), dim=1).equal(expected[:, PROMPT:])
+    assert not session.shares_contexts
+    whole = session.logits(TOKENS)
+    torch.testing.assert_close(
+        session.stepped_logits(TOKENS, PROMPT), whole[:, PROMPT:], rtol=0, atol=4e-6 * float(whole.abs().max())
+    )
+
+
+def test_a_coded_cache_of_a_hybrid_codes_keys_and_values_alone(tiny_model: TinyModel) -> None:
+    plain, coded = open_session(tiny_model("qwen3_5")), open_session(tiny_model("qwen3_5"), [KvCache(dtype="int8")])
+    whole = coded.logits(TOKENS)
+    assert 0 < float((whole - plain.logits(TOKENS)).norm() / whole.norm()) < 0.01
+    torch.testing.assert_close(
+        coded.stepped_logits(TOKENS, PROMPT), whole[:, PROMPT:], rtol=0, atol=4e-6 * float(whole.abs().max())
+    )
+    assert coded.decode_bytes(1, 400) < plain.decode_bytes(1, 400)
+    with pytest.raises(StageError, match="the model's layers are not all of attention. Take window out"):
+        open_session(tiny_model("qwen3_5"), [KvCache(window=8)])
+
+
+@pytest.mark.parametrize("setting", [KvCache(dtype="int8"), Speculative(prompt_lookup=2)])
+def test_a_cache_of_the_model_s_own_is_left_alone(setting: Any, tiny_model: TinyModel) -> None:
+    with pytest.raises(StageError, match="MiniMaxForCausalLM has no KV cache. What it keeps .* its `MiniMaxCache`"):
+        open_session(tiny_model("minimax"), [setting])
 
 
 def test_a_step_that_mixes_the_sequences_of_a_batch_is_refused(tiny_model: TinyModel) -> None:

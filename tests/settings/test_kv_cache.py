@@ -184,11 +184,11 @@ def test_a_sliding_layer_holds_its_window_and_no_more(tiny_model: TinyModel) -> 
 def test_layers_that_hold_other_states_are_refused() -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model("qwen3_next", num_hidden_layers=4)
+    config = AutoConfig.for_model("falcon_h1", num_hidden_layers=4)
     code = IntegerCode(8, None)
     with pytest.raises(
         StageError,
-        match=r"^kv_cache: the cache of qwen3_next has layers "
+        match=r"^kv_cache: the cache of falcon_h1 has layers "
         r"of another kind: LinearAttention\w+\. .*Take the",
     ):
         coded_cache(config, (code, code), "kv_cache")

@@ -23,6 +23,7 @@ from optkit.recipe.field_faults import validate
 from optkit.stage import Context
 from optkit.stages.narrowing import proof as smaller_proof
 from optkit.stages.prune_structured import PruneStructured
+from tests.conftest import TinyModel
 from tests.support.live_memory import LiveBytes
 from tests.support.skeletons import changed_copy
 from tests.support.smaller_models import (
@@ -106,6 +107,31 @@ def test_kinds_that_transformers_derives_from_the_index_are_written_out(tmp_path
         config_of(tmp_path / "target")["layer_types"]
         == (["sliding_attention", "full_attention", "sliding_attention"] * 2)[:5]
     )
+
+
+def test_kinds_of_blocks_of_hybrids_are_those_of_the_blocks_that_are_left() -> None:
+    def left(kept: list[int], **config: Any) -> dict[str, Any]:
+        return {key: value for key, value in shallower_config(config, kept).items() if key != "num_hidden_layers"}
+
+    jamba = {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1}
+    assert left([0, 2, 3, 5], **jamba) == {"attn_layer_period": 5, "attn_layer_offset": 4}  # none is left
+    assert left([1, 2, 3, 4, 5], **jamba) == {"attn_layer_period": 3, "attn_layer_offset": 0}
+    with pytest.raises(
+        StageError,
+        match=r"prune_structured.remove_layers: config.json says by attn_layer_period: 3 .*not evenly spaced"
+        r".*The 4 blocks.*Remove 3 neighbouring blocks",
+    ):
+        left([0, 1, 4, 5], **jamba)
+    bamba = {"num_hidden_layers": 2, "attn_layer_indices": [1, 3], "time_step_limit": [0.0, 1.0]}
+    assert left([1], **bamba) == {"attn_layer_indices": [0], "time_step_limit": [0.0, 1.0]}
+    assert left([1, 3], hybrid_override_pattern="M-M*") == {"hybrid_override_pattern": "-*"}
+    kinds = {"num_hidden_layers": 4, "block_types": ["recurrent", "recurrent", "attention"]}
+    assert left([0, 2, 3], **kinds) == {"block_types": ["recurrent", "attention", "recurrent"]}
+
+
+def test_a_block_that_shares_weights_stays(tiny_model: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"model.layers.1 shares weights with other blocks.*share nothing: 0"):
+        pruned(tiny_model("zamba2"), tmp_path / "target", remove_layers=[1])
 
 
 def test_nested_config_and_lists_that_are_no_blocks() -> None:

@@ -69,6 +69,19 @@ def prove(
     return difference
 
 
+def refuse_shared(skeleton: Skeleton, removed: Sequence[int]) -> None:
+    """Raise StageError for a block that shares weights with others."""
+    sharing = skeleton.shared_between
+    if found := [index for index in removed if skeleton.blocks[index].name in sharing]:
+        free = [index for index, block in enumerate(skeleton.blocks) if block.name not in sharing]
+        raise StageError(
+            f"{skeleton.blocks[found[0]].name} shares weights with other blocks",
+            where="prune_structured.remove_layers",
+            why="What blocks share is built for as many of them as there are",
+            remedy=f"Name blocks that share nothing: {', '.join(map(str, free)) or 'there are none'}",
+        )
+
+
 def _refuse_difference(where: str, expected: Tensor, found: Tensor) -> float:
     lengths = expected.double().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     difference = float(((found - expected).double().norm(dim=-1) / lengths).max())

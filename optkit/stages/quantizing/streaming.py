@@ -210,16 +210,20 @@ class LayerQuantizer(Transform):
 
     def write_model_config(self, job: QuantizationJob, target: Path) -> None:
         """Write config.json.
-        If transformers renames what it reads, layers have their names in the model too.
+        If transformers renames what it reads, or blocks share a layer, it has its names in the model
+        too.
         """
         from optkit.model.skeleton_layers import stored_names
 
-        names = {stored: name for name, stored in stored_names(job.skeleton).items() if stored != name}
-        formats = {**job.formats, **{names[name]: form for name, form in job.formats.items() if name in names}}
-        skipped = {
-            **job.selection.skipped,
-            **{names[name]: reason for name, reason in job.selection.skipped.items() if name in names},
+        places: dict[str, list[str]] = {}
+        for place in stored_names(job.skeleton):
+            places.setdefault(job.weight(place).removesuffix(".weight"), []).append(place)
+        formats = {
+            **job.formats,
+            **{place: form for name, form in job.formats.items() for place in places.get(name, ())},
         }
+        kept = job.selection.skipped
+        skipped = {**kept, **{place: reason for name, reason in kept.items() for place in places.get(name, ())}}
         write_config(
             target,
             self.written_config(job.skeleton.checkpoint.config, Selection(job.selection.layers, skipped), formats),
