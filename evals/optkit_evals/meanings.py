@@ -80,6 +80,9 @@ MEANINGS: dict[str, Meaning] = {
     "acc_bytes": _higher(f"The same, by the harness' own count of bytes. {_ITEMS}"),
     "acc_mutual_info": _higher(f"The same, less the answer's likelihood without the question. {_ITEMS}"),
     "exact_match": _higher(f"Share of generated answers that are the expected text. {_ITEMS}"),
+    "word_error_rate": _lower(
+        "Words to replace, insert or delete in answers until they are the targets, for each of their words."
+    ),
     "f1": _higher(f"Words that the answer shares with the expected one, precision and recall together. {_ITEMS}"),
     "task_perplexity": _lower("exp of the mean loss of the answers of a task."),
     "word_perplexity": _lower("exp of the loss of a text over its words, whatever the tokenizer."),

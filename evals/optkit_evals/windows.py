@@ -20,7 +20,7 @@ from optkit.common.field_types import SequenceLength, Several
 from optkit.errors import EvalError
 from optkit.measure import Answering, EvalContext, Session
 from optkit.model.session_memory import SLICE_BYTES
-from optkit.source.conditioned import ConditionedText, Example
+from optkit.source.conditioned import ConditionedText
 from optkit.source.cut_text import apart, family_that_needs_bos
 from optkit.source.lineage import DRAFT, shared_with
 from optkit.source.text_place import TextPlace
@@ -88,7 +88,8 @@ class WindowedText(ConditionedText):
         self.check_task(place)
         counts = TokenCounts.of(place)
         if self.input is not None:
-            self._taken(self.examples(place.data) if self.is_local(place.data) else [])
+            if self.is_local(place.data):
+                self.first_examples(place.data, self.windows)
             return
         text = TrainingText.model_validate(
             {**self.identity(), "field": self.field, "packing": "joined", "bos": self.bos}
@@ -145,7 +146,7 @@ class WindowedText(ConditionedText):
         """Return the targets of the first pairs."""
         import torch
 
-        taken = self._taken(self.examples(context.data))
+        taken = self.first_examples(context.data, self.windows)
         refuse_calibrated(self, [pair.target for pair in taken], context, self.asks_draft)
         tokens = [session.target(pair.target, self.window) for pair in taken]
         if empty := next((index for index, each in enumerate(tokens, start=1) if len(each) < FEWEST), 0):
@@ -158,14 +159,6 @@ class WindowedText(ConditionedText):
             f"{sum(len(each) - 1 for each in tokens)} tokens counted, token ids {ids}",
             tuple(pair.source for pair in taken),
         )
-
-    def _taken(self, pairs: list[Example]) -> list[Example]:
-        """Return the pairs that are measured; raises EvalError for too few."""
-        wanted = self.windows or max(FEWEST, len(pairs))
-        if pairs and len(pairs) < wanted:
-            what = f"there are {len(pairs):,} pairs and {wanted:,} are needed"
-            raise EvalError(what, where=self.where, remedy="Lower windows, or take more pairs")
-        return pairs[:wanted]
 
     def _where_bos_stands(self, session: Session, led: bool) -> str:
         """Return where BOS stands."""

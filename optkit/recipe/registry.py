@@ -56,6 +56,7 @@ STAGES = {
     "tensor_parallel": "optkit.settings.tensor_parallel:TensorParallel",
 }
 EVALS = {
+    "answers": "optkit_evals.answers:Answers",
     "divergence": "optkit_evals.divergence:Divergence",
     "embedding": "optkit_evals.embedding:Embedding",
     "encoding": "optkit_evals.encoding:Encoding",

@@ -24,6 +24,10 @@ BETWEEN = "\x1f"
 """Stands between the parts of a pair in the document that it is, whose digest pins it."""
 
 
+FEWEST = 2
+"""Pairs; one would have no error bar."""
+
+
 class Example(NamedTuple):
     """What the encoder is given, and what the decoder is to say."""
 
@@ -45,6 +49,15 @@ class ConditionedText(CutText):
         parts = (document.split(BETWEEN, 2) for document in self.documents(data))
         folder = Path(self.dataset).expanduser().absolute().parent
         return [Example(str(folder / source) if digest else source, target) for digest, source, target in parts]
+
+    def first_examples(self, data: Path | None, wanted: int | None) -> list[Example]:
+        """Return the first pairs, all if `wanted` is None; raises SourceError for too few."""
+        found = self.examples(data)
+        least = wanted or FEWEST
+        if len(found) < least:
+            what = f"there are {len(found):,} pairs and {least:,} are needed"
+            raise SourceError(what, where=self.where, remedy="Ask for fewer, or take more pairs")
+        return found[:wanted]
 
     def check_task(self, place: TextPlace) -> None:
         """Raise SourceError unless there are pairs for an encoder-decoder, and none for other models."""

@@ -132,7 +132,7 @@ def test_texts_that_do_not_fit_the_model(
         Perplexity(dataset=pairs, field="target", window=32).check_texts(bart)
     with pytest.raises(SourceError, match="`input` means nothing here: the model is a causal language model"):
         Perplexity(dataset=pairs, **FIELDS[False], window=32).check_texts(place(tiny_model("llama")))
-    with pytest.raises(EvalError, match="there are 6 pairs and 7 are needed"):
+    with pytest.raises(SourceError, match="there are 6 pairs and 7 are needed"):
         Perplexity(dataset=pairs, **FIELDS[False], window=32, windows=7).check_texts(bart)
     with pytest.raises(SourceError, match="it has no pairs"):
         Perplexity(dataset="python-reference", input="input").check_texts(bart)
