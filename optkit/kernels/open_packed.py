@@ -19,10 +19,16 @@ from optkit.kernels.cpu.huge_pages import into_huge_pages_
 from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import unfuse_experts_
-from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
+from optkit.model.names import (
+    match_tensors,
+    planned_dtypes,
+    renamed_tensors,
+    stored_parameters,
+    with_base_prefix,
+)
 from optkit.model.read_weights import Read, reads_of
 from optkit.model.shape import TensorInfo
-from optkit.model.skeleton import empty_model, planned_dtypes, stored_parameters
+from optkit.model.skeleton import empty_model
 from optkit.progress import Progress
 
 Build = Callable[[QuantizedLayer, Tensor | None, torch.dtype, str], tuple[nn.Module, str]]

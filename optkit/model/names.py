@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -141,3 +142,21 @@ def _may_be_missing(name: str, model: PreTrainedModel) -> bool:
 
 def _some(names: list[str]) -> str:
     return f"{len(names):,}" + (f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if names else "")
+
+
+def stored_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
+    """Return the parameters that the checkpoint holds as they are, among them joined experts.
+    The model's experts are fused.
+    """
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    renamed = renamed_tensors(model, checkpoint.tensors).values()
+    return {with_base_prefix(name, model.base_model_prefix, known) for name in renamed} & known
+
+
+def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the parameters that transformers keeps in another dtype (`_keep_in_fp32_modules`)."""
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return {
+        name: kept for pattern, kept in plan.items() for name in names if re.search(pattern.replace("*", ".*"), name)
+    }

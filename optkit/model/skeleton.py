@@ -10,7 +10,6 @@ for index, block in enumerate(skeleton.blocks):
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,8 +32,9 @@ from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.experts import unfuse_experts_
 from optkit.model.head import given_to_head
 from optkit.model.memory import return_freed_memory
-from optkit.model.names import match_tensors, renamed_tensors, with_base_prefix
+from optkit.model.names import match_tensors, planned_dtypes, stored_parameters
 from optkit.model.packed_floats import refuse_unsaid_codes
+from optkit.model.state_kernels import silence_fallbacks_
 from optkit.model.task import architectures_of, loader_of
 
 TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -327,16 +327,8 @@ def empty_model(
         ) from error
     if POOLER in dict(model.named_children()) and not any(f"{POOLER}." in name for name in checkpoint.tensors):
         model.pooler = None  # features are asked for, which stand in front of it
+    silence_fallbacks_(checkpoint.config)
     return model.requires_grad_(False).eval()
-
-
-def stored_parameters(model: PreTrainedModel, checkpoint: Checkpoint) -> set[str]:
-    """Return the parameters that the checkpoint holds as they are, among them joined experts.
-    The model's experts are fused.
-    """
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    renamed = renamed_tensors(model, checkpoint.tensors).values()
-    return {with_base_prefix(name, model.base_model_prefix, known) for name in renamed} & known
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -347,12 +339,3 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return next(
         (TORCH_DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in TORCH_DTYPES), torch.float32
     )
-
-
-def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the parameters that transformers keeps in another dtype (`_keep_in_fp32_modules`)."""
-    plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return {
-        name: kept for pattern, kept in plan.items() for name in names if re.search(pattern.replace("*", ".*"), name)
-    }

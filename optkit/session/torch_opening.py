@@ -25,6 +25,7 @@ from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import return_freed_memory
 from optkit.model.pooling import pooling_for
 from optkit.model.skeleton import stored_dtype
+from optkit.model.state_kernels import silence_fallbacks_, state_kernels_note
 from optkit.model.task import ENCODER_DECODERS, Task, task_of
 from optkit.session.loading import load_by_transformers
 from optkit.session.torch_encoder import TorchEncoder
@@ -93,7 +94,9 @@ def _load(
         model, notes = load_by_transformers(opening, checkpoint, dtype, spread)
     if checkpoint.quantization and (adapter := read_adapter(checkpoint.directory)):
         notes = [*notes, apply_adapter_(model, adapter, opening.device, dtype)]
-    return model, [*notes, *eager_note(checkpoint.config, opening.load_kwargs)], bool(quantized)
+    silence_fallbacks_(checkpoint.config)
+    told = [*eager_note(checkpoint.config, opening.load_kwargs), *state_kernels_note(checkpoint.config)]
+    return model, [*notes, *told], bool(quantized)
 
 
 def _cpu_decoder(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,25 @@ def test_a_hybrid_generates_what_transformers_does(kind: str, tiny_model: TinyMo
     torch.testing.assert_close(
         session.stepped_logits(TOKENS, PROMPT), whole[:, PROMPT:], rtol=0, atol=4e-6 * float(whole.abs().max())
     )
+
+
+def test_missing_kernels_of_states_are_told_once(
+    tiny_model: TinyModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # to be seen here
+    told = {}
+    for kind in ("llama", "mamba2", "qwen3_5", "lfm2"):
+        session = open_session(tiny_model(kind))
+        session.generate(TOKENS[:1, :4], 2)
+        told[kind] = [note for note in session.notes if note.startswith("states:")]
+    torch_is = "states: plain torch, which is right and slow; the kernels for GPUs are those of causal-conv1d"
+    assert told == {
+        "llama": [],
+        "mamba2": [f"{torch_is} and mamba-ssm"],
+        "qwen3_5": [f"{torch_is} and flash-linear-attention"],
+        "lfm2": [torch_is],
+    }
+    assert "falling back" not in caplog.text
 
 
 def test_a_coded_cache_of_a_hybrid_codes_keys_and_values_alone(tiny_model: TinyModel) -> None:

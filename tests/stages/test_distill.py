@@ -70,7 +70,7 @@ def divergence_from(teacher: Path, student: Path) -> float:
 
 
 class TestLearning:
-    @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma3", "mixtral", "gpt_oss"])
+    @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma3", "mixtral", "gpt_oss", "mamba2"])
     def test_the_student_comes_nearer_to_the_teacher(self, tiny_model, tmp_path, kind):
         student = noisy(tiny_model(kind), tmp_path / "student")
         target, details = distill(student, tiny_model(kind), tmp_path)

@@ -1,0 +1,43 @@
+"""The packages of kernels that a model with states would be computed by, and that are not there.
+
+transformers computes the same with plain torch then. No torch is needed to tell.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from optkit.model.read_weights import model_folder
+from optkit.model.text_config import text_config
+
+DISTRIBUTIONS = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}
+WARNS = "transformers.integrations.hub_kernels"
+"""The logger that warns at the first call of each function without its kernel."""
+
+
+def state_kernels_note(config: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for the notes if kernels are not installed; nothing if none are missed."""
+    missing = [name for name in _packages(str(text_config(config).get("model_type"))) if find_spec(name) is None]
+    if not missing:
+        return []
+    packages = " and ".join(DISTRIBUTIONS.get(name, name) for name in missing)
+    return [f"states: plain torch, which is right and slow; the kernels for GPUs are those of {packages}"]
+
+
+def silence_fallbacks_(config: Mapping[str, Any]) -> None:
+    """Keep transformers from warning function by function of what the note says once."""
+    if state_kernels_note(config):
+        logging.getLogger(WARNS).setLevel(logging.ERROR)
+
+
+@cache
+def _packages(model_type: str) -> tuple[str, ...]:
+    folder = model_folder(model_type)
+    code = "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py"))) if folder else ""
+    found = re.findall(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*(?:package=)?"(\w+)"', code)
+    return tuple(sorted(set(found)))
