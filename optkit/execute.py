@@ -15,11 +15,14 @@ from typing import Any, NoReturn
 
 from optkit.artifact import is_artifact, read_artifact
 from optkit.common.byte_sizes import size_text
+from optkit.common.grouping import some
 from optkit.common.spans import mark, span
 from optkit.devices.memory_watch import MemoryWatch
 from optkit.environment import describe_environment, package_version, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.formats.base import Format
+from optkit.model.inventory import extra_heads, take_inventory
 from optkit.plan import Plan, Step
 from optkit.processes import signals
 from optkit.recipe.recipe import UNPACKING
@@ -178,7 +181,37 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
     step.format.check(target)
     reader = Reader(source, context.data, context.trust_remote_code)
     read = with_sketches(report.calibrated_on, step.stage, reader)
-    return replace(report, calibrated_on=(*read, *_lineage(*models_in(step.stage))))
+    report = replace(report, calibrated_on=(*read, *_lineage(*models_in(step.stage))))
+    return check_inventory(step, source, target, report)
+
+
+def check_inventory(step: Step, source: Path, target: Path, report: Report) -> Report:
+    """Return the report with what became of each tensor of the source: counts, and what was dropped.
+    Of an export, whose tensors have other names, the heads that it cannot hold are told.
+
+    Raises StageError for tensors that are lost.
+    """
+    if not Format.of(source).is_checkpoint:
+        return report
+    given = Checkpoint(source)
+    heads = extra_heads(given.shape)
+    if not step.format.is_checkpoint:
+        why = f"{step.format.phrase} has no place for a head that proposes tokens"
+        return replace(report, dropped={**dict.fromkeys(heads, why), **report.dropped})
+    found = take_inventory(given.shape, Checkpoint(target).shape, report.dropped)
+    if found.lost:
+        raise StageError(
+            f"{len(found.lost):,} of {len(given.tensors):,} tensors of the model are lost: {some(found.lost)}",
+            where=step.kind,
+            why="They are neither in what the stage left nor named as dropped",
+            remedy="A stage that leaves tensors out says so in `Report.dropped`",
+        )
+    dropped = {**found.dropped, **dict.fromkeys(given.unnamed, "a file of weights that the index does not name")}
+    kept = [head for head in heads if head not in dropped]
+    notes = [f"not in what it leaves: {some([f'{name} ({why})' for name, why in dropped.items()])}"] if dropped else []
+    notes += [f"{some(kept)}: of no decoder block that config.json counts; it travels unchanged"] if kept else []
+    details = {**report.details, "tensors": dict(found.counts)}
+    return replace(report, dropped=dropped, details=details, notes=(*report.notes, *notes))
 
 
 def _origin(plan: Plan) -> int:

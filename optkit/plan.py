@@ -21,6 +21,7 @@ from optkit.model.cost import Cost
 from optkit.model.packed_floats import refuse_unsaid_codes
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
+from optkit.model.task import Task
 from optkit.recipe.gates import foreseen_failure, parse_gate
 from optkit.recipe.recipe import UNPACKING, EvalEntry, Recipe, SettingEntry
 from optkit.recipe.rules import Start, broken_rules
@@ -303,9 +304,9 @@ def _doomed(recipe: Recipe, device: str, left: ModelShape, shape: ModelShape) ->
 
 def session_memory(step: Step, settings: Sequence[SettingEntry], device: str) -> SessionMemory | None:
     """Return what the weights of a step take when they are opened with settings.
-    None if a setting says where they lie.
+    None if a setting says where they lie, and for a model that nobody can open.
     """
-    if any(entry.value.places_weights for entry in settings):
+    if step.shape.task is Task.UNKNOWN or any(entry.value.places_weights for entry in settings):
         return None
     dtype = next((name for entry in reversed(settings) if (name := entry.value.opened_dtype())), None)
     return SessionMemory(step.shape, device, dtype, step.format.computes_in)

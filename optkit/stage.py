@@ -71,6 +71,9 @@ class Report:
     """
     calibrated_on: tuple[Mapping[str, str], ...] = ()
     """The texts that shaped the weights, as `TextSource.identity()` gives them; evals refuse them."""
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    """Tensors or modules of the source that are not in what it leaves -> the reason. A tensor that is
+    lost otherwise is an error."""
 
 
 class Stage(Frozen):

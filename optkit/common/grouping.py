@@ -1,4 +1,4 @@
-"""Things with those that are alike."""
+"""Things with those that are alike, and the first of many."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
+SHOWN = 3
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -15,3 +16,10 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
+
+
+def some(words: Iterable[str]) -> str:
+    """Return the first of the words, and how many more there are."""
+    every = list(words)
+    more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
+    return "; ".join(every[:SHOWN]) + more

@@ -15,6 +15,8 @@ from optkit.common.spans import span
 from optkit.devices.memory_watch import OPEN, MemoryTrace, MemoryWatch
 from optkit.environment import describe_environment
 from optkit.measure import EvalContext, Found, Opened
+from optkit.model.config_file import read_config
+from optkit.model.task import Task, task_of
 from optkit.plan import PlannedEval
 from optkit.processes import signals
 from optkit.progress import OneModel, asking
@@ -97,10 +99,17 @@ class Bench:
 
     @contextmanager
     def opened(self, subject: Subject) -> Iterator[Opened]:
-        """Open a session and give its memory back afterwards."""
+        """Open a session and give its memory back afterwards.
+        Of a model that nobody can open, the files alone are there.
+        """
         from optkit.session import open_session
+        from optkit.session.unopened import UnopenedModel
 
         weights = subject.weights()
+        config = weights / "config.json"
+        if config.is_file() and task_of(read_config(config)) is Task.UNKNOWN:
+            yield UnopenedModel(weights, self.device)
+            return
         with MemoryWatch(OPEN, self.device) as memory:
             session = open_session(
                 weights,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.common.files import check_kinds
+from optkit.common.grouping import some
 from optkit.errors import SourceError
 from optkit.model.companions import require_inside
 from optkit.model.config_file import read_config
@@ -18,6 +20,8 @@ from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 if TYPE_CHECKING:
     from torch import Tensor
 
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+"""What shards are called, those that the index names and those that it lacks."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -52,9 +56,20 @@ class Checkpoint:
         self.files: dict[str, Path] = {}
         """Tensor name -> the file that holds it."""
         self.tensors: dict[str, TensorInfo] = {}
-        for path in self._weight_files():
+        index = self.directory / INDEX
+        listed = read_index(index) if index.is_file() else {}
+        shards = sorted(set(listed.values()))
+        files = dict(zip(shards, self._shards(shards), strict=True)) if listed else {SINGLE: self._single_file()}
+        beside = {path.name for path in self.directory.glob("*.safetensors")} - files.keys()
+        self.unnamed = tuple(sorted(beside))
+        """Files of weights beside those that the index names; nothing reads them."""
+        lying: dict[str, str] = {}
+        for shard, path in files.items():
             for name, info in read_header(path).items():
-                self.files[name], self.tensors[name] = path, info
+                if name not in lying or listed.get(name) == shard:
+                    lying[name], self.files[name], self.tensors[name] = shard, path, info
+        if listed:
+            self._refuse_other_index(listed, lying)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -95,22 +110,34 @@ class Checkpoint:
             )
         return tensor
 
-    def _weight_files(self) -> list[Path]:
-        index = self.directory / INDEX
-        if index.is_file():
-            names = sorted(set(read_index(index).values()))
-            files = [require_inside(self.directory, name, INDEX) for name in names]
-            missing = [name for name in names if not (self.directory / name).is_file()]
-            if missing:
-                raise SourceError(
-                    f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:3])}",
-                    where=str(self.directory),
-                    why=f"{INDEX} names them",
-                    remedy="Copy or download them again",
-                )
-            return files
+    def _shards(self, names: list[str]) -> list[Path]:
+        files = [require_inside(self.directory, name, INDEX) for name in names]
+        missing = [name for name in names if not (self.directory / name).is_file()]
+        if missing:
+            raise SourceError(
+                f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:3])}",
+                where=str(self.directory),
+                why=f"{INDEX} names them",
+                remedy="Copy or download them again",
+            )
+        return files
+
+    def _refuse_other_index(self, listed: Mapping[str, str], found: Mapping[str, str]) -> None:
+        """Raise SourceError unless index and shards name the same tensors, and no shard is left over."""
+        wrong = [f"{name} is not in {file}" for name, file in listed.items() if found.get(name) != file]
+        wrong += [f"{name} in {file} is not in {INDEX}" for name, file in found.items() if name not in listed]
+        wrong += [f"no tensor of {name} is in {INDEX}" for name in self.unnamed if SHARD.fullmatch(name)]
+        if wrong:
+            raise SourceError(
+                f"{INDEX} and the shards disagree: {some(wrong)}",
+                where=str(self.directory),
+                why="They are of two checkpoints, or one of them was changed",
+                remedy="Copy or download the model again",
+            )
+
+    def _single_file(self) -> Path:
         if (self.directory / SINGLE).is_file():
-            return [require_inside(self.directory, SINGLE)]
+            return require_inside(self.directory, SINGLE)
         pickles = sorted(path.name for pattern in PICKLES for path in self.directory.glob(pattern))
         if pickles:
             raise SourceError(

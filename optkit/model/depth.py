@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optkit.errors import SourceError, StageError
-from optkit.model.shape import BLOCK_COUNTS, BLOCK_KINDS, WIDTHS, ModelShape
+from optkit.model.inventory import extra_heads
+from optkit.model.shape import BLOCK_COUNTS, BLOCK_KINDS, PROPOSING_BLOCKS, WIDTHS, ModelShape, place_in_list
 from optkit.model.text_config import text_config, with_text_config
 
 NOT_OF_BLOCKS = ("architectures", "_token_id", "_token_ids", "_ids", "_limit", "_multipliers")
@@ -20,6 +21,7 @@ PERIOD, OFFSET = "_layer_period", "_layer_offset"
 """How two keys end that say which blocks are of another kind (Jamba): every so many, from one on."""
 REPEATED = "block_types"
 """Key of the kinds of the first blocks, which repeat (RecurrentGemma)."""
+OTHER_WIDTHS = "it proposes tokens, and its widths are those of the larger model"
 FIRST_BLOCKS = ("max_window_layers", "first_k_dense_replace")
 """Keys that say how many of the first blocks are of another kind."""
 
@@ -46,20 +48,33 @@ def _number(config: Mapping[str, Any], keys: Sequence[str], meaning: str) -> int
     )
 
 
-def shallower_tensors(shape: ModelShape, kept: Sequence[int]) -> dict[str, str]:
-    """Return tensor -> its name in a model with these of the blocks, numbered anew."""
+def shallower_tensors(shape: ModelShape, kept: Sequence[int], narrows: bool = False) -> dict[str, str]:
+    """Return tensor -> its name in a model with these of the blocks, numbered anew.
+    Heads that propose tokens still stand behind them; they go if the model becomes narrower too.
+    """
+    gone = tuple(f"{head}." for head in extra_heads(shape)) if narrows else ()
     numbers = {index: number for number, index in enumerate(kept)}
+    moved = text_config(shape.config).get(PROPOSING_BLOCKS)
+    numbers |= {index: len(kept) + number if moved else index for number, (_, index) in enumerate(shape.extra_blocks)}
     names = {}
     for name in shape.tensors:
-        place = shape.block(name)
-        if place is None:
+        if name.startswith(gone):
+            continue
+        place = place_in_list(name)
+        if place is None or not (shape.block(name) or place in shape.extra_blocks):
             names[name] = name
         elif place[1] in numbers:
             parent, index = place
-            before = f"{parent}.{index}." if parent else f"{index}."
-            after = f"{parent}.{numbers[index]}." if parent else f"{numbers[index]}."
+            before, after = (f"{parent}.{number}.".lstrip(".") for number in (index, numbers[index]))
             names[name] = after + name.removeprefix(before)
     return names
+
+
+def dropped_parts(shape: ModelShape, kept: Sequence[int], narrows: bool) -> dict[str, str]:
+    """Return the modules that `shallower_tensors` leaves out, and why."""
+    blocks = {place for name in shape.tensors if (place := shape.block(name)) and place[1] not in kept}
+    heads = dict.fromkeys(extra_heads(shape), OTHER_WIDTHS) if narrows else {}
+    return {f"{parent}.{index}".lstrip("."): "removed" for parent, index in sorted(blocks)} | heads
 
 
 def shallower_config(

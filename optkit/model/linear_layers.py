@@ -88,7 +88,7 @@ def matrices_of(shape: ModelShape) -> dict[str, Layer]:
     layers = {}
     for tensor, info in shape.tensors.items():
         name, _, leaf = tensor.rpartition(".")
-        looked_up = any(word in name.rpartition(".")[2] for word in ("embed", "relative_attention_bias"))
+        looked_up = any(word in name.rpartition(".")[2] for word in ("embed", "wte", "wpe", "relative_attention_bias"))
         if leaf == "weight" and len(info.shape) == 2 and not looked_up:
             outputs, inputs = reversed(info.shape) if transposed else info.shape
             layers[name] = Layer(name, outputs, inputs, transposed, name in routers, reads(name))

@@ -20,10 +20,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import Experts
-
-OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
-"""Rotary frequencies, positions and causal masks that older files hold and today's models compute.
-"""
+from optkit.model.inventory import OLD_BUFFERS
+from optkit.model.shape import PROPOSING_BLOCKS, place_in_list
 
 
 def renamed_tensors(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
@@ -129,8 +127,13 @@ def _tie(found: dict[str, str], model: PreTrainedModel) -> None:
 
 def is_ignorable(name: str, model: PreTrainedModel) -> bool:
     """Whether a tensor holds no weight of this model.
-    It may be a buffer that the code computes now, or a part that it never reads.
+    It may be a buffer that the code computes now, or a part that it never reads: blocks behind
+    those of the decoder propose tokens.
     """
+    text = model.config.get_text_config(decoder=True)
+    first, place = getattr(text, "num_hidden_layers", None), place_in_list(name)
+    if place and first is not None and 0 <= place[1] - first < (getattr(text, PROPOSING_BLOCKS, None) or 0):
+        return True
     return any(
         re.search(pattern, name) for pattern in (*OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()))
     )

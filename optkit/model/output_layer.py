@@ -9,7 +9,7 @@ from typing import Any
 
 from optkit.model.linear_layers import Layer, matrices_of
 from optkit.model.read_weights import reads_of
-from optkit.model.shape import ModelShape, place_in_list
+from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.model.text_config import text_config
 
@@ -33,7 +33,7 @@ def head_of(shape: ModelShape) -> dict[str, Layer]:
     """Return the output layer by its name, by names and shapes; nothing if there is none, or if
     other parts of the model than the embedding of its decoder may share it.
     """
-    if shape.task not in (None, Task.GENERATION):
+    if shape.task not in (None, Task.GENERATION, Task.UNKNOWN):
         return {}
     name = (
         f"{HEAD}.weight" if f"{HEAD}.weight" in shape.tensors else tied_embedding(shape) if tied(shape.config) else ""
@@ -46,10 +46,10 @@ def head_of(shape: ModelShape) -> dict[str, Layer]:
 
 def outside_of(shape: ModelShape) -> dict[str, Layer]:
     """Return the linear layers outside the decoder blocks as far as names tell.
-    They are the output layer, and those of other lists of blocks.
+    They are the output layer, those of other lists of blocks, and what stands between.
     """
-    others = {name: layer for name, layer in matrices_of(shape).items() if place_in_list(f"{name}.weight")}
-    return {name: layer for name, layer in others.items() if not shape.block(f"{name}.weight")} | head_of(shape)
+    every = matrices_of(shape).items()
+    return {name: layer for name, layer in every if not shape.block(f"{name}.weight")} | head_of(shape)
 
 
 def tied(config: Mapping[str, Any]) -> bool:

@@ -28,6 +28,8 @@ BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Keys of config.json that say how many decoder blocks there are."""
 BLOCK_KINDS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 """Keys of what says the kind of each decoder block, if none of those is there (Nemotron-H)."""
+PROPOSING_BLOCKS = "num_nextn_predict_layers"
+"""Key of config.json that says how many blocks behind those propose tokens (MTP)."""
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 """Keys of config.json that say how wide the hidden states are."""
 
@@ -82,7 +84,7 @@ class ModelShape:
         model; of an encoder-decoder it is any.
         """
         place = place_in_list(name)
-        return place if place and self._decoder in (None, place[0]) else None
+        return place if place and self._decoder in (None, place[0]) and place not in self.extra_blocks else None
 
     def in_tower(self, name: str) -> bool:
         """Say whether a tensor belongs to what stands in front of the decoder: a tower of vision or
@@ -98,13 +100,23 @@ class ModelShape:
         return blocks[: blocks.rfind(".") + 1]
 
     @cached_property
-    def _decoder(self) -> str | None:
-        """The list of the decoder blocks, of as many as config.json says.
-        The norms of its width tell, which are never packed, else the largest is taken. None if there
-        is one list, or none fits, or all count.
+    def extra_blocks(self) -> tuple[tuple[str, int], ...]:
+        """What stands in the list of the decoder blocks behind those that config.json counts.
+        They propose tokens, such as DeepSeek-V3's `model.layers.61`.
         """
-        if self.task in ENCODER_DECODERS:
-            return None
+        name, counted = self._decoder, self._counted
+        members = self._lists[name][0] if name is not None and counted else frozenset()
+        return tuple((str(name), index) for index in sorted(members - counted)) if members > counted else ()
+
+    @property
+    def _counted(self) -> frozenset[int]:
+        return frozenset(range(self.block_count or 0))
+
+    @cached_property
+    def _lists(self) -> dict[str, tuple[frozenset[int], bool, int]]:
+        """Each outermost list of modules: its indices, whether it has norms of the model's width, and
+        how many numbers it holds.
+        """
         members: dict[str, set[int]] = {}
         sizes: Counter[str] = Counter()
         wide = set()
@@ -114,8 +126,19 @@ class ModelShape:
                 sizes[place[0]] += info.elements
                 if info.shape == (self.width,):
                     wide.add(place[0])
-        fitting = [name for name, indices in members.items() if len(indices) == self.block_count]
-        return max(fitting, key=lambda name: (name in wide, sizes[name])) if fitting and len(members) > 1 else None
+        return {name: (frozenset(indices), name in wide, sizes[name]) for name, indices in members.items()}
+
+    @cached_property
+    def _decoder(self) -> str | None:
+        """The list of the decoder blocks, of as many as config.json says, or of more if there is none.
+        The norms of its width tell, which are never packed, else the largest is taken. None if none
+        fits, or all count.
+        """
+        if self.task in ENCODER_DECODERS:
+            return None
+        exact = [name for name, (indices, *_) in self._lists.items() if len(indices) == self.block_count]
+        longer = [name for name, (indices, *_) in self._lists.items() if self._counted and indices > self._counted]
+        return max(exact or longer, key=lambda name: self._lists[name][1:], default=None)
 
     @property
     def block_count(self) -> int | None:

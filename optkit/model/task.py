@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from optkit.errors import StageError
+from optkit.model.read_weights import model_folder
 from optkit.model.text_config import text_config
 
 
@@ -25,13 +26,18 @@ class Task(StrEnum):
     """An encoder-decoder of text: logits of each token of a target, given an input."""
     SPEECH = "automatic-speech-recognition"
     """An encoder-decoder that hears: logits of each token of a transcript, given audio."""
+    UNKNOWN = "unknown"
+    """Whatever a model does whose code transformers does not have and that brings none."""
 
 
 EVERY_TASK = frozenset(Task)
+KNOWN_TASKS = EVERY_TASK - {Task.UNKNOWN}
+WEIGHTS_ALONE = frozenset({Task.GENERATION, Task.UNKNOWN})
+"""Models that stages change which compute with weights and run no model."""
 ENCODING = frozenset({Task.FEATURES, Task.CLASSIFICATION})
 ENCODER_DECODERS = frozenset({Task.TRANSLATION, Task.SPEECH})
 GENERATING = ENCODER_DECODERS | {Task.GENERATION}
-OF_TEXT = EVERY_TASK - ENCODER_DECODERS
+OF_TEXT = KNOWN_TASKS - ENCODER_DECODERS
 """Models with one stack of blocks: decoders and encoders."""
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 MULTI_MODAL = "ForConditionalGeneration"
@@ -75,6 +81,7 @@ PHRASES = {
     Task.CLASSIFICATION: "an encoder with a head for labels",
     Task.TRANSLATION: "an encoder-decoder of text",
     Task.SPEECH: "an encoder-decoder of speech",
+    Task.UNKNOWN: "a model whose code transformers does not have",
 }
 
 
@@ -90,7 +97,7 @@ def architectures_of(config: Mapping[str, Any]) -> str:
 
 def phrase_of(tasks: Iterable[Task]) -> str:
     """Return what models of these tasks are, e.g. `an encoder of text`."""
-    wanted = frozenset(tasks)
+    wanted = frozenset(tasks) & KNOWN_TASKS or frozenset(tasks)
     joined = {"an encoder of text": ENCODING, "an encoder-decoder": ENCODER_DECODERS}
     known = {phrase: group for phrase, group in joined.items() if group <= wanted}
     alone = wanted.difference(*known.values())
@@ -99,6 +106,8 @@ def phrase_of(tasks: Iterable[Task]) -> str:
 
 def task_of(config: Mapping[str, Any]) -> Task | None:
     """Return what a config.json describes; None for what optkit does not optimize."""
+    if "auto_map" not in config and config.get("model_type") and not is_built_in(str(config["model_type"])):
+        return Task.UNKNOWN
     names = [str(name) for name in config.get("architectures") or []]
     if not names:
         return None
@@ -130,6 +139,11 @@ def refuse_multi_modal(config: Mapping[str, Any], where: str, why: str, remedy: 
 def sees_ahead(config: Mapping[str, Any]) -> bool:
     """Say whether the tokens of a text see those behind them."""
     return text_config(config).get("use_bidirectional_attention") is True or config.get("model_type") in PREFIXED
+
+
+def is_built_in(model_type: str) -> bool:
+    """Say whether transformers itself has a model type's code; looks at files, imports nothing."""
+    return model_folder(model_type) is not None
 
 
 def loader_of(config: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from optkit.errors import StageError
 from optkit.model.attention import HEADS, KEY_HEADS
 from optkit.model.depth import hidden_size
-from optkit.model.shape import WIDTHS, ModelShape, TensorInfo
+from optkit.model.shape import PROPOSING_BLOCKS, WIDTHS, ModelShape, TensorInfo
 from optkit.model.text_config import first_number, text_config, with_text_config
 
 
@@ -207,6 +207,8 @@ def narrower_config(config: Mapping[str, Any], before: Widths, after: Widths) ->
 
     def change(text: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(text)
+        if found.get(PROPOSING_BLOCKS):
+            found[PROPOSING_BLOCKS] = 0
         if after.hidden != before.hidden:
             found |= {next(key for key in WIDTHS if key in text): after.hidden}
             found |= {key: text[key] * before.hidden / after.hidden for key in ("rms_norm_eps",) if key in text}

@@ -19,7 +19,7 @@ from optkit.common.own_files import SCORECARD_HTML, SOURCE_CARD, marked
 from optkit.errors import OptkitError
 from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
-from optkit.model.task import Task, architecture_of, loader_of, task_of
+from optkit.model.task import KNOWN_TASKS, Task, architecture_of, loader_of, task_of
 from optkit.recipe.gates import Verdict
 from optkit.recipe.registry import eval_class
 from optkit.scorecard import Loading, Scorecard
@@ -107,7 +107,7 @@ def _metadata(artifact: Artifact, scorecard: Scorecard, config: Mapping[str, Any
 def _pipeline_tag(config: Mapping[str, Any]) -> str | None:
     task = task_of(config)
     special = (tag for head, tag in HEADS.items() if architecture_of(config).endswith(head))
-    return next(special, TAGS.get(loader_of(config), str(task) if task else None))
+    return next(special, TAGS.get(loader_of(config), str(task) if task in KNOWN_TASKS else None))
 
 
 def _licence_metadata(artifact: Artifact) -> dict[str, Any]:

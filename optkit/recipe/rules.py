@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from optkit.measure import Eval
 from optkit.model.formats.base import makers
 from optkit.model.shape import ModelShape
-from optkit.model.task import EVERY_TASK, PHRASES, Task, phrase_of
+from optkit.model.task import EVERY_TASK, PHRASES, Task, architectures_of, phrase_of
 from optkit.recipe.registry import EVALS, STAGES, eval_class, stage_class
 from optkit.stage import Format, Setting, Stage, Transform, exclusion
 
@@ -57,7 +57,7 @@ class Start:
         """Return what a model's shape says; an ONNX model without config.json may be anything."""
         if shape.task is None:
             return cls(name, format, positions=shape.positions)
-        phrase = f"{PHRASES[shape.task]} ({', '.join(shape.config['architectures'])})"
+        phrase = f"{PHRASES[shape.task]} ({architectures_of(shape.config)})"
         return cls(name, format, frozenset({shape.task}), phrase, shape.positions)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,18 @@ from optkit.errors import SourceError
 from optkit.model.companions import files_beside, find_companions
 from optkit.model.config_file import check_against_tensors, read_config
 from optkit.model.formats.base import Format
-from optkit.model.task import CAUSAL, ENCODERS, HEADS, MULTI_MODAL, TOWERS, Task, is_multi_modal, sees_ahead, task_of
+from optkit.model.task import (
+    CAUSAL,
+    ENCODERS,
+    HEADS,
+    MULTI_MODAL,
+    TOWERS,
+    Task,
+    is_built_in,
+    is_multi_modal,
+    sees_ahead,
+    task_of,
+)
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.foreign_code import classes_in, kernels_in
 
@@ -20,7 +30,11 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "s
 
 
 def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool) -> None:
-    """Raise SourceError unless a config.json is of a model for one of optkit's tasks."""
+    """Raise SourceError unless a config.json is of a model for one of optkit's tasks, or of one that nobody
+    knows: some stages need its names and shapes alone.
+    """
+    if task_of(config) is Task.UNKNOWN:
+        return
     architectures = config.get("architectures") or []
     if not architectures:
         raise SourceError(
@@ -64,7 +78,7 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
             why="A kernel is code, and code of others is not run unasked",
             remedy=remedy,
         )
-    if "auto_map" in config and not is_built_into_transformers(str(config.get("model_type", ""))):
+    if "auto_map" in config and not is_built_in(str(config.get("model_type", ""))):
         raise SourceError(
             f"the model comes with code of its own ({', '.join(classes_in(config))})",
             where=where,
@@ -72,15 +86,6 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
             "no model type '" + str(config.get("model_type", "")) + "', and code of others is not run unasked",
             remedy=remedy,
         )
-
-
-def is_built_into_transformers(model_type: str) -> bool:
-    """Say whether transformers itself has a model type's code; looks at files, imports nothing."""
-    found = importlib.util.find_spec("transformers")
-    places = found.submodule_search_locations if found else None
-    return bool(model_type) and any(
-        (Path(place) / "models" / model_type.replace("-", "_")).is_dir() for place in places or ()
-    )
 
 
 def check_directory(directory: Path, trust_remote_code: bool) -> tuple[Path, ...]:

@@ -13,6 +13,7 @@ from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.task import WEIGHTS_ALONE, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.microscaled import BLOCKS, Microscaled
 from optkit.stage import Context, Cost, Report
@@ -33,6 +34,7 @@ class Mx(LayerQuantizer):
 
     kind: ClassVar[str] = "mx"
     example: ClassVar[str] = "- bf16\n- mx: {type: nvfp4}"
+    for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
 
     type: Literal["nvfp4", "mxfp4"] = "nvfp4"
     """`nvfp4`: blocks of 16 with scales of 8 bits, 4.5 bits a weight. `mxfp4`: blocks of 32 with

@@ -19,7 +19,7 @@ from optkit.model.attention import attention_of
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.calibration_memory import refuse_unreached
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.depth import block_count, hidden_size, shallower_config, shallower_tensors
+from optkit.model.depth import block_count, dropped_parts, hidden_size, shallower_config, shallower_tensors
 from optkit.model.memory import return_freed_memory
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.text_config import text_config
@@ -144,7 +144,7 @@ class PruneStructured(WidthFields, Transform):
         chosen = self._choose(skeleton, planned.count, tokens, context)
         return_freed_memory()
         kept = [index for index in range(len(skeleton.blocks)) if index not in chosen.removed]
-        names = shallower_tensors(checkpoint.shape, kept)
+        names = shallower_tensors(checkpoint.shape, kept, planned.narrows)
         refuse_shared(skeleton, chosen.removed)
         resolved = skeleton.model.config.get_text_config(decoder=True).to_dict()
         config = shallower_config(checkpoint.config, kept, resolved)
@@ -169,6 +169,7 @@ class PruneStructured(WidthFields, Transform):
             details=details,
             notes=(_note(before, after), *notes_on_heads(Checkpoint(target).config)),
             calibrated_on=() if tokens is None else (self.calibration.identity(),),
+            dropped=dropped_parts(checkpoint.shape, kept, planned.narrows),
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
@@ -179,7 +180,7 @@ class PruneStructured(WidthFields, Transform):
         planned, blocks = self._planned(shape), block_count(shape.config)
         named = self.remove_layers if isinstance(self.remove_layers, tuple) else range(blocks - planned.count, blocks)
         kept = [index for index in range(blocks) if index not in named]
-        tensors = {new: shape.tensors[name] for name, new in shallower_tensors(shape, kept).items()}
+        tensors = {new: shape.tensors[name] for name, new in shallower_tensors(shape, kept, planned.narrows).items()}
         left = ModelShape(config=shallower_config(shape.config, kept), tensors=tensors)
         if planned.narrows:
             narrower = narrower_tensors(left, planned.before, planned.after)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from optkit.artifact import Artifact
 from optkit.common.files import read_json, sha256_of
+from optkit.common.grouping import some
 from optkit.common.own_files import CARD, is_own
 from optkit.errors import OptkitError
 from optkit.model.formats.base import Format
 from optkit.store.files import list_files
-from optkit.verification.check_result import Check, check_of, some
+from optkit.verification.check_result import Check, check_of
 from optkit.verification.model_files import model_files
 
 TOKENIZER = "tokenizer.json"

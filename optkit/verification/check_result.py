@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from optkit.common.frozen import Frozen
-
-SHOWN = 3
+from optkit.common.grouping import some
 
 
 class Check(Frozen):
@@ -21,10 +18,3 @@ class Check(Frozen):
 def check_of(name: str, problems: list[str], detail: str) -> Check:
     """Return a check that holds if there are no problems; `detail` is what was checked."""
     return Check(name=name, ok=not problems, detail=some(problems) if problems else detail)
-
-
-def some(words: Iterable[str]) -> str:
-    """Return the first of the words, and how many more there are."""
-    every = list(words)
-    more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
-    return "; ".join(every[:SHOWN]) + more

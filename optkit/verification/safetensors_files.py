@@ -4,17 +4,17 @@ Files are whole, layers, blocks and ties are as config.json says, and an adapter
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from optkit.common.grouping import some
 from optkit.errors import OptkitError
 from optkit.model.adapter import read_adapter
-from optkit.model.checkpoint import INDEX, Checkpoint
+from optkit.model.checkpoint import Checkpoint
 from optkit.model.expected_tensors import FLOATS
 from optkit.model.schemes import rounds_activations
 from optkit.model.shape import TensorInfo, place_in_list
 from optkit.model.task import Task, task_of
-from optkit.verification.check_result import Check, check_of, some
+from optkit.verification.check_result import Check, check_of
 from optkit.verification.layers import linear_layers, problems_of_layers
 from optkit.verification.model_files import ModelFiles, Weights
 from optkit.verification.stored import TensorBytes
@@ -47,12 +47,11 @@ class SafetensorsFiles(ModelFiles):
 def _check(directory: Path) -> tuple[Check, ...]:
     try:
         checkpoint = Checkpoint(directory)
-        unlisted = _problems_of_index(checkpoint)
         count = checkpoint.shape.block_count
     except OptkitError as error:
         return (check_of("weights", [str(error)], ""),)
     files = len(set(checkpoint.files.values()))
-    weights = check_of("weights", unlisted, f"{len(checkpoint.tensors):,} tensors in {files} whole safetensors files")
+    weights = check_of("weights", [], f"{len(checkpoint.tensors):,} tensors in {files} whole safetensors files")
     try:
         found = problems_of_layers(checkpoint)
         layers = check_of("layers", found, _describe(checkpoint))
@@ -79,16 +78,6 @@ def _adapter(checkpoint: Checkpoint) -> tuple[Check, ...]:
     strange = [name for name in adapter.layers if not f".{name}".endswith(known)]
     detail = f"LoRA of rank {adapter.ranks[-1]} at most beside {len(adapter.layers):,} layers"
     return (check_of("adapter", [f"{name} is no layer of the checkpoint" for name in strange], detail),)
-
-
-def _problems_of_index(checkpoint: Checkpoint) -> list[str]:
-    path = checkpoint.directory / INDEX
-    if not path.is_file():
-        return []
-    listed: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    lying = {name: file.name for name, file in checkpoint.files.items()}
-    missing = [f"{name} is not in {file}" for name, file in listed.items() if lying.get(name) != file]
-    return missing + [f"{name} in {file} is not in {INDEX}" for name, file in lying.items() if name not in listed]
 
 
 def _problems_of_blocks(checkpoint: Checkpoint, count: int | None) -> list[str]:

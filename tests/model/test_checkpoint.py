@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from optkit.errors import SourceError
-from optkit.model.checkpoint import Checkpoint, all_finite
+from optkit.model.checkpoint import INDEX, Checkpoint, all_finite
 
 
 @pytest.fixture
@@ -91,6 +93,63 @@ def test_missing_shard_is_named(model: Path) -> None:
     save_file({"a": torch.zeros(2)}, model / "model-00001-of-00002.safetensors")
     with pytest.raises(SourceError, match="1 of 2 shards are missing: model-00002-of-00002"):
         Checkpoint(model)
+
+
+def sharded(model: Path, shards: int) -> dict[str, str]:
+    """Take the model apart into shards, and return the map of its index."""
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    places: dict[str, str] = {}
+    for index in range(shards):
+        name, names = f"model-{index + 1:05d}-of-{shards:05d}.safetensors", list(tensors)[index::shards]
+        save_file({each: tensors[each] for each in names}, model / name)
+        places |= dict.fromkeys(names, name)
+    (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return places
+
+
+def test_a_shard_of_no_bytes_is_named(model: Path) -> None:
+    sharded(model, 3)
+    (model / "model-00002-of-00003.safetensors").write_bytes(b"")
+    with pytest.raises(SourceError, match=r"model-00002-of-00003\.safetensors: not a whole safetensors file \(0 bytes"):
+        Checkpoint(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda places, first: places | {"x.weight": first}, "x.weight is not in model-00001-of-00002.safetensors"),
+        (
+            lambda places, first: {name: file for name, file in places.items() if name != "model.norm.weight"},
+            "model.norm.weight in model-00001-of-00002.safetensors is not in model.safetensors.index.json",
+        ),
+        (
+            lambda places, first: {name: file for name, file in places.items() if file == first},
+            "no tensor of model-00002-of-00002.safetensors is in model.safetensors.index.json",
+        ),
+    ],
+)
+def test_index_and_shards_that_disagree(model: Path, change: Any, message: str) -> None:
+    places = sharded(model, 2)
+    changed = change(places, places["model.norm.weight"])
+    (model / INDEX).write_text(json.dumps({"weight_map": changed}))
+    with pytest.raises(SourceError, match=re.escape(f"{INDEX} and the shards disagree: {message}")):
+        Checkpoint(model)
+
+
+def test_of_two_tensors_of_a_name_the_index_says_which(model: Path) -> None:
+    places = sharded(model, 2)
+    other = model / "model-00002-of-00002.safetensors"
+    assert places["model.norm.weight"] != other.name
+    save_file(load_file(other) | {"model.norm.weight": torch.zeros(3)}, other)
+    checkpoint = Checkpoint(model)
+    assert checkpoint.tensors["model.norm.weight"].shape == (64,)
+    assert checkpoint.unnamed == ()
+
+
+def test_files_of_weights_that_nothing_reads_are_known(model: Path) -> None:
+    save_file({"head": torch.zeros(2)}, model / "value_head.safetensors")
+    assert Checkpoint(model).unnamed == ("value_head.safetensors",)
 
 
 def test_broken_index(model: Path) -> None:

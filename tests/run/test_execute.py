@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -71,6 +72,19 @@ class Forgets(Halve):
         return Report(changed=1)
 
 
+class Loses(Halve):
+    """Leave out a norm, and perhaps say so."""
+
+    said: dict[str, str] = {}
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        report = super().run(source, target, context)
+        tensors = load_file(target / "model.safetensors")
+        del tensors["model.norm.weight"]
+        save_file(tensors, target / "model.safetensors")
+        return replace(report, dropped=self.said)
+
+
 class Learns(Halve):
     """Go on where the last run was killed, with the model that the recipe starts from."""
 
@@ -98,7 +112,9 @@ class Links(Halve):
 @pytest.fixture(autouse=True)
 def stages(monkeypatch):
     RUNS.clear()
-    classes = {each.__name__.lower(): each for each in (Halve, Idle, Dies, Needs, NeedsNewer, Forgets, Learns, Links)}
+    classes = {
+        each.__name__.lower(): each for each in (Halve, Idle, Dies, Needs, NeedsNewer, Forgets, Loses, Learns, Links)
+    }
     monkeypatch.setattr("optkit.recipe.registry.STAGES", dict.fromkeys(classes, "here"))
     monkeypatch.setattr("optkit.recipe.entries.stage_class", classes.__getitem__)
 
@@ -125,6 +141,15 @@ def test_each_step_reads_what_the_one_before_left(planned, tiny_model):
     assert made.calibrated_on == ({"dataset": "d", "split": "train", "revision": "r"},)
     assert made.stored is not None
     assert "model.safetensors" in made.stored
+
+
+def test_a_tensor_that_is_lost_is_an_error_and_one_that_is_dropped_is_told(planned, tiny_model, tmp_path):
+    with pytest.raises(StageError, match=r"loses: 1 of 29 tensors of the model are lost: model\.norm\.weight\. They"):
+        execute(*planned({"loses": {}}), Context())
+    (step,) = execute(*planned({"loses": {"said": {"model.norm": "not needed"}}}), Context()).steps
+    assert step.report["dropped"] == {"model.norm": "not needed"}
+    assert step.report["notes"] == ["not in what it leaves: model.norm (not needed)"]
+    assert step.report["details"]["tensors"] == {"kept": 28, "dropped": 1, "added": 0}
 
 
 def test_a_second_run_computes_nothing_and_a_common_prefix_is_shared(planned):

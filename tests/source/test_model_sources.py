@@ -13,7 +13,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.config_file import check_values
 from optkit.progress import SilentProgress
 from optkit.source.calibration import load_tokenizer
-from optkit.source.directory import check_config, is_built_into_transformers
+from optkit.source.directory import check_config, is_built_in
 from optkit.source.models import (
     BUILT_IN,
     ModelSource,
@@ -252,9 +252,7 @@ class TestConfig:
         from transformers import CONFIG_MAPPING
 
         known = [
-            kind
-            for kind in ("llama", "gpt2", "qwen2_moe", "phi3", "gpt_neox", "mystery", "")
-            if is_built_into_transformers(kind)
+            kind for kind in ("llama", "gpt2", "qwen2_moe", "phi3", "gpt_neox", "mystery", "") if is_built_in(kind)
         ]
         assert known == [
             kind for kind in ("llama", "gpt2", "qwen2_moe", "phi3", "gpt_neox", "mystery", "") if kind in CONFIG_MAPPING

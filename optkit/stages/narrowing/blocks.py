@@ -48,7 +48,7 @@ class NarrowerBlocks:
         Raises StageError for weights that no longer fit their dtype.
         """
         outside = Left(self.chooser.before, self.chooser.after, self.hidden)
-        for tensor in self.skeleton.outside_tensors:
+        for tensor in filter(self.names.__contains__, self.skeleton.outside_tensors):
             writer.add(self.names[tensor], self._left_of(tensor, self.skeleton.checkpoint.read_finite(tensor), outside))
         if self.hidden is not None and self.chooser.inputs:
             self.chooser.inputs.hidden = only(self.chooser.inputs.hidden, self.hidden)

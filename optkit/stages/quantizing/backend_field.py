@@ -30,13 +30,12 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Selection, layers_of
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
-from optkit.model.task import refuse_multi_modal
+from optkit.model.task import Task, is_built_in, refuse_multi_modal
 from optkit.packed_tensors.base import LayerFormat, quantization_config
 from optkit.source.calibration import Calibration
-from optkit.source.directory import is_built_into_transformers
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.backend_support import OFFERS, Offer
-from optkit.stages.quantizing.fitting import either
+from optkit.stages.quantizing.fitting import either, refuse_unknown
 from optkit.stages.quantizing.integers import WeightQuantizer
 from optkit.stages.quantizing.streaming import recount
 
@@ -112,6 +111,8 @@ class Backed(WeightQuantizer):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return what it leaves; a library holds the whole model in memory."""
+        if self._offer and shape.task is Task.UNKNOWN:
+            raise refuse_unknown(f"{self.kind}.backend", f"{self._offer.library} opens", f"Take backend: {OWN}")
         cost, left = super().predict(shape, device)
         if self._offer is None:
             return cost, left
@@ -250,7 +251,7 @@ def _refuse_shapes(offer: Offer, selection: Selection, kind: str) -> None:
 
 
 def _refuse_own_code(config: Mapping[str, Any], kind: str) -> None:
-    if "auto_map" in config and not is_built_into_transformers(str(config.get("model_type", ""))):
+    if "auto_map" in config and not is_built_in(str(config.get("model_type", ""))):
         raise StageError(
             f"the model needs code of its own ({', '.join(sorted(map(str, dict(config['auto_map']).values())))})",
             where=f"{kind}.backend",

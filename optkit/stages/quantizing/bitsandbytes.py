@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.linear_layers import Layer, Selection
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.task import WEIGHTS_ALONE, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.source.quiet import only_errors_of
 from optkit.stages.quantizing.fitting import EXPERTS, refuse_layers
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 class BitsAndBytesQuantizer(LayerQuantizer):
     """Store weights as bitsandbytes does, which transformers opens with that package installed."""
 
+    for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
     requires: ClassVar[tuple[str, ...]] = ("bitsandbytes>=0.50",)
 
     @abstractmethod

@@ -38,6 +38,16 @@ def refuse_unfit(selection: Selection, formats: Mapping[str, LayerFormat], stage
         refuse_uneven_groups([layer for layer in layers if sizes[layer.name] == size], size, stage)
 
 
+def refuse_unknown(where: str, who: str, remedy: str) -> StageError:
+    """Return the error of who runs a model whose code transformers does not have."""
+    return StageError(
+        "transformers does not have the code of this model's architecture",
+        where=where,
+        why=f"{who} and runs the model",
+        remedy=remedy,
+    )
+
+
 def refuse_layers(names: Sequence[str], what: str, *, where: str, why: str, remedy: str, and_so: str = "") -> None:
     """Raise StageError if there are layers of the kind that `what` says."""
     if names:

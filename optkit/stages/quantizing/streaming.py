@@ -161,11 +161,11 @@ class LayerQuantizer(Transform):
         Raises StageError if patterns and format do not fit the model, SourceError for weights
         that are NaN or Inf, ResourceError when memory or disk runs out.
         """
-        from optkit.model.skeleton import Skeleton
+        from optkit.model.named_skeleton import open_skeleton
         from optkit.model.skeleton_layers import layers_of_skeleton
 
         started = time.monotonic()
-        skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
+        skeleton = open_skeleton(Checkpoint(source), context.trust_remote_code)
         selection = self.select_layers(*layers_of_skeleton(skeleton))
         formats = self.layer_formats(selection)
         with context.progress.task(self.kind, len(skeleton.blocks), "blocks") as task:
