@@ -12,7 +12,7 @@ from pydantic import model_validator
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.linear_layers import Selection
 from optkit.model.shape import ModelShape
-from optkit.model.task import Task
+from optkit.model.task import EVERY_TASK, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.eight_bit import BLOCK, Number
 from optkit.source.calibration import Calibration
