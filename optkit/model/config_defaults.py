@@ -12,19 +12,31 @@ from types import MappingProxyType
 
 
 @cache
-def config_class(model_type: str) -> ast.ClassDef | None:
-    """Return the class of a model type's config; None if nobody can tell."""
+def model_folder(model_type: str) -> Path | None:
+    """Return the folder of transformers with the code of a model type; None if there is none."""
     found = find_spec("transformers")
-    if found is None or found.origin is None or not re.fullmatch(r"\w+", model_type):
+    if found is None or found.origin is None or not re.fullmatch(r"[\w-]+", model_type):
         return None
     models = Path(found.origin).parent / "models"
-    own = (f"{folder}/configuration_*.py" for folder in (model_type, model_type.removesuffix("_text")))
-    files = next(filter(None, (sorted(models.glob(each)) for each in own)), sorted(models.glob("*/configuration_*.py")))
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        if f'model_type = "{model_type}"' in text:
-            return next((each for each in ast.parse(text).body if _is_class_of(each, model_type)), None)  # type: ignore[return-value]
+    near = models / model_type.replace("-", "_")
+    for folder in (near, *sorted(models.iterdir())):
+        for file in sorted(folder.glob("configuration_*.py")):
+            if f'model_type = "{model_type}"' in file.read_text(encoding="utf-8"):
+                return folder
     return None
+
+
+@cache
+def config_class(model_type: str) -> ast.ClassDef | None:
+    """Return the class of a model type's config; None if nobody can tell."""
+    folder = model_folder(model_type)
+    classes = (
+        each
+        for file in (sorted(folder.glob("configuration_*.py")) if folder else ())
+        for each in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(each, ast.ClassDef)
+    )
+    return next((each for each in classes if _is_of(each, model_type)), None)
 
 
 def assigned(found: ast.ClassDef) -> dict[str, ast.expr]:
@@ -49,8 +61,8 @@ def defaults_of(model_type: str) -> Mapping[str, int]:
     )
 
 
-def _is_class_of(statement: ast.stmt, model_type: str) -> bool:
-    named = assigned(statement).get("model_type") if isinstance(statement, ast.ClassDef) else None
+def _is_of(found: ast.ClassDef, model_type: str) -> bool:
+    named = assigned(found).get("model_type")
     return isinstance(named, ast.Constant) and named.value == model_type
 
 

@@ -11,10 +11,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+from optkit.model.config_defaults import model_folder
 from optkit.model.text_config import text_config
 
 
@@ -49,21 +48,6 @@ def reads_of(config: Mapping[str, Any]) -> Callable[[str], frozenset[Read]]:
         return frozenset(read for place, read in found if not place or place_of.endswith(f".{place}")).union(shared)
 
     return reads
-
-
-@cache
-def model_folder(model_type: str) -> Path | None:
-    """Return the folder of transformers with the code of a model type; None if there is none."""
-    found = find_spec("transformers")
-    if found is None or found.origin is None or not re.fullmatch(r"[\w-]+", model_type):
-        return None
-    models = Path(found.origin).parent / "models"
-    near = models / model_type.replace("-", "_")
-    for folder in (near, *sorted(models.iterdir())):
-        for file in sorted(folder.glob("configuration_*.py")):
-            if f'model_type = "{model_type}"' in file.read_text(encoding="utf-8"):
-                return folder
-    return None
 
 
 @cache
