@@ -12,7 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from optkit.model.read_weights import model_folder
+from optkit.model.config_defaults import model_folder
 from optkit.model.text_config import text_config
 
 DISTRIBUTIONS = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from optkit.model import read_weights
-from optkit.model.read_weights import Read, model_folder, reads_of
+from optkit.model.config_defaults import model_folder
+from optkit.model.read_weights import Read, reads_of
 
 CODE = """
 class Mixer(nn.Module):
