@@ -164,11 +164,11 @@ def _stacked(name: str, experts: Sequence[Stored]) -> Stored:
     """Return the matrices of all experts as the one tensor that llama.cpp has of them."""
     import numpy as np
 
-    if len(kinds := sorted({each.type for each in experts})) > 1:
+    if len(kinds := sorted({f"{each.type} {list(each.shape)}" for each in experts})) > 1:
         what = f"its experts are {' and '.join(kinds)}"
         raise StageError(what, where=name, why="llama.cpp has them in one tensor", remedy="Give them the same bits")
     shape = (len(experts), *experts[0].shape)
-    return Stored(kinds[0], shape, lambda: np.stack([each.content() for each in experts]))
+    return Stored(experts[0].type, shape, lambda: np.stack([each.content() for each in experts]))
 
 
 def _in_pairs(content: Callable[[], NDArray[Any]], heads: int) -> NDArray[Any]:

@@ -138,6 +138,19 @@ def test_a_push_that_broke_off_goes_on_in_its_run(server: Server, client: Any, a
     assert pushed(artifact, "mlflow://broken")["run"] != begun.info.run_id
 
 
+def test_a_push_that_was_killed_goes_on_in_its_run_and_registers_it_once(
+    client: Any, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as killed:
+        killed.setattr("mlflow.MlflowClient.set_terminated", lambda *_: None)
+        first = pushed(artifact, "mlflow://killed/once")
+    assert client.get_run(first["run"]).info.status == "RUNNING"
+    assert pushed(artifact, "mlflow://killed/once") == first
+    assert client.get_run(first["run"]).info.status == "FINISHED"
+    assert len(client.search_model_versions("name = 'once'")) == 1
+    assert pushed(artifact, "mlflow://killed/once")["version"] == "2"
+
+
 def test_a_server_that_asks_for_a_token(
     server: Server, artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

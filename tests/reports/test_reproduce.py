@@ -19,13 +19,21 @@ from optkit.stages.rtn import Rtn
 from tests.support.command_line import spoken
 
 TEXT = "{{dataset: {text}, samples: 8, sequence_length: 16}}"
+TRAINING = "{{tokens: 256, sequence_length: 16, batch_size: 4, texts: [{{dataset: {text}}}]}}"
 PRUNE = "prune: {{sparsity: 0.5, calibration: " + TEXT + "}}"
 STAGES = {
     "rtn": ["rtn: {{group_size: 32}}"],
     "gptq": ["gptq: {{group_size: 32, calibration: " + TEXT + "}}"],
     "awq": ["awq: {{group_size: 32, include: ['*.layers.0.mlp.*'], calibration: " + TEXT + "}}"],
     "prune": [PRUNE],
-    "distill": [PRUNE, "distill: {{tokens: 256, sequence_length: 16, batch_size: 4, texts: [{{dataset: {text}}}]}}"],
+    "distill": [PRUNE, f"distill: {TRAINING}"],
+    "gguf": ["rtn: {{group_size: 32, symmetric: true}}", "gguf"],
+}
+SLOW = {
+    "lora_recover": ["rtn: {{group_size: 32}}", f"lora_recover: {TRAINING}"],
+    "mx": ["bf16", "mx: {{type: mxfp4}}"],
+    "qat": ["qat: {{group_size: 32, calibration: " + TEXT + ", training: " + TRAINING + "}}"],
+    "onnx": ["rtn: {{group_size: 32}}", "onnx: {{target: cpu}}"],
 }
 
 
@@ -51,9 +59,16 @@ def change_record(artifact: Path, change: Callable[[Any], Any]) -> None:
     (artifact / "optkit.json").write_text(json.dumps(record), encoding="utf-8")
 
 
-@pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize(
+    "stages",
+    [*STAGES.values(), *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW.values())],
+    ids=[*STAGES, *SLOW],
+)
 def test_the_same_bytes_again(home: Path, stages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if stages[-1] == "gguf":
+        pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
     artifact = make(home, *stages)
+    (home / ".tiny.reproduce-killed" / "store").mkdir(parents=True)
     monkeypatch.setenv("OPTKIT_STORE_REMOTE", "/no/such/place")  # it would have the steps of the first
     monkeypatch.chdir(home.parent)
     threads = torch.get_num_threads()
@@ -65,7 +80,7 @@ def test_the_same_bytes_again(home: Path, stages: list[str], monkeypatch: pytest
     assert [(step.kind, step.identical) for step in found.steps] == [
         (stage.partition(":")[0], True) for stage in stages
     ]
-    assert "model.safetensors" in found.files
+    assert {"model.safetensors", "model.gguf", "model.onnx"} & found.files.keys()
     assert sorted(path.name for path in home.iterdir()) == ["cache", "mine", "out", "some.txt"]
 
 

@@ -201,6 +201,16 @@ class TestRefusals:
     ) -> None:
         self.refuse(Gguf(), save(kind, tmp_path / "source", **{**WRITTEN[kind], **fields}), message, tmp_path)
 
+    def test_experts_of_several_shapes(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        source = save("mixtral", tmp_path / "source", **WRITTEN["mixtral"])
+        held, name = load_file(source / "model.safetensors"), "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+        held[name] = held[name][1:].contiguous()
+        save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+        message = r"blk.1.ffn_gate_exps.weight: its experts are F32 \[127, 64\] and F32 \[128, 64\]. llama.cpp has them"
+        self.refuse(Gguf(), source, message, tmp_path)
+
     def test_a_text_for_experts(self, tmp_path: Path) -> None:
         source = save("mixtral", tmp_path / "source", **WRITTEN["mixtral"])
         stage = Gguf(type="Q4_0", imatrix={"dataset": "python-reference"})
