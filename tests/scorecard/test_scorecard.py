@@ -270,12 +270,6 @@ def test_markdown_says_everything():
     assert YAML(typ="safe").load(text.split("```yaml\n")[1].split("```")[0]) == RECIPE
 
 
-def test_a_description_with_a_fence_stays_inside_the_block_of_the_recipe():
-    recipe = {**RECIPE, "description": "```\n## Not a heading"}
-    text = to_markdown(card(recipe=recipe))
-    assert YAML(typ="safe").load(text.split("````yaml\n")[1].split("\n````")[0]) == recipe
-
-
 def test_markdown_of_nothing():
     text = to_markdown(card(metrics=(), baseline=()))
     assert "No gates" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.formats.base import Format
 from optkit.model.gguf_file import read_gguf
 from optkit.model.layer_sizes import bits_per_weight
-from optkit.model.shape import ModelShape
 from optkit.progress import SilentProgress
 from optkit.session import open_session
 from optkit.source.gguf_import import import_gguf
@@ -151,117 +149,6 @@ def test_a_window_limits_the_context_and_scaled_frequencies_travel(tmp_path: Pat
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     made(Gguf(), save("llama", tmp_path / "linear", rope_parameters=linear), tmp_path / "c")
     assert read_back(tmp_path / "c", tmp_path / "back").config["rope_parameters"]["factor"] == 2
-
-
-class TestRefusals:
-    def refuse(self, stage: Gguf, source: Path, message: str, tmp_path: Path) -> None:
-        with pytest.raises(StageError, match=message):
-            made(stage, source, tmp_path / "gguf")
-
-    def test_another_architecture(self, tiny_model: TinyModel, tmp_path: Path) -> None:
-        message = (
-            "gguf: OPTForCausalLM cannot be written as GGUF. optkit writes LlamaForCausalLM, MistralForCausalLM, "
-            "MixtralForCausalLM"
-        )
-        self.refuse(Gguf(), tiny_model("opt"), message, tmp_path)
-
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"hidden_act": "gelu"}, "gguf: hidden_act is gelu. optkit writes models with silu as GGUF"),
-            (
-                {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-                "rope_type is dynamic. optkit writes models with default, linear, yarn, llama3 as GGUF",
-            ),
-            ({"mlp_bias": True}, r"mlp.\w+_proj.bias: llama.cpp has no such tensor in a plain llama"),
-        ],
-    )
-    def test_what_llama_cpp_computes_otherwise(self, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
-        self.refuse(Gguf(), save("llama", tmp_path / "source", **fields), message, tmp_path)
-
-    @pytest.mark.parametrize(
-        ("kind", "fields", "message"),
-        [
-            ("llama", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor is 2.0. optkit writes"),
-            ("llama", {"rope_parameters": {**YARN, "beta_fast": 16}}, "beta_fast is 16. optkit writes models with 32"),
-            ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is False. optkit writes models with True"),
-            (
-                "qwen3_moe",
-                {"mlp_only_layers": [0]},
-                r"0.mlp.\w+.weight: llama.cpp has no such tensor in a plain qwen3moe",
-            ),
-            ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings is False. optkit writes models with True"),
-            ("gemma2", {"query_pre_attn_scalar": 5}, "query_pre_attn_scalar is 5. optkit writes models with 16"),
-            ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping is not set. llama.cpp caps"),
-            ("gemma3_text", {"layer_types": ["full_attention"] * 7}, "layer_types is .*full_attention"),
-        ],
-    )
-    def test_what_it_computes_otherwise_of_others(
-        self, tmp_path: Path, kind: str, fields: dict[str, Any], message: str
-    ) -> None:
-        self.refuse(Gguf(), save(kind, tmp_path / "source", **{**WRITTEN[kind], **fields}), message, tmp_path)
-
-    def test_experts_of_several_shapes(self, tmp_path: Path) -> None:
-        from safetensors.torch import load_file, save_file
-
-        source = save("mixtral", tmp_path / "source", **WRITTEN["mixtral"])
-        held, name = load_file(source / "model.safetensors"), "model.layers.1.block_sparse_moe.experts.2.w1.weight"
-        held[name] = held[name][1:].contiguous()
-        save_file(held, source / "model.safetensors", metadata={"format": "pt"})
-        message = r"blk.1.ffn_gate_exps.weight: its experts are F32 \[127, 64\] and F32 \[128, 64\]. llama.cpp has them"
-        self.refuse(Gguf(), source, message, tmp_path)
-
-    def test_a_text_for_experts(self, tmp_path: Path) -> None:
-        source = save("mixtral", tmp_path / "source", **WRITTEN["mixtral"])
-        stage = Gguf(type="Q4_0", imatrix={"dataset": "python-reference"})
-        self.refuse(stage, source, "gguf.imatrix: imatrix cannot weigh experts. A text reaches", tmp_path)
-
-    def test_fields_that_mean_nothing(self, tiny_model: TinyModel, tmp_path: Path) -> None:
-        save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain")
-        self.refuse(Gguf(type="F16"), tmp_path / "packed", "gguf.type: type means nothing here: the codes", tmp_path)
-        message = "gguf.embedding: embedding means nothing here: the model has float weights. Leave it out"
-        self.refuse(Gguf(embedding="F16"), tmp_path / "plain", message, tmp_path / "b")
-        text = {"dataset": "python-reference"}
-        message = "gguf.imatrix: imatrix means nothing here: nothing is rounded by llama.cpp. Leave it out, or take a"
-        self.refuse(Gguf(type="F16", imatrix=text), tmp_path / "plain", message, tmp_path / "c")
-
-    def test_a_type_that_llama_cpp_would_not_take(self, tiny_model: TinyModel) -> None:
-        shape = Checkpoint(tiny_model("llama")).shape
-        message = (
-            "model.embed_tokens.weight: rows of 64 numbers are no multiple of the 256 that Q4_K_M packs. llama.cpp "
-            "would store it as another type with more bits. Take Q4_0, .* or set allow_fallback: true"
-        )
-        with pytest.raises(StageError, match=message):
-            Gguf(type="Q4_K_M").predict(shape, "cpu")
-        narrow = {name: type(info)(info.dtype, (*info.shape[:-1], 40)) for name, info in shape.tensors.items()}
-        with pytest.raises(StageError, match="rows of 40 numbers are no multiple of the 32 that Q8_0 packs. Take F16"):
-            Gguf(type="Q8_0").predict(ModelShape(shape.config, narrow), "cpu")
-
-    def test_weights_that_are_no_codes(self, tiny_model: TinyModel, tmp_path: Path) -> None:
-        shutil.copytree(tiny_model("llama"), tmp_path / "nf4")
-        config = Checkpoint(tmp_path / "nf4").config | {"quantization_config": {"quant_method": "bitsandbytes"}}
-        (tmp_path / "nf4" / "config.json").write_text(json.dumps(config))
-        self.refuse(Gguf(), tmp_path / "nf4", "no type of GGUF has the weights of bitsandbytes. Put gptq", tmp_path)
-
-    def test_rows_that_are_not_those_of_config_json(self, tmp_path: Path) -> None:
-        from safetensors.torch import load_file, save_file
-
-        source = save("llama", tmp_path / "source")
-        held = load_file(source / "model.safetensors")
-        held["model.layers.0.self_attn.q_proj.weight"] = held["model.layers.0.self_attn.q_proj.weight"][1:].contiguous()
-        save_file(held, source / "model.safetensors", metadata={"format": "pt"})
-        message = "q_proj.weight: its 63 rows are not 4 heads. In config.json num_attention_heads is 4. Take"
-        self.refuse(Gguf(), source, message, tmp_path)
-
-    def test_numbers_beyond_float16(self, tmp_path: Path) -> None:
-        from safetensors.torch import load_file, save_file
-
-        source = save("llama", tmp_path / "source")
-        held = load_file(source / "model.safetensors")
-        held["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5
-        save_file(held, source / "model.safetensors", metadata={"format": "pt"})
-        message = "model.layers.1.mlp.up_proj.weight: some weights lie outside of float16. Take BF16"
-        self.refuse(Gguf(type="F16"), source, message, tmp_path)
 
 
 class TestLlamaCpp:
