@@ -23,6 +23,7 @@ from optkit.model.opened import EncoderSession as EncoderSession
 from optkit.model.opened import Opened as Opened
 from optkit.model.opened import ProposingSession as ProposingSession
 from optkit.model.opened import QueueingSession as QueueingSession
+from optkit.model.opened import SeeingSession as SeeingSession
 from optkit.model.opened import Session as Session
 from optkit.model.opened import SharingSession as SharingSession
 from optkit.model.opened import SteppingSession as SteppingSession

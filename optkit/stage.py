@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import model_validator
 
 from optkit.common.frozen import Frozen
 from optkit.errors import StageError
@@ -122,6 +124,16 @@ class Transform(Stage):
     reads_origin: ClassVar[bool] = False
     """Needs the model that the recipe starts from beside its input: `Context.origin`."""
 
+    sees_images: ClassVar[bool] = False
+    """Its calibration may be prompts with images (`Calibration.inputs`)."""
+
+    @model_validator(mode="after")
+    def _read_text_unless_seeing(self) -> Self:
+        for name, part in vars(self).items():
+            if isinstance(part, Calibration) and part.images is not None and not self.sees_images:
+                raise ValueError(f"{name}.images: {self.kind} reads text alone. Leave it out.")
+        return self
+
     @classmethod
     def leaves(cls, given: Format) -> Format:
         """Return the format that it leaves of one that it accepts."""
@@ -158,6 +170,8 @@ class Transform(Stage):
         for part in vars(self).values():
             if isinstance(part, Transform):
                 part.check_texts(place)
+            elif isinstance(part, Calibration) and part.images is not None:
+                part.check_images(place, part.samples, part.limit)
             elif isinstance(part, Calibration):
                 TokenCounts(place.tokenizer, place.data, place.counts, place.trust_remote_code).check_calibration(part)
 

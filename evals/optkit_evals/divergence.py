@@ -11,7 +11,7 @@ from optkit.errors import EvalError
 from optkit.measure import Answering, Eval, EvalContext, Metric, Session
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
 from optkit.model.task import GENERATING, Task
-from optkit_evals.windows import WindowedText, other_tokens, require_baseline, slices
+from optkit_evals.windows import PromptedText, Seeing, other_tokens, require_baseline, slices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +20,7 @@ SLICES = 5
 """Slices of logits that are held at once: two softmaxes, their divergence and what it is made of."""
 
 
-class Divergence(WindowedText, Eval):
+class Divergence(PromptedText, Eval):
     """KL(baseline || model) of the next token, mean and 99th percentile.
     It also counts how often both put the same token first.
 
@@ -49,21 +49,25 @@ class Divergence(WindowedText, Eval):
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Compare.
         Raises EvalError without a baseline, for other tokens or another vocabulary, for NaN logits;
-        see `WindowedText.cut`.
+        see `PromptedText.measured_by`.
         """
         baseline: Session = require_baseline(context, "divergence")
         if session.vocabulary != baseline.vocabulary:
             what = f"the model has {session.vocabulary:,} logits and the baseline {baseline.vocabulary:,}"
             why = "Distributions over different vocabularies cannot be compared"
             raise EvalError(what, where="divergence", why=why)
-        windows = self.cut(session, context)
-        expected = self.cut(baseline, context)
-        if not windows.tokens.equal(expected.tokens):
+        windows, expected = self.measured_by(session, context), self.measured_by(baseline, context)
+        if len(windows) != len(expected):
             raise other_tokens(self.where)
         divergences: list[list[float]] = []
         agreements: list[float] = []
-        with context.progress.task("divergence", len(windows.tokens), "windows") as task:
-            for (ours, window), (theirs, _) in zip(windows.seen_by(session), expected.seen_by(baseline), strict=True):
+        (labels,) = self.row_labels()
+        with context.progress.task("divergence", len(windows), "windows") as task:
+            both = zip(windows.seen_by(session), expected.seen_by(baseline), strict=True)
+            for (ours, window), (theirs, other) in both:
+                sees_other = isinstance(ours, Seeing) and isinstance(theirs, Seeing) and not ours.sees_what(theirs)
+                if sees_other or not window.equal(other):
+                    raise other_tokens(self.where)
                 divergence, agreement = compare_window(ours, theirs, window)
                 divergences.append(divergence)
                 agreements.append(agreement)
@@ -79,6 +83,7 @@ class Divergence(WindowedText, Eval):
         return [
             Metric(
                 name=name,
+                labels=labels,
                 value=estimate.value,
                 unit=self.metrics[name],
                 higher_is_better=name == "top1_agreement",

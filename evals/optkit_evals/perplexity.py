@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import ConfigDict, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from optkit.common.field_types import Distinct
 from optkit.common.statistics import mean, neighbours_half_width
@@ -19,7 +19,7 @@ from optkit.model.session_memory import SLICE_BYTES, SessionMemory
 from optkit.model.task import GENERATING, Task
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource, is_file_name
-from optkit_evals.windows import WindowedText, slices
+from optkit_evals.windows import PromptedText, slices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,8 +38,8 @@ class FurtherText(TextSource):
     model_config = ConfigDict(json_schema_extra={"type": ["string", "object"]})
 
 
-class Perplexity(WindowedText, Eval):
-    """How surprised the model is by a text: exp of the mean loss of a token.
+class Perplexity(PromptedText, Eval):
+    """How surprised the model is by a text, or by answers about images: exp of the mean loss of a token.
     Its interval is that of the mean over windows, whose neighbours correlate.
     """
 
@@ -51,7 +51,7 @@ class Perplexity(WindowedText, Eval):
     attributed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {"perplexity": "perplexity"}
 
-    also: Distinct[FurtherText] = ()
+    also: Distinct[FurtherText] = Field(default=(), exclude_if=lambda value: not value)
     """Further texts, cut in the same way. Each text then has a row of its own, labelled by its name:
     `perplexity[text=c4]`.
     """
@@ -63,20 +63,13 @@ class Perplexity(WindowedText, Eval):
             return {**value, "also": tuple(value["also"])}
         return value
 
-    @model_serializer(mode="wrap")
-    def _as_before(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what recipes of one text never said: their keys stay as they are."""
-        said: dict[str, Any] = serialize(self)
-        if not self.also:
-            said.pop("also", None)
-        return said
-
     def texts(self) -> dict[str, Perplexity]:
         """Return the eval for each text alone, by its name."""
         named = ("dataset", "split", "field", "revision")
         alone = [self.model_copy(update={"also": ()})]
         alone += [
-            self.model_copy(update={"also": (), **{name: getattr(each, name) for name in named}}) for each in self.also
+            self.model_copy(update={"also": (), "images": None, **{name: getattr(each, name) for name in named}})
+            for each in self.also
         ]
         names = [Path(each.dataset).name if is_file_name(each.dataset) else each.dataset for each in alone]
         return {
@@ -85,11 +78,12 @@ class Perplexity(WindowedText, Eval):
         }
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
-        """Return a row for each text if there are several."""
-        return tuple({"text": name} for name in self.texts()) if self.also else ({},)
+        """Return a row for each text if there are several, and say which is of images."""
+        rows = [(name, super(Perplexity, text).row_labels()[0]) for name, text in self.texts().items()]
+        return tuple({"text": name, **labels} if self.also else labels for name, labels in rows)
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse what `WindowedText.check_texts` refuses, of each text."""
+        """Refuse what `PromptedText.check_texts` refuses, of each text."""
         for text in self.texts().values():
             super(Perplexity, text).check_texts(place)
 
@@ -98,16 +92,16 @@ class Perplexity(WindowedText, Eval):
         return model.forward(1, self.window) + model.logits(self.window) + SLICE_BYTES
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
-        """Measure; raises EvalError if a logit is NaN, and as `WindowedText.cut` does."""
+        """Measure; raises EvalError if a logit is NaN, and as `PromptedText.measured_by` does."""
         return [
             text._measured(session, context, labels, f"perplexity of {name}" if labels else "perplexity")
             for (name, text), labels in zip(self.texts().items(), self.row_labels(), strict=True)
         ]
 
     def _measured(self, session: Session, context: EvalContext, labels: dict[str, int | str], title: str) -> Metric:
-        windows = self.cut(session, context)
+        windows = self.measured_by(session, context)
         losses: list[float] = []
-        with context.progress.task(title, len(windows.tokens), "windows") as task:
+        with context.progress.task(title, len(windows), "windows") as task:
             for opened, window in windows.seen_by(session):
                 losses.append(window_loss(opened, window))
                 task.advance(note=f"{math.exp(math.fsum(losses) / len(losses)):.3f}")

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.common.field_types import SequenceLength, Several
 from optkit.errors import EvalError
-from optkit.measure import Answering, EvalContext, Session
+from optkit.measure import Answering, EvalContext, SeeingSession, Session
 from optkit.model.session_memory import SLICE_BYTES
 from optkit.source.conditioned import ConditionedText
 from optkit.source.cut_text import apart, family_that_needs_bos
+from optkit.source.images import ImageText, Prompts
 from optkit.source.lineage import DRAFT, shared_with
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource
@@ -64,6 +66,75 @@ class Windows:
         """Yield each window, and what gives its logits: the session, behind an input if there is one."""
         for index, window in enumerate(self.tokens):
             yield (session.given(self.inputs[index]) if self.inputs else session), window[window >= 0]
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """A session behind a prompt with images, which gives the logits of the answer."""
+
+    session: Any
+    inputs: Mapping[str, Tensor]
+    """What the model is called with, the answer's tokens too."""
+    first: int
+    """The place of the answer's first token."""
+
+    @property
+    def directory(self) -> Path:
+        """The weights that were opened."""
+        found: Path = self.session.directory
+        return found
+
+    @property
+    def device(self) -> str:
+        """Where they are."""
+        return str(self.session.device)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """int64 [1, 1 + answer], as `Answers` yields them -> float32 [1, 1 + answer, vocabulary]."""
+        found: Tensor = self.session.prompt_logits(self.inputs)[:, -tokens.shape[1] :]
+        return found
+
+    def sees_what(self, other: Seeing) -> bool:
+        """Say whether two models are given the same pixels and the same question."""
+        pairs = [(value, other.inputs.get(name)) for name, value in self.inputs.items()]
+        return len(self.inputs) == len(other.inputs) and all(b is not None and a.equal(b) for a, b in pairs)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Prompts with images, measured on the last message of each."""
+
+    prompts: Prompts
+    named: str
+    """What the protocol begins with."""
+    _counted: list[Tensor] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.prompts)
+
+    def seen_by(self, session: Any) -> Iterator[tuple[Seeing, Tensor]]:
+        """Yield what gives the logits of each answer, and the token in front of it with its own."""
+        for pair in self.prompts.pairs:
+            inputs = self.prompts.inputs(pair)
+            first = self.prompts.answer(pair, inputs)
+            self._counted.append(inputs["input_ids"][0, first - 1 :])
+            yield Seeing(session, inputs, first), self._counted[-1]
+
+    @property
+    def protocol(self) -> str:
+        """What was measured, known once all of it was: tokens counted and a digest of their ids."""
+        ids = hashlib.sha256(b"".join(each.numpy().tobytes() for each in self._counted)).hexdigest()[:12]
+        images = sum(len(pair.pictures) for pair in self.prompts.pairs)
+        return (
+            f"{self.named}, first {len(self)} prompts with {images} images by the model's chat template, pixels by"
+            f" {type(self.prompts.processor.image_processor).__name__}, answers alike in weight,"
+            f" {sum(len(each) - 1 for each in self._counted)} tokens counted, token ids {ids}"
+        )
 
 
 class WindowedText(ConditionedText):
@@ -110,11 +181,7 @@ class WindowedText(ConditionedText):
         too few.
         """
         text = self if self.revision else self.pinned(context.data)
-        if self.window > session.positions:
-            what = f"a window of {self.window} tokens is longer than the model's {session.positions} positions"
-            why = "The model was not built for it, so the number would mean nothing"
-            remedy = f"Set window to {session.positions} or less"
-            raise EvalError(what, where=self.where, why=why, remedy=remedy)
+        self._check_window(session)
         if text.input is not None:
             return text._targets(session, context)
         joined = text.joined(context.data)
@@ -160,6 +227,13 @@ class WindowedText(ConditionedText):
             tuple(pair.source for pair in taken),
         )
 
+    def _check_window(self, session: Session) -> None:
+        if self.window > session.positions:
+            what = f"a window of {self.window} tokens is longer than the model's {session.positions} positions"
+            why = "The model was not built for it, so the number would mean nothing"
+            remedy = f"Set window to {session.positions} or less"
+            raise EvalError(what, where=self.where, why=why, remedy=remedy)
+
     def _where_bos_stands(self, session: Session, led: bool) -> str:
         """Return where BOS stands."""
         if led:
@@ -175,6 +249,42 @@ class WindowedText(ConditionedText):
                 "numbers are worse than the model."
                 " Set bos: window"
             )
+
+
+class PromptedText(ImageText, WindowedText):
+    """A text cut into windows, or prompts with images, each measured on its answer.
+    `windows` counts prompts then, and `window` is the most tokens that one may have.
+    """
+
+    def row_labels(self) -> tuple[dict[str, int | str], ...]:
+        """Return what keeps numbers of prompts with images apart from those of text."""
+        return ({"prompts": "images"},) if self.images is not None else ({},)
+
+    def check_texts(self, place: TextPlace) -> None:
+        """Refuse what `WindowedText.check_texts` refuses, and images that cannot be read."""
+        if self.images is None:
+            super().check_texts(place)
+        else:
+            self.check_images(place, self.windows, ("window", self.window))
+
+    def measured_by(self, session: Any, context: EvalContext) -> Windows | Answers:
+        """Return what is measured.
+        Raises EvalError as `cut` does, and for images that the model does not take; SourceError as
+        `ImageText.prompts_of` does.
+        """
+        if self.images is None:
+            return self.cut(session, context)
+        if not (isinstance(session, SeeingSession) and session.takes_images):
+            remedy = "Leave out `images`, which reads text"
+            raise EvalError("the opened model takes no images", where=str(session.directory), remedy=remedy)
+        self._check_window(session)
+        text = self if self.revision else self.pinned(context.data)
+        limit = ("window", self.window)
+        prompts = text.prompts_of(session.directory, context.data, session.trust_remote_code, self.windows, limit)
+        if len(prompts) < FEWEST:
+            raise self._too_short(f"{len(prompts)} records and {FEWEST} are needed")
+        refuse_calibrated(text, [pair.text for pair in prompts.pairs], context, self.asks_draft)
+        return Answers(prompts, f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')})")
 
 
 def refuse_calibrated(

@@ -7,10 +7,11 @@ that hand their input on unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from inspect import signature
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,8 @@ class Call:
 class Batch:
     """Some of the sequences, and what each block is called with for them."""
 
-    rows: slice
+    rows: tuple[slice, slice]
+    """Which of the sequences, and which of their places: none behind the end of a shorter prompt."""
     calls: tuple[Call, ...]
     """One for each block."""
 
@@ -74,8 +76,48 @@ class BlockInputs:
     """What goes into the first block, and what each block is called with."""
 
     hidden: Tensor
-    """float [sequences, sequence_length, hidden]"""
+    """float [sequences, sequence_length, hidden]; what no batch has in its `rows` means nothing."""
     batches: tuple[Batch, ...]
+
+
+class Prompts(Protocol):
+    """What a model is called with, prompt by prompt: images make them of different lengths."""
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that one has."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
+        """Yield keywords of the model: `input_ids`, int64 [1, sequence], pixels and what else it takes."""
+
+    def first(self) -> Self:
+        """Return the first of them alone, with its length as the longest."""
+
+
+def longest_of(prompts: Tensor | Prompts) -> int:
+    """Return the most tokens that one of the sequences has."""
+    return prompts.shape[1] if isinstance(prompts, Tensor) else prompts.longest
+
+
+def few_of(prompts: Tensor | Prompts, sequences: int, length: int) -> Tensor | Prompts:
+    """Return the start of a text, int64 [sequences, length], or the first prompt with images."""
+    return prompts[:sequences, :length] if isinstance(prompts, Tensor) else prompts.first()
+
+
+def in_batches(prompts: Tensor | Prompts, size: int) -> Iterator[tuple[tuple[slice, slice], Mapping[str, Tensor]]]:
+    """Yield rows and places of batches, and what the model is called with for them.
+    Prompts run one by one, so that no padding enters what is summed of hidden states.
+    """
+    if isinstance(prompts, Tensor):
+        for start in range(0, len(prompts), size):
+            rows = slice(start, min(start + size, len(prompts)))
+            yield (rows, slice(prompts.shape[1])), {"input_ids": prompts[rows]}
+    else:
+        for index, inputs in enumerate(prompts):
+            yield (slice(index, index + 1), slice(inputs["input_ids"].shape[1])), inputs
 
 
 def find_chains(model: PreTrainedModel) -> tuple[tuple[Block, ...], ...]:
@@ -116,6 +158,16 @@ def find_blocks(model: PreTrainedModel) -> tuple[Block, ...]:
     return tuple(Block(f"{name}.{index}", block) for index, block in enumerate(blocks))
 
 
+def takes_images(model: PreTrainedModel) -> bool:
+    """Say whether a model can be called with images."""
+    return "pixel_values" in signature(model.forward).parameters
+
+
+def placed(inputs: Mapping[str, Tensor], device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what a model is called with on its device, pixels in its dtype."""
+    return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}
+
+
 class OtherFormError(Exception):
     """The model takes the output of a block for something else than what it was given."""
 
@@ -124,8 +176,11 @@ class _AllRecordedError(Exception):
     """Raised by the last block to end the run: nothing after it is needed."""
 
 
-def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor) -> tuple[Tensor, tuple[Call, ...]]:
-    """Run int64 [batch, sequence] up to the blocks; return the first's hidden states and all calls.
+def record_calls(
+    model: PreTrainedModel, blocks: Sequence[Block], inputs: Mapping[str, Tensor]
+) -> tuple[Tensor, tuple[Call, ...]]:
+    """Run the model up to its blocks; return the first's hidden states and all calls.
+    `inputs`: `input_ids`, int64 [batch, sequence], and what else it is called with.
 
     Raises SourceError if the model changes the hidden states between two blocks or passes more
     than them from one to the next.
@@ -144,11 +199,12 @@ def record_calls(model: PreTrainedModel, blocks: Sequence[Block], tokens: Tensor
         calls.clear()
         entered.clear()
         with suppress(_AllRecordedError), torch.no_grad():
-            model(input_ids=tokens, use_cache=False)
+            model(**inputs, use_cache=False)
         if len(calls) < len(blocks):
             raise _unsupported(model, impossible, f"only {len(calls)} of {len(blocks)} blocks were called")
-        if entered[0].shape[:-1] != tokens.shape:
-            why = f"the hidden states are {list(entered[0].shape)} for tokens {list(tokens.shape)}"
+        shape = inputs["input_ids"].shape
+        if entered[0].shape[:-1] != shape:
+            why = f"the hidden states are {list(entered[0].shape)} for tokens {list(shape)}"
             raise _unsupported(model, impossible, why)
         return entered[0], tuple(calls)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -140,6 +140,22 @@ class SharingSession(Protocol):
         """Return the logits, float32 [sequences, new, vocabulary], of tokens behind contexts.
         Contexts are int64 [contexts, length], tokens int64 [sequences, new], and `owners`, int64
         [sequences], says which context stands before each.
+        """
+        ...
+
+
+@runtime_checkable
+class SeeingSession(Protocol):
+    """A session that may take prompts with images."""
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether its model does."""
+        ...
+
+    def prompt_logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits, float32 [batch, sequence, vocabulary], of prompts with images.
+        They are as the model's processor makes them: `input_ids`, int64 [batch, sequence], pixels.
         """
         ...
 

@@ -27,7 +27,20 @@ from transformers.pytorch_utils import Conv1D
 from optkit.common.out_of_resources import is_out_of_memory, out_of_memory
 from optkit.errors import SourceError, StageError, first_line
 from optkit.model.attention_choice import attention_options
-from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
+from optkit.model.blocks import (
+    Batch,
+    Block,
+    BlockInputs,
+    Call,
+    Prompts,
+    find_blocks,
+    in_batches,
+    longest_of,
+    placed,
+    record_calls,
+    shared_with,
+    takes_images,
+)
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.experts import unfuse_experts_
 from optkit.model.head import given_to_head
@@ -162,22 +175,22 @@ class Skeleton:
         """Put everything outside the blocks back to the meta device."""
         self._release(self._outside())
 
-    def capture_inputs(self, tokens: Tensor, device: str | torch.device, batch_size: int = 8) -> BlockInputs:
-        """Return what int64 [sequences, sequence_length] is before the blocks, and their calls.
+    def capture_inputs(self, prompts: Tensor | Prompts, device: str | torch.device, batch_size: int = 8) -> BlockInputs:
+        """Return what prompts are before the blocks, and their calls.
+        They are int64 [sequences, sequence_length], or such with images, which run one by one.
 
-        The part of the model in front of the blocks is on the device while this runs, without
-        lm_head. Raises StageError for tokens that the model has no embedding or position for,
-        SourceError if the blocks cannot be run one by one.
+        All outside the blocks, the vision tower too, is on the device while this runs, without
+        lm_head. Raises StageError for tokens that the model has no embedding or position for and for
+        images that it does not take, SourceError if the blocks cannot be run one by one.
         """
-        self._check_tokens(tokens)
+        self._check_prompts(prompts)
         hidden: Tensor | None = None
         batches: list[Batch] = []
         with self._outside_but_head(device):
-            for start in range(0, len(tokens), batch_size):
-                rows = slice(start, min(start + batch_size, len(tokens)))
-                entered, calls = record_calls(self.model, self.blocks, tokens[rows].to(device))
+            for rows, inputs in in_batches(prompts, batch_size):
+                entered, calls = record_calls(self.model, self.blocks, placed(inputs, device, self.dtype))
                 if hidden is None:
-                    hidden = entered.new_empty(len(tokens), *entered.shape[1:])
+                    hidden = entered.new_empty(len(prompts), longest_of(prompts), *entered.shape[2:])
                 else:
                     calls = tuple(shared_with(call, first) for call, first in zip(calls, batches[0].calls, strict=True))
                 hidden[rows] = entered
@@ -223,9 +236,12 @@ class Skeleton:
         finally:
             self._release(slots)
 
-    def _check_tokens(self, tokens: Tensor) -> None:
-        config = self.model.config.get_text_config(decoder=True)
-        where, length = str(self.checkpoint.directory), tokens.shape[-1]
+    def _check_prompts(self, prompts: Tensor | Prompts) -> None:
+        config, where = self.model.config.get_text_config(decoder=True), str(self.checkpoint.directory)
+        length = longest_of(prompts)
+        if not isinstance(prompts, Tensor) and not takes_images(self.model):
+            what = f"{type(self.model).__name__} takes no images"
+            raise StageError(what, where=where, remedy="Leave out calibration.images")
         positions = getattr(config, "max_position_embeddings", None)
         if positions and length > positions:
             raise StageError(
@@ -233,9 +249,9 @@ class Skeleton:
                 where=where,
                 remedy=f"Use a sequence_length of at most {positions:,}",
             )
-        if len(tokens) and int(tokens.max()) >= config.vocab_size:
+        if isinstance(prompts, Tensor) and len(prompts) and (largest := int(prompts.max())) >= config.vocab_size:
             raise StageError(
-                f"the text holds token {int(tokens.max()):,} and the vocabulary ends at {config.vocab_size - 1:,}",
+                f"the text holds token {largest:,} and the vocabulary ends at {config.vocab_size - 1:,}",
                 where=where,
                 remedy="See that the tokenizer belongs to this model",
             )

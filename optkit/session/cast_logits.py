@@ -17,19 +17,20 @@ LOGITS_BYTES = 64 << 20
 """Most bytes of logits that are computed at once if they have to be cast to float32."""
 
 
-def cast_logits(model: PreTrainedModel, tokens: Tensor, vocabulary: int, attended: Mapping[str, Any]) -> Tensor:
-    """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary].
-    At most `LOGITS_BYTES` of others lie beside them.
+def cast_logits(model: PreTrainedModel, given: Mapping[str, Any], vocabulary: int) -> Tensor:
+    """Return float32 [batch, sequence, vocabulary] of what a model is called with.
+    That is `input_ids`, int64 [batch, sequence], pixels, and a cache, which is filled once. At most
+    `LOGITS_BYTES` of others lie beside them.
 
     What stands behind the decoder runs on slices; a model without a decoder that it calls as a
-    whole computes all of them at once. `attended` is how the model is called beside the tokens; a
-    cache in it is filled once.
+    whole computes all of them at once.
     """
+    tokens: Tensor = given["input_ids"]
     decoder = _decoder(model, tokens.device)
     if decoder is None:
-        whole: Tensor = model.forward(input_ids=tokens, **attended).logits
+        whole: Tensor = model.forward(**given).logits
         return whole.float()
-    output = decoder(input_ids=tokens, **attended)
+    output = decoder(**given)
     hidden: Tensor = output.last_hidden_state
     batch, sequence = tokens.shape
     logits = torch.empty(batch, sequence, vocabulary, dtype=torch.float32, device=hidden.device)

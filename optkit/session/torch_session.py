@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedModel
 
 from optkit.common.out_of_resources import memory_errors
 from optkit.kernels.cpu.decoding import StepDecoder
+from optkit.model.blocks import placed, takes_images
 from optkit.model.carried_state import (
     CACHES,
     KEYS_AND_VALUES,
@@ -121,14 +122,23 @@ class TorchSession(GeneratingSession):
 
         Raises EvalError for more tokens than positions, ResourceError without memory.
         """
-        self._check_length(tokens, 0)
-        tokens = tokens.to(self.device)
-        batch, sequence = tokens.shape
+        return self.prompt_logits({"input_ids": tokens})
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model can be called with images."""
+        return takes_images(self.model)
+
+    def prompt_logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits of prompts with images, as `SeeingSession` says; raises as `logits`."""
+        self._check_length(inputs["input_ids"], 0)
+        given = {**placed(inputs, self.device, self.model.dtype), **self._attended()}
+        batch, sequence = inputs["input_ids"].shape
         with self._computes(f"in the logits of {batch} x {sequence} tokens", "Lower the window or the batch"):
             if self.model.dtype == torch.float32:
-                whole: Tensor = self.model.forward(input_ids=tokens, **self._attended()).logits
+                whole: Tensor = self.model.forward(**given).logits
                 return whole.float()
-            return cast_logits(self.model, tokens, self.vocabulary, self._attended())
+            return cast_logits(self.model, given, self.vocabulary)
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
         """Yield `new_tokens` greedy tokens, int64 [batch], each when the device has finished it.

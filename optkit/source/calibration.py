@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from optkit.common.field_types import Count, SequenceLength
 from optkit.common.files import reading
 from optkit.errors import SourceError
-from optkit.source.cut_text import CutText, encoder
+from optkit.source.cut_text import encoder
 from optkit.source.directory import TOKENIZERS
+from optkit.source.images import ImageText, Prompts
 from optkit.source.quiet import quiet_transformers
 from optkit.source.texts import KNOWN
 
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Calibration(CutText):
-    """A text cut into `samples` windows of `sequence_length` tokens."""
+class Calibration(ImageText):
+    """A text cut into `samples` windows of `sequence_length` tokens, or as many prompts with images."""
 
     default_splits: ClassVar[Mapping[str, str]] = dict.fromkeys(KNOWN, "train")
     default_hub_split: ClassVar[str] = "train"
 
     samples: Count = 128
-    """Number of windows."""
+    """Number of windows, or of prompts with images."""
     sequence_length: SequenceLength = 512
-    """Tokens of a window."""
+    """Tokens of a window; of a prompt with images the most that it may have."""
     packing: Literal["auto", "documents", "joined"] = "auto"
     """`documents`: the start of the first documents that are long enough. `joined`: windows spread
     evenly over the joined text. `auto`: documents if a record is a document (c4, .jsonl, hub),
@@ -37,6 +38,17 @@ class Calibration(CutText):
     def packs_documents(self) -> bool:
         """Whether a window is the start of a document."""
         return holds_documents(self.dataset) if self.packing == "auto" else self.packing == "documents"
+
+    @property
+    def limit(self) -> tuple[str, int]:
+        """The field that limits the tokens of a prompt, and its number."""
+        return "sequence_length", self.sequence_length
+
+    def inputs(self, directory: Path, data: Path | None, trust_remote_code: bool = False) -> Tensor | Prompts:
+        """Return what the model reads: `tokens`, or prompts with images; raises as they do."""
+        if self.images is None:
+            return self.tokens(directory, data, trust_remote_code)
+        return self.prompts_of(directory, data, trust_remote_code, self.samples, self.limit)
 
     def tokens(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> Tensor:
         """Return the windows, int64 [samples, sequence_length], with special tokens as `bos` says.
@@ -49,11 +61,15 @@ class Calibration(CutText):
 
     def windows(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> list[list[int]]:
         """Return what `tokens` does, without torch. Raises SourceError as it does."""
+        if self.images is not None:
+            raise SourceError("text alone is read here", where=f"{self.where} with images", remedy="Leave out `images`")
         tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code)
         return self._documents(tokenizer, data) if self.packs_documents else self._joined(tokenizer, data)
 
     def passages(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> list[str]:
-        """Return the text of the windows. Raises SourceError as `tokens` does."""
+        """Return the text of the windows or prompts. Raises SourceError as `inputs` does."""
+        if self.images is not None:
+            return [pair.text for pair in self.pairs(data, self.samples)]
         tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code)
         windows = self.tokens(tokenizer_directory, data, trust_remote_code).tolist()
         return [str(text) for text in tokenizer.batch_decode(windows, skip_special_tokens=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -19,8 +20,21 @@ streamed from the start.
 
 
 def read_hub_text(repo: HubRepo, name: str, split: str, field: str, revision: str | None, where: str) -> list[str]:
-    """Return one field of the rows of a split.
-    Of data sets outside `WHOLE` only the first 10,000 rows are read.
+    """Return one field of the rows of a split; raises as `read_hub_rows` does."""
+    return read_hub_rows(repo, name, split, revision, where, lambda row: _field(row, field, where))
+
+
+def read_hub_rows(
+    repo: HubRepo,
+    name: str,
+    split: str,
+    revision: str | None,
+    where: str,
+    take: Callable[[dict[str, Any]], Any],
+    most: int = FIRST_ROWS,
+) -> list[Any]:
+    """Return what is taken of the rows of a split, images as the bytes of their files.
+    Of data sets outside `WHOLE` only the first `most` rows are read.
 
     Raises SourceError for an unknown configuration, split or field, MissingPackageError if
     `datasets` is not installed.
@@ -38,7 +52,7 @@ def read_hub_text(repo: HubRepo, name: str, split: str, field: str, revision: st
             rows = datasets.load_dataset(
                 identifier, configuration or None, split=split, revision=commit, streaming=identifier not in WHOLE
             )
-            return [_field(row, field, where) for row in (rows if identifier in WHOLE else islice(rows, FIRST_ROWS))]
+            return [take(row) for row in (rows if identifier in WHOLE else islice(rows.decode(False), most))]
         except (OSError, ValueError, LookupError, DatasetsError) as error:
             raise SourceError(
                 "the data set cannot be read",

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from optkit.common.files import read_text, reading
 from optkit.errors import SourceError, did_you_mean
@@ -27,11 +28,13 @@ def read_records(paths: Iterable[Path], field: str) -> list[str]:
     """Return one field of each line of .jsonl files. Raises SourceError with file and line if it is
     missing.
     """
-    return [text for path in paths for text in _records(path, field)]
+    return [_text(record, field, where) for path in paths for where, record in read_objects(path)]
 
 
-def _records(path: Path, field: str) -> list[str]:
-    texts = []
+def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a .jsonl file, each with file and line. Raises SourceError for other
+    lines.
+    """
     for number, line in enumerate(read_text(path, most_bytes=None).split("\n"), start=1):
         if not line.strip():
             continue
@@ -40,15 +43,24 @@ def _records(path: Path, field: str) -> list[str]:
             record = json.loads(line)
         if not isinstance(record, dict):
             raise SourceError(f"the line is not a JSON object but {line[:40]!r}", where=where)
-        if field not in record:
-            raise SourceError(
-                f"there is no field '{field}'.{did_you_mean(field, record)}", where=where, remedy="Set `field:`"
-            )
-        if not isinstance(record[field], str):
-            raise SourceError(f"the field '{field}' is not a text but {json.dumps(record[field])[:40]}", where=where)
-        if SURROGATE.search(record[field]):
-            raise SourceError(
-                f"the field '{field}' holds half of a surrogate pair", where=where, why="No tokenizer takes that"
-            )
-        texts.append(record[field])
-    return texts
+        yield where, record
+
+
+def value_of(record: dict[str, Any], field: str, where: str, key: str = "field") -> Any:
+    """Return a field of a record; raises SourceError, which names the key of YAML, if it is missing."""
+    if field not in record:
+        raise SourceError(
+            f"there is no field '{field}'.{did_you_mean(field, record)}", where=where, remedy=f"Set `{key}:`"
+        )
+    return record[field]
+
+
+def _text(record: dict[str, Any], field: str, where: str) -> str:
+    text = value_of(record, field, where)
+    if not isinstance(text, str):
+        raise SourceError(f"the field '{field}' is not a text but {json.dumps(text)[:40]}", where=where)
+    if SURROGATE.search(text):
+        raise SourceError(
+            f"the field '{field}' holds half of a surrogate pair", where=where, why="No tokenizer takes that"
+        )
+    return text

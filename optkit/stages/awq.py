@@ -40,6 +40,7 @@ class Awq(InputScaling, Backed):
 
     kind: ClassVar[str] = "awq"
     example: ClassVar[str] = "- awq: {format: awq, group_size: 64, calibration: {dataset: c4}}"
+    sees_images: ClassVar[bool] = True
 
     symmetric: bool = False
     """Without zero points, which the fastest kernels ask for. false: one zero point per group, a
@@ -93,7 +94,7 @@ class Awq(InputScaling, Backed):
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         device, skeleton = job.context.device, job.skeleton
-        tokens = self.calibration.tokens(job.source, job.context.data, job.context.trust_remote_code)
+        tokens = self.calibration.inputs(job.source, job.context.data, job.context.trust_remote_code)
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "gains": {}, "unscaled": {}, "rounded_without_inputs": []}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):

@@ -38,6 +38,7 @@ class AwqScale(InputScaling, Transform):
     example: ClassVar[str] = "- awq_scale: {bits: 3}\n- gptq: {bits: 3}"
     produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 2
+    sees_images: ClassVar[bool] = True
 
     bits: Literal[2, 3, 4, 8] = 4
     """Bits that the weights are going to have."""
@@ -65,7 +66,7 @@ class AwqScale(InputScaling, Transform):
 
         def scaled_blocks() -> Iterator[dict[str, Tensor]]:
             with out_of_memory("in front of the first block", context.device, LESS_MEMORY):
-                tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
+                tokens = self.calibration.inputs(source, context.data, context.trust_remote_code)
                 scaler = BlockScaler(skeleton, tokens, context.device, self)
             for index, block in enumerate(skeleton.blocks):
                 with skeleton.loaded(block, context.device, LESS_MEMORY):

@@ -80,6 +80,7 @@ class Gptq(GptqFields, Backed):
 
     kind: ClassVar[str] = "gptq"
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
+    sees_images: ClassVar[bool] = True
 
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose hidden states decide which errors matter."""
@@ -101,7 +102,7 @@ class Gptq(GptqFields, Backed):
         from optkit.stages.quantizing.hessians import collect_hessians, turns_of
 
         device, skeleton = job.context.device, job.skeleton
-        tokens = self.calibration.tokens(job.source, job.context.data, job.context.trust_remote_code)
+        tokens = self.calibration.inputs(job.source, job.context.data, job.context.trust_remote_code)
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -28,6 +28,8 @@ from optkit.stages.sensitivity.needed_memory import sensitivity_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from optkit.model.blocks import Prompts
+
 KIND = "prune"
 DEFAULT_SPREAD = 0.08
 
@@ -47,6 +49,7 @@ class Prune(Transform):
     for_tasks: ClassVar[frozenset[Task]] = OF_TEXT
     produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 2
+    sees_images: ClassVar[bool] = True
 
     method: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
     """Which weights go. `magnitude`: the smallest, no text needed. `wanda`: the smallest products
@@ -125,6 +128,8 @@ class Prune(Transform):
                 f"pattern {self.pattern} gives every layer the same sparsity: set allocation: uniform, "
                 "or pattern: unstructured"
             )
+        if self.allocation == "sensitivity" and self.calibration and self.calibration.images is not None:
+            raise ValueError("allocation sensitivity reads text alone: leave out calibration.images, or take owl")
         low, high = self._bounds
         if low < 0 or high >= 1:
             raise ValueError(
@@ -174,7 +179,7 @@ class Prune(Transform):
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
         selection = self._select(*layers_of_skeleton(skeleton))
-        tokens = self.calibration.tokens(source, context.data, context.trust_remote_code) if self.calibration else None
+        tokens = self.calibration.inputs(source, context.data, context.trust_remote_code) if self.calibration else None
         sparsities = self._allocate(selection.layers, source, tokens, context)
         options = PruneOptions(
             self.method,
@@ -234,7 +239,7 @@ class Prune(Transform):
         return selection
 
     def _allocate(
-        self, layers: Mapping[str, Layer], source: Path, tokens: Tensor | None, context: Context
+        self, layers: Mapping[str, Layer], source: Path, tokens: Tensor | Prompts | None, context: Context
     ) -> Mapping[str, float]:
         """Return the share of zeros of each layer."""
         if self.allocation == "uniform" or tokens is None:
@@ -245,7 +250,8 @@ class Prune(Transform):
         if self.allocation == "owl":
             shares = outlier_shares(source, layers, tokens, self.outlier_threshold or 0.0, self.batch_size, context)
             return by_outliers(shares, layers, self._share, spread)
-        windows = tokens[:: max(1, len(tokens) // (self.sensitivity_samples or 1))][: self.sensitivity_samples]
+        text, count = cast("Tensor", tokens), self.sensitivity_samples or 1
+        windows = text[:: max(1, len(text) // count)][:count]
         return by_sensitivity(source, layers, windows, self._share, spread, self.method, context)
 
 

@@ -20,7 +20,7 @@ from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optkit.model.blocks import BlockInputs
+    from optkit.model.blocks import BlockInputs, Prompts
     from optkit.model.wiring import FoldGroup
     from optkit.stages.quantizing.input_ranges import InputRange
 
@@ -98,9 +98,11 @@ class SmoothQuant(EightBitQuantizer):
             name, reason = next(iter(unsmoothed.items()))
             job.notes.append(f"{len(unsmoothed):,} layers are rounded without smoothing ({name}: {reason})")
 
-    def preparation(self, job: QuantizationJob, tokens: Tensor) -> Preparation:
+    def preparation(self, job: QuantizationJob, tokens: Tensor | Prompts) -> Preparation:
+        from optkit.model.blocks import few_of
+
         job.details |= {"smoothing": {}, "unsmoothed": {}}
-        probe = job.skeleton.capture_inputs(tokens[: PROBE[0], : PROBE[1]], job.context.device)
+        probe = job.skeleton.capture_inputs(few_of(tokens, *PROBE), job.context.device)
         return _Smoothing(self, job, probe)
 
 

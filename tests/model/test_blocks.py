@@ -65,7 +65,7 @@ def custom(between: float) -> tuple[Custom, tuple[blocks.Block, ...]]:
 def test_blocks_that_return_tuples_and_take_keywords(form: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TupleBlock, "form", form)
     (model, parts), tokens = custom(between=1), some_tokens(2)
-    hidden, calls = blocks.record_calls(model, parts, tokens)
+    hidden, calls = blocks.record_calls(model, parts, {"input_ids": tokens})
     assert torch.equal(hidden, model.embed(tokens))
     for block, call in zip(parts, calls, strict=True):
         hidden = call.run(block.module, hidden)
@@ -75,17 +75,17 @@ def test_blocks_that_return_tuples_and_take_keywords(form: type, monkeypatch: py
 def test_hidden_states_that_change_between_blocks_are_refused() -> None:
     model, parts = custom(between=0.5)
     with pytest.raises(SourceError, match=r"unsupported architecture Custom: its blocks cannot be run one by one\. "):
-        blocks.record_calls(model, parts, some_tokens(2))
+        blocks.record_calls(model, parts, {"input_ids": some_tokens(2)})
 
 
 def test_hidden_states_of_another_form_are_refused() -> None:
     model, parts = custom(between=1)
     model.embed.register_forward_hook(lambda module, inputs, output: output[None])
     with pytest.raises(SourceError, match=r"the hidden states are \[1, 2, 24, 8\] for tokens \[2, 24\]"):
-        blocks.record_calls(model, parts, some_tokens(2))
+        blocks.record_calls(model, parts, {"input_ids": some_tokens(2)})
 
 
 def test_blocks_that_are_not_called_are_refused() -> None:
     model, parts = custom(between=1)
     with pytest.raises(SourceError, match="only 3 of 4 blocks were called"):
-        blocks.record_calls(model, (*parts, blocks.Block("layers.3", TupleBlock(8, 8))), some_tokens(2))
+        blocks.record_calls(model, (*parts, blocks.Block("layers.3", TupleBlock(8, 8))), {"input_ids": some_tokens(2)})

@@ -93,7 +93,7 @@ def test_each_block_gets_its_own_arguments(tiny_model) -> None:
 
 def test_batches_share_what_is_equal(tiny_model) -> None:
     first, second, last = Skeleton(Checkpoint(tiny_model("llama"))).capture_inputs(some_tokens(5), "cpu", 2).batches
-    assert [batch.rows for batch in (first, second, last)] == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert [batch.rows[0] for batch in (first, second, last)] == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert second.calls[0].keywords["position_embeddings"][0] is first.calls[2].keywords["position_embeddings"][0]
 
 

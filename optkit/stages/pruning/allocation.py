@@ -19,6 +19,7 @@ from optkit.algorithms.sensitivity import JUDGED, Seen, divergences
 from optkit.algorithms.sparsegpt import curvature, sparsegpt
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
+from optkit.model.blocks import Prompts
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer
 from optkit.model.skeleton import Skeleton
@@ -34,13 +35,18 @@ Method = Literal["magnitude", "wanda", "sparsegpt"]
 
 
 def outlier_shares(
-    source: Path, layers: Mapping[str, Layer], tokens: Tensor, threshold: float, batch_size: int, context: Context
+    source: Path,
+    layers: Mapping[str, Layer],
+    tokens: Tensor | Prompts,
+    threshold: float,
+    batch_size: int,
+    context: Context,
 ) -> dict[str, float]:
     """Return layer -> the share of outliers among the weights of its block, of the unpruned model.
     After OWL, arXiv:2310.05175, section 3.1.
 
     An outlier: |weight| x input norm more than `threshold` times the mean over the block. tokens:
-    int64 [sequences, sequence_length].
+    int64 [sequences, sequence_length], or prompts with images.
     """
     skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
     shares: dict[str, float] = {}

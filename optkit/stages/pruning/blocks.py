@@ -18,7 +18,7 @@ from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.model.blocks import BlockInputs
+from optkit.model.blocks import BlockInputs, Prompts
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.stage import Context
@@ -60,9 +60,9 @@ class BlockPruner:
     """Layers that saw too few tokens -> how many."""
     raised_damping: dict[str, float] = field(default_factory=dict)
 
-    def blocks(self, tokens: Tensor | None) -> Iterator[dict[str, Tensor]]:
+    def blocks(self, tokens: Tensor | Prompts | None) -> Iterator[dict[str, Tensor]]:
         """Yield the pruned weights of each block by tensor, as they are stored. tokens: int64
-        [sequences, sequence_length].
+        [sequences, sequence_length], or prompts with images.
         """
         skeleton, device = self.skeleton, self.context.device
         inputs = None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from optkit.algorithms.eight_bit import NumberFormat
-    from optkit.model.blocks import BlockInputs
+    from optkit.model.blocks import BlockInputs, Prompts
     from optkit.stages.quantizing.input_ranges import InputRange
 
 Preparation: TypeAlias = "Callable[[int, Mapping[str, InputRange]], dict[str, Tensor]]"
@@ -41,6 +41,7 @@ class EightBitQuantizer(LayerQuantizer):
     """Store weights in 8 bits, and say how activations are rounded."""
 
     number: ClassVar[Number]
+    sees_images: ClassVar[bool] = True
 
     scale_search: Literal["amax", "mse"] = "mse"
     """`mse`: the scales of weights with the least squared rounding error. `amax`: those that reach
@@ -126,7 +127,7 @@ class EightBitQuantizer(LayerQuantizer):
         less = (
             f"Lower {self.kind}.batch_size, {self.kind}.calibration.samples or {self.kind}.calibration.sequence_length"
         )
-        tokens = text.tokens(job.source, job.context.data, job.context.trust_remote_code)
+        tokens = text.inputs(job.source, job.context.data, job.context.trust_remote_code)
         job.calibrated_on = (text.identity(),)
         with out_of_memory("in front of the first block", device, less):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
@@ -152,9 +153,9 @@ class EightBitQuantizer(LayerQuantizer):
             layers[name] = self._rounded(job, name, weight.float(), ranges[name])
         return BlockOutput(layers, replaced)
 
-    def preparation(self, job: QuantizationJob, tokens: Tensor) -> Preparation:
+    def preparation(self, job: QuantizationJob, tokens: Tensor | Prompts) -> Preparation:
         """Return what is done to each block before it is rounded.
-        tokens: int64 [samples, sequence_length], the calibration text.
+        tokens: int64 [samples, sequence_length], the calibration text, or prompts with images.
         """
         return lambda index, ranges: {}
 

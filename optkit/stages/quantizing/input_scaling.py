@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from optkit.algorithms.awq import Reader, Rounding
     from optkit.algorithms.grid import Grid
-    from optkit.model.blocks import BlockInputs
+    from optkit.model.blocks import BlockInputs, Prompts
     from optkit.model.skeleton import Skeleton
     from optkit.model.wiring import FoldGroup
 
@@ -107,11 +107,13 @@ class _Seen:
 class BlockScaler:
     """Searches and folds the input scales of one loaded block after another."""
 
-    def __init__(self, skeleton: Skeleton, tokens: Tensor, device: str, settings: InputScaling) -> None:
-        """`tokens`: int64 [sequences, sequence_length]."""
+    def __init__(self, skeleton: Skeleton, tokens: Tensor | Prompts, device: str, settings: InputScaling) -> None:
+        """`tokens`: int64 [sequences, sequence_length], or prompts with images."""
+        from optkit.model.blocks import few_of
+
         self.skeleton, self.settings = skeleton, settings
         self.inputs: BlockInputs = skeleton.capture_inputs(tokens, device, settings.batch_size)
-        self._probe = skeleton.capture_inputs(tokens[: PROBE[0], : PROBE[1]], device)
+        self._probe = skeleton.capture_inputs(few_of(tokens, *PROBE), device)
 
     def scale_(self, index: int, grids: Mapping[str, Grid], rounding: Rounding, stage: str) -> ScaledBlock:
         """Scale the inputs of the given layers of a block.
