@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from optkit.artifact import is_artifact, read_artifact
 from optkit.common.byte_sizes import size_text
+from optkit.common.files import object_if_any
 from optkit.common.grouping import some
 from optkit.common.spans import mark, span
 from optkit.devices.memory_watch import MemoryWatch
@@ -26,7 +27,7 @@ from optkit.model.inventory import extra_heads, take_inventory
 from optkit.plan import Plan, Step
 from optkit.processes import signals
 from optkit.recipe.recipe import UNPACKING
-from optkit.source.lineage import DRAFT, Reader, models_in, with_sketches, without_sketches
+from optkit.source.lineage import DRAFT, Reader, models_in, texts_in, with_sketches, without_sketches
 from optkit.source.models import IMPORT_VERSION, ModelSource, import_model, locate_model
 from optkit.source.text_place import TextPlace
 from optkit.stage import Context, Report
@@ -181,7 +182,8 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
     step.format.check(target)
     reader = Reader(source, context.data, context.trust_remote_code)
     read = with_sketches(report.calibrated_on, step.stage, reader)
-    report = replace(report, calibrated_on=(*read, *_lineage(*models_in(step.stage))))
+    notes = (*report.notes, *_blindness(step, source)) if read else report.notes
+    report = replace(report, notes=notes, calibrated_on=(*read, *_lineage(*models_in(step.stage))))
     return check_inventory(step, source, target, report)
 
 
@@ -264,6 +266,14 @@ def check_disk(plan: Plan, store: Store) -> None:
             where=str(store.root),
             remedy="Free some space, or name a store on another disk with --store",
         )
+
+
+def _blindness(step: Step, source: Path) -> tuple[str, ...]:
+    """Return a note if a stage read text alone, and the model sees images."""
+    sees = object_if_any(source / "config.json").get("vision_config")
+    if not sees or any(getattr(text, "images", None) for text in texts_in(step.stage)):
+        return ()
+    return (f"{step.kind}: it read text alone and saw no image, which the model does in use; name some by `images`",)
 
 
 def _lineage(*models: ModelSource) -> tuple[dict[str, str], ...]:

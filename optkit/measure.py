@@ -69,8 +69,7 @@ class Metric(Frozen):
     turns; `independent` divides values whose intervals say all."""
     failure: str = ""
     """Why there is no number, e.g. `memory ran out on cuda`; `value` is 0 then and means nothing,
-    and gates on it fail.
-    """
+    and gates on it fail."""
 
 
 @dataclass(frozen=True)

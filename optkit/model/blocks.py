@@ -7,11 +7,10 @@ that hand their input on unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from inspect import signature
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -80,46 +79,6 @@ class BlockInputs:
     batches: tuple[Batch, ...]
 
 
-class Prompts(Protocol):
-    """What a model is called with, prompt by prompt: images make them of different lengths."""
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that one has."""
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-
-    def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yield keywords of the model: `input_ids`, int64 [1, sequence], pixels and what else it takes."""
-
-    def first(self) -> Self:
-        """Return the first of them alone, with its length as the longest."""
-
-
-def longest_of(prompts: Tensor | Prompts) -> int:
-    """Return the most tokens that one of the sequences has."""
-    return prompts.shape[1] if isinstance(prompts, Tensor) else prompts.longest
-
-
-def few_of(prompts: Tensor | Prompts, sequences: int, length: int) -> Tensor | Prompts:
-    """Return the start of a text, int64 [sequences, length], or the first prompt with images."""
-    return prompts[:sequences, :length] if isinstance(prompts, Tensor) else prompts.first()
-
-
-def in_batches(prompts: Tensor | Prompts, size: int) -> Iterator[tuple[tuple[slice, slice], Mapping[str, Tensor]]]:
-    """Yield rows and places of batches, and what the model is called with for them.
-    Prompts run one by one, so that no padding enters what is summed of hidden states.
-    """
-    if isinstance(prompts, Tensor):
-        for start in range(0, len(prompts), size):
-            rows = slice(start, min(start + size, len(prompts)))
-            yield (rows, slice(prompts.shape[1])), {"input_ids": prompts[rows]}
-    else:
-        for index, inputs in enumerate(prompts):
-            yield (slice(index, index + 1), slice(inputs["input_ids"].shape[1])), inputs
-
-
 def find_chains(model: PreTrainedModel) -> tuple[tuple[Block, ...], ...]:
     """Return the lists of blocks through which hidden states pass: an encoder-decoder has two.
     Raises SourceError as `find_blocks` does.
@@ -156,16 +115,6 @@ def find_blocks(model: PreTrainedModel) -> tuple[Block, ...]:
         raise _unsupported(model, f"no list of {count} decoder blocks", why)
     name, blocks = max(outermost, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
     return tuple(Block(f"{name}.{index}", block) for index, block in enumerate(blocks))
-
-
-def takes_images(model: PreTrainedModel) -> bool:
-    """Say whether a model can be called with images."""
-    return "pixel_values" in signature(model.forward).parameters
-
-
-def placed(inputs: Mapping[str, Tensor], device: str | torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return what a model is called with on its device, pixels in its dtype."""
-    return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in inputs.items()}
 
 
 class OtherFormError(Exception):

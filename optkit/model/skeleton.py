@@ -27,26 +27,14 @@ from transformers.pytorch_utils import Conv1D
 from optkit.common.out_of_resources import is_out_of_memory, out_of_memory
 from optkit.errors import SourceError, StageError, first_line
 from optkit.model.attention_choice import attention_options
-from optkit.model.blocks import (
-    Batch,
-    Block,
-    BlockInputs,
-    Call,
-    Prompts,
-    find_blocks,
-    in_batches,
-    longest_of,
-    placed,
-    record_calls,
-    shared_with,
-    takes_images,
-)
+from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.experts import unfuse_experts_
 from optkit.model.head import given_to_head
 from optkit.model.memory import return_freed_memory
 from optkit.model.names import match_tensors, planned_dtypes, stored_parameters
 from optkit.model.packed_floats import refuse_unsaid_codes
+from optkit.model.prompts import Prompts, in_batches, longest_of, placed, takes_images
 from optkit.model.state_kernels import silence_fallbacks_
 from optkit.model.task import architectures_of, loader_of
 

@@ -14,7 +14,6 @@ from transformers import Cache, PreTrainedModel
 
 from optkit.common.out_of_resources import memory_errors
 from optkit.kernels.cpu.decoding import StepDecoder
-from optkit.model.blocks import placed, takes_images
 from optkit.model.carried_state import (
     CACHES,
     KEYS_AND_VALUES,
@@ -25,6 +24,7 @@ from optkit.model.carried_state import (
 )
 from optkit.model.compiling import RECOMPILE_LIMIT, times_given_up
 from optkit.model.memory import return_freed_memory
+from optkit.model.prompts import placed, takes_images
 from optkit.progress import ToActOn
 from optkit.session.cast_logits import cast_logits
 from optkit.session.generating import NO_POSITIONS, Decoder, GeneratingSession

@@ -28,7 +28,7 @@ from optkit.stages.sensitivity.needed_memory import sensitivity_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optkit.model.blocks import Prompts
+    from optkit.model.prompts import Prompts
 
 KIND = "prune"
 DEFAULT_SPREAD = 0.08

@@ -20,7 +20,8 @@ from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optkit.model.blocks import BlockInputs, Prompts
+    from optkit.model.blocks import BlockInputs
+    from optkit.model.prompts import Prompts
     from optkit.model.wiring import FoldGroup
     from optkit.stages.quantizing.input_ranges import InputRange
 
@@ -99,7 +100,7 @@ class SmoothQuant(EightBitQuantizer):
             job.notes.append(f"{len(unsmoothed):,} layers are rounded without smoothing ({name}: {reason})")
 
     def preparation(self, job: QuantizationJob, tokens: Tensor | Prompts) -> Preparation:
-        from optkit.model.blocks import few_of
+        from optkit.model.prompts import few_of
 
         job.details |= {"smoothing": {}, "unsmoothed": {}}
         probe = job.skeleton.capture_inputs(few_of(tokens, *PROBE), job.context.device)

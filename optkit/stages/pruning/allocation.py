@@ -19,9 +19,9 @@ from optkit.algorithms.sensitivity import JUDGED, Seen, divergences
 from optkit.algorithms.sparsegpt import curvature, sparsegpt
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.model.blocks import Prompts
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer
+from optkit.model.prompts import Prompts
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight
 from optkit.stages.pruning.blocks import FEW_TOKENS, LESS_MEMORY, input_squares

@@ -18,7 +18,8 @@ from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.model.blocks import BlockInputs, Prompts
+from optkit.model.blocks import BlockInputs
+from optkit.model.prompts import Prompts
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.stage import Context

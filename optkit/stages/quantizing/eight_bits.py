@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from optkit.algorithms.eight_bit import NumberFormat
-    from optkit.model.blocks import BlockInputs, Prompts
+    from optkit.model.blocks import BlockInputs
+    from optkit.model.prompts import Prompts
     from optkit.stages.quantizing.input_ranges import InputRange
 
 Preparation: TypeAlias = "Callable[[int, Mapping[str, InputRange]], dict[str, Tensor]]"

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from optkit.algorithms.awq import Reader, Rounding
     from optkit.algorithms.grid import Grid
-    from optkit.model.blocks import BlockInputs, Prompts
+    from optkit.model.blocks import BlockInputs
+    from optkit.model.prompts import Prompts
     from optkit.model.skeleton import Skeleton
     from optkit.model.wiring import FoldGroup
 
@@ -109,7 +110,7 @@ class BlockScaler:
 
     def __init__(self, skeleton: Skeleton, tokens: Tensor | Prompts, device: str, settings: InputScaling) -> None:
         """`tokens`: int64 [sequences, sequence_length], or prompts with images."""
-        from optkit.model.blocks import few_of
+        from optkit.model.prompts import few_of
 
         self.skeleton, self.settings = skeleton, settings
         self.inputs: BlockInputs = skeleton.capture_inputs(tokens, device, settings.batch_size)
