@@ -72,26 +72,15 @@ class Windows:
         return len(self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Seeing:
     """A session behind a prompt with images, which gives the logits of the answer."""
 
     session: Any
+    directory: Path
+    device: str
     inputs: Mapping[str, Tensor]
     """What the model is called with, the answer's tokens too."""
-    first: int
-    """The place of the answer's first token."""
-
-    @property
-    def directory(self) -> Path:
-        """The weights that were opened."""
-        found: Path = self.session.directory
-        return found
-
-    @property
-    def device(self) -> str:
-        """Where they are."""
-        return str(self.session.device)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """int64 [1, 1 + answer], as `Answers` yields them -> float32 [1, 1 + answer, vocabulary]."""
@@ -117,13 +106,12 @@ class Answers:
         """Return how many there are."""
         return len(self.prompts)
 
-    def seen_by(self, session: Any) -> Iterator[tuple[Seeing, Tensor]]:
+    def seen_by(self, session: Any) -> Iterator[tuple[Answering, Tensor]]:
         """Yield what gives the logits of each answer, and the token in front of it with its own."""
         for pair in self.prompts.pairs:
             inputs = self.prompts.inputs(pair)
-            first = self.prompts.answer(pair, inputs)
-            self._counted.append(inputs["input_ids"][0, first - 1 :])
-            yield Seeing(session, inputs, first), self._counted[-1]
+            self._counted.append(inputs["input_ids"][0, self.prompts.answer(pair, inputs) - 1 :])
+            yield Seeing(session, session.directory, session.device, inputs), self._counted[-1]
 
     @property
     def protocol(self) -> str:
@@ -274,7 +262,8 @@ class PromptedText(ImageText, WindowedText):
         """
         if self.images is None:
             return self.cut(session, context)
-        if not (isinstance(session, SeeingSession) and session.takes_images):
+        sees = isinstance(session, SeeingSession) and session.takes_images
+        if not sees:
             remedy = "Leave out `images`, which reads text"
             raise EvalError("the opened model takes no images", where=str(session.directory), remedy=remedy)
         self._check_window(session)
