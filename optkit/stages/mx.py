@@ -94,7 +94,13 @@ class Mx(LayerQuantizer):
             yield BlockOutput(layers)
 
     def _quantize(self, job: QuantizationJob, names: list[str]) -> dict[str, Mapping[str, Tensor]]:
-        from optkit.algorithms.microscaling import nvfp4_global_scale, pack, quantize_mxfp4, quantize_nvfp4
+        from optkit.algorithms.microscaling import (
+            exact_nvfp4_scale,
+            nvfp4_global_scale,
+            pack,
+            quantize_mxfp4,
+            quantize_nvfp4,
+        )
 
         job.task.advance(0, note=names[0])
         search = self.scale_search == "mse"
@@ -104,7 +110,11 @@ class Mx(LayerQuantizer):
             }
             if self.type == "mxfp4":
                 return {name: pack(quantize_mxfp4(weight, search)) for name, weight in weights.items()}
-            shared = nvfp4_global_scale(weights.values())
+            exact = exact_nvfp4_scale(weights.values())
+            if exact is not None:
+                job.details["layers_without_error"] = job.details.get("layers_without_error", 0) + len(names)
+            shared = nvfp4_global_scale(weights.values()) if exact is None else exact
+            search = search or exact is not None
             return {name: pack(quantize_nvfp4(weight, shared, search)) for name, weight in weights.items()}
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
