@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from optkit.artifact import read_artifact
-from optkit.errors import MissingPackageError, PushError, UsageError
+from optkit.errors import MissingPackageError, PushError, ResourceError, UsageError
 from optkit.progress import SilentProgress
 from optkit.publishing.push import prepare_push
 from optkit.publishing.targets.registry import target_of
@@ -149,6 +150,19 @@ def test_a_push_that_was_killed_goes_on_in_its_run_and_registers_it_once(
     assert client.get_run(first["run"]).info.status == "FINISHED"
     assert len(client.search_model_versions("name = 'once'")) == 1
     assert pushed(artifact, "mlflow://killed/once")["version"] == "2"
+
+
+def test_a_full_disk_here(server: Server, artifact: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as filled:
+        filled.setattr(Path, "write_bytes", full)
+        with pytest.raises(ResourceError, match="the disk is full while writing README.md.* or set XDG_CACHE_HOME to"):
+            pushed(artifact, "mlflow://full")
+    assert not any((tmp_path / "cache" / "optkit" / "drafts").iterdir())
 
 
 def test_a_server_that_asks_for_a_token(

@@ -24,6 +24,7 @@ from optkit.recipe.gates import Verdict
 from optkit.scorecard import Scorecard
 from optkit.scorecard.gate_lines import gate_lines
 from optkit.scorecard.openmetrics import number_lines
+from optkit.store.store import explain_os_error
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -127,8 +128,7 @@ class Mlflow(Target):
                 place = PurePosixPath(file.name)
                 source = file.source
                 if isinstance(source, bytes):
-                    source = Path(drafts, place.name)
-                    source.write_bytes(file.source if isinstance(file.source, bytes) else b"")
+                    source = _written(drafts / place.name, source)
                 if there.get(file.name) != file.size_bytes:
                     folder = place.parent.as_posix()
                     client.log_artifact(run, str(source), None if folder == "." else folder)
@@ -174,6 +174,14 @@ class Mlflow(Target):
                 remedy = "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
                 raise PushError(f"{self.server} does not let you in", where=where, why=said, remedy=remedy) from error
             raise PushError("MLflow does not take it", where=where, why=said, remedy=again) from error
+
+
+def _written(file: Path, content: bytes) -> Path:
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise explain_os_error(error, file.name, file.parent, "set XDG_CACHE_HOME to another place") from error
+    return file
 
 
 def _tags(shipment: Shipment) -> dict[str, str]:
