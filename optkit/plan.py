@@ -57,7 +57,9 @@ class Step(Frozen):
     shape: ModelShape = Field(exclude=True, repr=False)
     """Of the model that it leaves."""
     seconds: float | None = None
-    """How long it will take, by what such steps took here; None if it is a hit, or none was made."""
+    """How long it will take, by what such steps took on this machine; None if it is a hit, or
+    none was made here.
+    """
 
 
 class PlannedEval(Frozen):
@@ -301,7 +303,9 @@ def _doomed(recipe: Recipe, device: str, left: ModelShape, shape: ModelShape) ->
 
 
 def session_memory(step: Step, settings: Sequence[SettingEntry], device: str) -> SessionMemory | None:
-    """Return what a step's opened weights take; None if a setting places them or nobody can open them."""
+    """Return what the weights of a step take when they are opened with settings.
+    None if a setting says where they lie, and for a model that nobody can open.
+    """
     if step.shape.task is Task.UNKNOWN or any(entry.value.places_weights for entry in settings):
         return None
     dtype = next((name for entry in reversed(settings) if (name := entry.value.opened_dtype())), None)

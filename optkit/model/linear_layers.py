@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from optkit.common.grouping import grouped
 from optkit.errors import StageError, did_you_mean
 from optkit.model.read_weights import Read, reads_of
 from optkit.model.routers import routers_of
-from optkit.model.shape import ModelShape
+from optkit.model.shape import ModelShape, place_in_list
+from optkit.model.task import TOWERS
 
 CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt"})
 """Architectures whose projections are transformers' Conv1D, stored [in, out]."""
@@ -31,6 +33,8 @@ class Layer:
     router: bool = False
     reads: frozenset[Read] = frozenset()
     """What the model's own code does with its weight."""
+    tower: bool = False
+    """In a block of a tower of vision or audio."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +88,22 @@ def layers_of(shape: ModelShape) -> dict[str, Layer]:
 def matrices_of(shape: ModelShape) -> dict[str, Layer]:
     """Return everything that looks like a linear layer: matrices that no name calls an embedding."""
     transposed = shape.config.get("model_type") in CONV1D_MODELS
-    routers, reads = routers_of(shape), reads_of(shape.config)
+    routers, reads, tower_reads = routers_of(shape), reads_of(shape.config), _tower_reads(shape.config)
     layers = {}
     for tensor, info in shape.tensors.items():
         name, _, leaf = tensor.rpartition(".")
         looked_up = any(word in name.rpartition(".")[2] for word in ("embed", "wte", "wpe", "relative_attention_bias"))
         if leaf == "weight" and len(info.shape) == 2 and not looked_up:
             outputs, inputs = reversed(info.shape) if transposed else info.shape
-            layers[name] = Layer(name, outputs, inputs, transposed, name in routers, reads(name))
+            tower = place_in_list(tensor) is not None and not shape.block(tensor) and shape.in_tower(tensor)
+            read = (tower_reads if tower else reads)(name)
+            layers[name] = Layer(name, outputs, inputs, transposed, name in routers, read, tower)
     return layers
+
+
+def _tower_reads(config: Mapping[str, Any]) -> Callable[[str], frozenset[Read]]:
+    tower: Mapping[str, Any] = next((config[key] for key in TOWERS if config.get(key)), {})
+    return reads_of({"model_type": config.get("model_type"), **tower})
 
 
 def select(

@@ -90,7 +90,7 @@ class ModelShape:
         """Say whether a tensor belongs to what stands in front of the decoder: a tower of vision or
         audio, or a projector.
         """
-        beside = "lm_head" not in name.split(".") and not name.startswith(self._around_blocks)
+        beside = {"lm_head", "mtp"}.isdisjoint(name.split(".")) and not name.startswith(self._around_blocks)
         return beside and not {"text_config", *TOWERS}.isdisjoint(self.config)
 
     @cached_property

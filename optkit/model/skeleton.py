@@ -31,7 +31,7 @@ from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, re
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.experts import unfuse_experts_
 from optkit.model.head import given_to_head
-from optkit.model.memory import return_freed_memory, room_for_states
+from optkit.model.memory import return_freed_memory
 from optkit.model.names import match_tensors, planned_dtypes, stored_parameters
 from optkit.model.packed_floats import refuse_unsaid_codes
 from optkit.model.prompts import Prompts, in_batches, longest_of, placed, takes_images
@@ -169,8 +169,7 @@ class Skeleton:
 
         All outside the blocks, the vision tower too, is on the device while this runs, without
         lm_head. Raises StageError for tokens that the model has no embedding or position for and for
-        images that it does not take, SourceError if the blocks cannot be run one by one,
-        ResourceError as `room_for_states`.
+        images that it does not take, SourceError if the blocks cannot be run one by one.
         """
         self._check_prompts(prompts)
         hidden: Tensor | None = None
@@ -179,7 +178,7 @@ class Skeleton:
             for rows, inputs in in_batches(prompts, batch_size):
                 entered, calls = record_calls(self.model, self.blocks, placed(inputs, device, self.dtype))
                 if hidden is None:
-                    hidden = room_for_states(entered, (len(prompts), longest_of(prompts), *entered.shape[2:]))
+                    hidden = entered.new_empty(len(prompts), longest_of(prompts), *entered.shape[2:])
                 else:
                     calls = tuple(shared_with(call, first) for call, first in zip(calls, batches[0].calls, strict=True))
                 hidden[rows] = entered

@@ -16,6 +16,7 @@ from optkit.model.skeleton import Skeleton
 def layers_of_skeleton(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, Layer]]:
     """Return the linear layers of the decoder blocks, and those outside."""
     told, reads = layers_of(skeleton.checkpoint.shape), reads_of(skeleton.checkpoint.config)
+    matrices = matrices_of(skeleton.checkpoint.shape)
     layers, blocks = {}, []
     for block in skeleton.blocks:
         blocks.append(f"{block.name}.")
@@ -25,14 +26,13 @@ def layers_of_skeleton(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, 
             layers[name] = told.get(name) or Layer(name, outputs, inputs, transposed, reads=reads(name))
     layers |= {name: layer for name, layer in told.items() if layer.router}
     outside = {
-        stored: Layer(stored, module.out_features, module.in_features, transposed=False, reads=reads(stored))
+        stored: matrices.get(stored)
+        or Layer(stored, module.out_features, module.in_features, transposed=False, reads=reads(stored))
         for name, stored in stored_names(skeleton).items()
         if not name.startswith(tuple(blocks)) and isinstance(module := skeleton.model.get_submodule(name), nn.Linear)
     }
     read = set(skeleton.tensor_names.values())
-    unread = {
-        name: layer for name, layer in matrices_of(skeleton.checkpoint.shape).items() if f"{name}.weight" not in read
-    }
+    unread = {name: layer for name, layer in matrices.items() if f"{name}.weight" not in read}
     return layers, {**outside, **unread}
 
 

@@ -4,7 +4,7 @@ GPUs since Ada multiply them at twice the speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
@@ -87,10 +87,17 @@ class Fp8(EightBitQuantizer):
             yield from self._calibrated_blocks(job, self.calibration)
             return
         for index in range(len(job.skeleton.blocks)):
-            layers: dict[str, Mapping[str, Tensor]] = {}
-            for name in job.modules(index):
-                job.task.advance(0, note=name)
-                with out_of_memory(name, job.context.device, "Use a machine with more memory"):
-                    weight = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device).float()
-                    layers[name] = self._rounded(job, name, weight, None)
-            yield BlockOutput(layers)
+            yield BlockOutput(self.rounded_layers(job, tuple(job.modules(index))))
+
+    @property
+    def needs_no_text(self) -> bool:
+        return self.calibration is None
+
+    def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
+        layers: dict[str, Mapping[str, Tensor]] = {}
+        for name in names:
+            job.task.advance(0, note=name)
+            with out_of_memory(name, job.context.device, "Use a machine with more memory"):
+                weight = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device).float()
+                layers[name] = self._rounded(job, name, weight, None)
+        return layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -90,17 +90,15 @@ class Mx(LayerQuantizer):
             for _, names in groupby(
                 sorted(job.modules(index), key=lambda name: name.rpartition(".")[::2]), key=_parent
             ):
-                layers |= self._quantize(job, list(names))
+                layers |= self.rounded_layers(job, list(names))
             yield BlockOutput(layers)
 
-    def _quantize(self, job: QuantizationJob, names: list[str]) -> dict[str, Mapping[str, Tensor]]:
-        from optkit.algorithms.microscaling import (
-            exact_nvfp4_scale,
-            nvfp4_global_scale,
-            pack,
-            quantize_mxfp4,
-            quantize_nvfp4,
-        )
+    @property
+    def needs_no_text(self) -> bool:
+        return True
+
+    def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
+        from optkit.algorithms.microscaling import nvfp4_global_scale, pack, quantize_mxfp4, quantize_nvfp4
 
         job.task.advance(0, note=names[0])
         search = self.scale_search == "mse"
@@ -110,11 +108,7 @@ class Mx(LayerQuantizer):
             }
             if self.type == "mxfp4":
                 return {name: pack(quantize_mxfp4(weight, search)) for name, weight in weights.items()}
-            exact = exact_nvfp4_scale(weights.values())
-            if exact is not None:
-                job.details["layers_without_error"] = job.details.get("layers_without_error", 0) + len(names)
-            shared = nvfp4_global_scale(weights.values()) if exact is None else exact
-            search = search or exact is not None
+            shared = nvfp4_global_scale(weights.values())
             return {name: pack(quantize_nvfp4(weight, shared, search)) for name, weight in weights.items()}
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:

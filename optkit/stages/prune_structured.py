@@ -161,7 +161,8 @@ class PruneStructured(WidthFields, Transform):
         before, after = sizes(checkpoint.shape), sizes(Checkpoint(target).shape)
         details: dict[str, Any] = {"before": before, "after": after, "largest_difference": proof}
         details |= self._told(chosen, [block.name for block in skeleton.blocks])
-        details |= _widths_told(planned, blocks) if blocks else {}
+        if blocks:
+            details |= _widths_told(planned, blocks)
         details["seconds"] = round(time.monotonic() - started, 2)
         return Report(
             changed=len(chosen.removed) + (len(kept) if blocks else 0),
@@ -172,9 +173,7 @@ class PruneStructured(WidthFields, Transform):
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the exact size that it leaves.
-        Which blocks that are is known when it has run, so here the last ones are missing.
-        """
+        """Return the exact size that it leaves, as if the last blocks went: a run alone knows which go."""
         refuse_unreached(shape, KIND)
         planned, blocks = self._planned(shape), block_count(shape.config)
         named = self.remove_layers if isinstance(self.remove_layers, tuple) else range(blocks - planned.count, blocks)

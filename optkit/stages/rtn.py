@@ -4,7 +4,7 @@ No calibration, seconds of work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from optkit.common.out_of_resources import out_of_memory
@@ -12,7 +12,7 @@ from optkit.model.linear_layers import Layer
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import EVERY_TASK, Task
-from optkit.stages.quantizing.backend_field import Backed
+from optkit.stages.quantizing.backend_field import OWN, Backed
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.streaming import QuantizationJob
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from optkit.algorithms.grid import QuantizedWeight
 
-FLOAT_COPIES = 4
+FLOAT_COPIES = 6
 """Float32 copies of a layer's weights that rounding holds at once."""
 
 
@@ -51,8 +51,15 @@ class Rtn(Backed):
             yield quantized
 
     def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
-        with out_of_memory(HEAD, job.context.device, "Use a machine with more memory"):
-            return self._packed(job, {HEAD: self._round(job, HEAD)})[HEAD]
+        return self.rounded_layers(job, (HEAD,))[HEAD]
+
+    @property
+    def needs_no_text(self) -> bool:
+        return self.backend == OWN
+
+    def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
+        with out_of_memory(names[0], job.context.device, "Use a machine with more memory"):
+            return self._packed(job, {name: self._round(job, name) for name in names})
 
     def _round(self, job: QuantizationJob, name: str) -> QuantizedWeight:
         from optkit.algorithms.grid import minmax_scales

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoModelForImageTextToText
 
 from optkit.errors import StageError
@@ -31,6 +32,7 @@ from optkit.stages.prune_structured import PruneStructured
 from optkit.stages.rotate import Rotate
 from optkit.stages.rtn import Rtn
 from optkit.verification.layers import problems_of_layers
+from tests.conftest import TinyModel
 from tests.support.vision_models import save_vision_model
 
 # transformers renames what Gemma's file has: `language_model.model.layers` is
@@ -174,3 +176,53 @@ def test_blocks_that_text_does_not_reach_are_not_calibrated(text: Calibration) -
             f"{where}: 1 of 4 blocks of MllamaForConditionalGeneration run for images alone. Text does not reach them. "
             "Take a stage without calibration: rtn, fp8, mx, nf4, or prune by magnitude."
         )
+
+
+TOWERS = ("text", "vision")
+ROUNDED = {"rtn": Rtn(group_size=16, towers=TOWERS), "fp8": Fp8(towers=TOWERS)}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_tower_that_is_named_is_quantized_too(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    source, stage = Checkpoint(models["llava"]), ROUNDED[name]
+    report = stage.run(models["llava"], tmp_path, Context())
+    written = Checkpoint(tmp_path)
+    assert written.tensors == stage.predict(source.shape, "cpu")[1].tensors
+    assert {f"vision_tower.encoder.layers.{index}.mlp.fc1.weight_scale" for index in range(4)} <= set(written.tensors)
+    assert "multi_modal_projector.linear_1" in report.skipped
+    assert torch.equal(*(each.read("multi_modal_projector.linear_1.weight") for each in (source, written)))
+    assert problems_of_layers(written) == []
+    image = torch.rand(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": torch.tensor([[1, *[500] * 4, 7, 8]]), "pixel_values": image}
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32, device_map="cpu").eval()
+    with torch.no_grad():
+        ours = open_session(tmp_path).model(**given).logits
+        torch.testing.assert_close(theirs(**given).logits.float(), ours, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        (lambda: Gptq(towers=TOWERS, calibration={"dataset": "c4"}), "towers: vision cannot be calibrated, as what is"),
+        (lambda: Rtn(towers=("vision",)), "towers: text is always among them. Leave its layers out by `include`"),
+        (lambda: Rtn(towers=TOWERS, format="gptq"), "this format is opened in the decoder's blocks alone: take"),
+    ],
+)
+def test_towers_that_no_recipe_can_ask_for(fails: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        fails()
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("gemma3", "Transformers looks for its weight when it opens the model"),
+        ("llama", "The model has no blocks of vision or audio"),
+    ],
+)
+def test_no_layer_of_a_tower(models: dict[str, Path], tiny_model: TinyModel, kind: str, why: str) -> None:
+    with pytest.raises(StageError) as raised:
+        Rtn(group_size=16, towers=TOWERS).predict(Checkpoint(models.get(kind) or tiny_model(kind)).shape, "cpu")
+    assert str(raised.value) == (
+        f"rtn.towers: no layer of a tower is left. {why}. Take text alone, or the stage fp8 or int8."
+    )

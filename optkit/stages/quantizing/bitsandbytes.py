@@ -5,12 +5,12 @@ That is the work on a layer, what is refused, and what vLLM needs.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.linear_layers import Layer, Selection
-from optkit.model.shape import ModelShape
+from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import WEIGHTS_ALONE, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.source.quiet import only_errors_of
@@ -25,8 +25,6 @@ class BitsAndBytesQuantizer(LayerQuantizer):
     """Store weights as bitsandbytes does, which transformers opens with that package installed."""
 
     for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
-    bytes_a_weight: ClassVar[int] = 16
-    """What rounding a layer holds for each of its weights, as measured."""
     requires: ClassVar[tuple[str, ...]] = ("bitsandbytes>=0.50",)
 
     @abstractmethod
@@ -49,17 +47,24 @@ class BitsAndBytesQuantizer(LayerQuantizer):
         ]
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
-        only_errors_of("bitsandbytes")
         for index in range(len(job.skeleton.blocks)):
-            layers = {}
-            for name in job.modules(index):
-                job.task.advance(0, note=name)
-                with out_of_memory(name, job.context.device, "Use a machine with more memory"):
-                    stored = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device)
-                    weight = stored.T.contiguous() if job.selection.layers[name].transposed else stored
-                    layers[name] = self.quantized_tensors(name, weight)
-            yield BlockOutput(layers)
+            yield BlockOutput(self.rounded_layers(job, tuple(job.modules(index))))
+
+    @property
+    def needs_no_text(self) -> bool:
+        return True
+
+    def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
+        only_errors_of("bitsandbytes")
+        layers = {}
+        for name in names:
+            job.task.advance(0, note=name)
+            with out_of_memory(name, job.context.device, "Use a machine with more memory"):
+                stored = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device)
+                weight = stored.T.contiguous() if job.selection.layers[name].transposed else stored
+                layers[name] = self.quantized_tensors(name, weight)
+        return layers
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        largest = self.bytes_a_weight * max(layer.outputs * layer.inputs for layer in layers.values())
+        largest = max(layer.outputs * layer.inputs * (DTYPE_BITS["F32"] + 16) // 8 for layer in layers.values())
         return (largest, largest) if device.startswith("cuda") else (largest, 0)

@@ -62,6 +62,11 @@ class WeightQuantizer(LayerQuantizer):
     def _openable(self) -> Self:
         if self.format != GPTQ:
             return self
+        if "vision" in self.towers:
+            raise ValueError(
+                "this format is opened in the decoder's blocks alone: take vision out of towers, or "
+                "format: compressed-tensors"
+            )
         changes = [each for each in self.overrides.values() if isinstance(each, Override)]
         if not self.symmetric or any(each.symmetric is False for each in changes):
             raise ValueError(
@@ -83,6 +88,7 @@ class WeightQuantizer(LayerQuantizer):
         return self.format
 
     def select_layers(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
+        layers, outside = self.with_towers(layers, outside)
         if self.lm_head:
             if HEAD not in outside:
                 raise StageError(

@@ -7,12 +7,16 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
 
 from optkit.common.field_types import AtLeastOne, Distinct, Name
+from optkit.common.grouping import grouped
+from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import HEAD, outside_of, tied_embedding, with_own_head
@@ -97,6 +101,25 @@ class LayerQuantizer(Transform):
     are."""
     exclude: Distinct[Name] = ()
     """Layers to leave out of those, as glob patterns."""
+    towers: Distinct[Literal["text", "vision"]] = Field(default=("text",), exclude_if=lambda value: value == ("text",))
+    """`vision` too: the linear layers in the blocks of a vision or audio tower. What stands between
+    it and the decoder (projector, merger) stays as it is."""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if "text" not in self.towers:
+            raise ValueError("towers: text is always among them. Leave its layers out by `include` or `exclude`")
+        if "vision" in self.towers and not self.needs_no_text:
+            raise ValueError(
+                "towers: vision cannot be calibrated, as what is calibrated on runs through the decoder's blocks "
+                "alone. Take text alone, or a stage that rounds to nearest: rtn, fp8, mx, nf4, int8"
+            )
+        return self
+
+    @property
+    def needs_no_text(self) -> bool:
+        """Whether each layer is rounded by itself, as `rounded_layers` does."""
+        return False
 
     @abstractmethod
     def layer_format(self, layer: Layer) -> LayerFormat:
@@ -120,6 +143,12 @@ class LayerQuantizer(Transform):
         Raises StageError for weights or inputs that it cannot round, ResourceError without memory.
         """
 
+    def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return the tensors of layers of one module, which are rounded by themselves, by their last
+        names. Raises as `quantized_blocks`.
+        """
+        raise NotImplementedError
+
     def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
         """Return the tensors of the output layer by their last name.
 
@@ -139,8 +168,26 @@ class LayerQuantizer(Transform):
 
         Raises StageError for a pattern that matches nothing, and if no layer is left.
         """
+        layers, outside = self.with_towers(layers, outside)
         selection = select(layers, tuple(outside), self.include, self.exclude, self.kind)
-        return packable(selection, self.layer_format, self.kind)
+        selection = packable(selection, self.layer_format, self.kind)
+        if "vision" in self.towers and not any(layer.tower for layer in selection.layers.values()):
+            reasons = (selection.skipped[name] for name, layer in layers.items() if layer.tower)
+            why = next(reasons, "the model has no blocks of vision or audio")
+            raise StageError(
+                "no layer of a tower is left",
+                where=f"{self.kind}.towers",
+                why=f"{why[0].upper()}{why[1:]}",
+                remedy="Take text alone, or the stage fp8 or int8",
+            )
+        return selection
+
+    def with_towers(
+        self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]
+    ) -> tuple[Mapping[str, Layer], Mapping[str, Layer]]:
+        """Return the layers with those of the towers that are asked for, and what is left outside."""
+        found = {name: layer for name, layer in outside.items() if layer.tower and "vision" in self.towers}
+        return {**layers, **found}, {name: layer for name, layer in outside.items() if name not in found}
 
     def layer_formats(self, selection: Selection) -> dict[str, LayerFormat]:
         """Return the form of each selected layer. Raises StageError as `check_layers` does."""
@@ -232,9 +279,15 @@ class LayerQuantizer(Transform):
     def _write(self, job: QuantizationJob, target: Path) -> None:
         checkpoint, blocks = job.skeleton.checkpoint, job.skeleton.blocks
         with CheckpointWriter(target) as writer:
+            towers = [name for name, layer in job.selection.layers.items() if layer.tower]
+            packed = {f"{name}.weight" for name in (*towers, *filter(None, (job.head,)))}
             for name in job.skeleton.outside_tensors:
-                if not (job.head and name == f"{HEAD}.weight"):
+                if name not in packed:
                     writer.add(name, checkpoint.read_finite(name))
+            for names in grouped(towers, lambda name: name.rpartition(".")[0]).values():
+                for name, tensors in self.rounded_layers(job, names).items():
+                    for leaf, tensor in tensors.items():
+                        writer.add(f"{name}.{leaf}", tensor)
             for block, output in zip(blocks, self.quantized_blocks(job), strict=True):
                 replaced = dict(output.replaced)
                 for name in job.skeleton.block_tensors(block):
