@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,6 +148,12 @@ def _words_of(module: str, shape: ModelShape) -> Mapping[str, Any]:
 def cache_scales(shape: ModelShape) -> list[str]:
     """Return the tensors that scale a KV cache in 8 bits."""
     return [name for name in shape.tensors if name.rpartition(".")[2] in CACHE_SCALES]
+
+
+def activation_scales(floats: Iterable[PackedFloat]) -> list[str]:
+    """Return the tensors beside packed weights that scale what goes into a layer or comes out."""
+    leaves = [(part, part.rpartition(".")[2]) for each in floats for part in each.parts]
+    return [part for part, leaf in leaves if leaf.startswith(("activation", "input", "output"))]
 
 
 def float_shape(shape: ModelShape, dtype: str, stored: str) -> ModelShape:

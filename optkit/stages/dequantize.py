@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint, all_finite
-from optkit.model.packed_floats import cache_scales, float_shape, packed_floats
+from optkit.model.packed_floats import activation_scales, cache_scales, float_shape, packed_floats
 from optkit.model.schemes import rounds_activations
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
@@ -71,7 +71,10 @@ class Dequantize(Transform):
         write_config(target, left.config)
         return Report(
             changed=len(floats),
-            skipped=dict.fromkeys(cache_scales(shape), "a scale of the KV cache, of no use without the packed weights"),
+            dropped={
+                **dict.fromkeys(cache_scales(shape), "a scale of the KV cache, which is of floats now"),
+                **dict.fromkeys(activation_scales(floats.values()), "a scale of activations, which are floats now"),
+            },
             details={
                 "quant_method": str(shape.config["quantization_config"]["quant_method"]),
                 "dtype_after": dtype,

@@ -98,6 +98,24 @@ def test_a_run_names_the_step_and_measures_the_source_as_it_is(deepseek: Path, t
     ]
 
 
+def test_scales_of_activations_and_of_a_cache_are_named_as_dropped(tiny_model: TinyModel, tmp_path: Path) -> None:
+    def static(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        beside = {name.replace("weight", "activation_scale"): torch.ones(1)}
+        return (
+            fp8(name, weight)
+            | beside
+            | ({"model.layers.1.self_attn.k_scale": torch.ones(1)} if "1.self_attn.k" in name else {})
+        )
+
+    model = rewritten(tiny_model("llama"), tmp_path / "static", static, **FP8)
+    recipe = {"name": "r", "model": str(model), "stages": [{"mx": {"scale_search": "minmax"}}]}
+    scorecard = optkit.run(recipe, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    dropped = scorecard.steps[0].report["dropped"]
+    assert len(dropped) == 22
+    assert dropped["model.layers.1.self_attn.k_scale"] == "a scale of the KV cache, which is of floats now"
+    assert dropped["model.layers.0.mlp.up_proj.activation_scale"].startswith("a scale of activations")
+
+
 def without_config(source: Path, target: Path, *, scales: bool) -> Path:
     shutil.copytree(source, target)
     config = json.loads((source / "config.json").read_text())
