@@ -252,7 +252,7 @@ class Onnx(Transform):
             raise StageError(
                 f"the exporter {exporter} writes float weights, and the model is quantized already ({method})",
                 where="onnx",
-                remedy="Export the float checkpoint, and put onnx_quantize behind it",
+                remedy="Put `- dequantize` before it, and onnx_quantize behind it",
             )
 
     def _order(self, shape: ModelShape, source: Path, target: Path, context: Context) -> Order:

@@ -101,11 +101,9 @@ def test_a_run_names_the_step_and_measures_the_source_as_it_is(deepseek: Path, t
 def test_scales_of_activations_and_of_a_cache_are_named_as_dropped(tiny_model: TinyModel, tmp_path: Path) -> None:
     def static(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         beside = {name.replace("weight", "activation_scale"): torch.ones(1)}
-        return (
-            fp8(name, weight)
-            | beside
-            | ({"model.layers.1.self_attn.k_scale": torch.ones(1)} if "1.self_attn.k" in name else {})
-        )
+        if "1.self_attn.k_proj" in name:
+            beside["model.layers.1.self_attn.k_scale"] = torch.ones(1)
+        return fp8(name, weight) | beside
 
     model = rewritten(tiny_model("llama"), tmp_path / "static", static, **FP8)
     recipe = {"name": "r", "model": str(model), "stages": [{"mx": {"scale_search": "minmax"}}]}
