@@ -93,7 +93,7 @@ def test_codes_are_not_for_torch(bert: Path) -> None:
     quantized = replace(shape, config={**shape.config, "quantization_config": {"quant_method": "gptq"}})
     said = (
         r"^onnx: the exporter torch writes float weights, and the model is quantized already \(gptq\). "
-        r"Export the float checkpoint, and put"
+        r"Put `- dequantize` before it, and"
     )
     with pytest.raises(StageError, match=said):
         Onnx().predict(quantized, "cpu")
