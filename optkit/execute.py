@@ -273,7 +273,7 @@ def _blindness(step: Step, source: Path) -> tuple[str, ...]:
     sees = object_if_any(source / "config.json").get("vision_config")
     if not sees or any(getattr(text, "images", None) for text in texts_in(step.stage)):
         return ()
-    return (f"{step.kind}: it read text alone and saw no image, which the model does in use; name some by `images`",)
+    return ("it read text alone and saw no image, which the model does in use; name some by `images`",)
 
 
 def _lineage(*models: ModelSource) -> tuple[dict[str, str], ...]:

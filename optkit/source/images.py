@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -52,7 +53,7 @@ class ImageText(CutText):
         field, images = self.field, str(self.images)
         if self.is_local(data):
             self.documents(data)
-            return read_pairs(Path(self.dataset).expanduser(), field, images)[:most]
+            return list(islice(read_pairs(Path(self.dataset).expanduser(), field, images), most))
         take = partial(pair_of_row, text=field, images=images, where=self.where)
         repo, name = self._hub_repo(data), hub_name(self.dataset)
         pairs: list[Pair] = read_hub_rows(repo, name, self.split, self.revision, self.where, take, most or FIRST_ROWS)
@@ -96,8 +97,7 @@ class ImageText(CutText):
     def _read(self, data: Path | None) -> list[str]:
         if self.images is None:
             return super()._read(data)
-        pairs = read_pairs(Path(self.dataset).expanduser(), self.field, self.images)
-        return [pair.content for pair in pairs]
+        return [pair.content for pair in read_pairs(Path(self.dataset).expanduser(), self.field, self.images)]
 
 
 @dataclass(frozen=True)

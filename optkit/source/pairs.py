@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,20 +61,18 @@ class Pair:
         return canonical_json({"images": digests, "messages": self.messages})
 
 
-def read_pairs(path: Path, text: str, images: str) -> list[Pair]:
-    """Return the records of a .jsonl file; paths of images count from its directory.
+def read_pairs(path: Path, text: str, images: str) -> Iterator[Pair]:
+    """Yield the records of a .jsonl file; paths of images count from its directory.
     `text` and `images` are fields: a text or a list of messages; a path, a list of them or null.
 
     Raises SourceError with the line for a record that is none, with the file for a missing image.
     """
-    pairs = []
     for where, record in read_objects(path):
         named = _listed(value_of(record, images, where, "images"))
         if not all(isinstance(name, str) for name in named):
             raise SourceError(f"the field '{images}' is no path but {json.dumps(named)[:40]}", where=where)
         files = [path.parent / Path(name).expanduser() for name in named]
-        pairs.append(_pair(where, value_of(record, text, where), [_read(file, where) for file in files], text))
-    return pairs
+        yield _pair(where, value_of(record, text, where), [_read(file, where) for file in files], text)
 
 
 def pair_of_row(row: dict[str, Any], text: str, images: str, where: str) -> Pair:

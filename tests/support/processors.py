@@ -85,7 +85,7 @@ def without_videos(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processing_utils.ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
 
 
-def save_pairs(directory: Path, count: int = 4) -> Path:
+def save_pairs(directory: Path, count: int = 4, noun: str = "list") -> Path:
     """Write records of seeded images of several sizes, with a text, and return their file."""
     import torch
     from PIL import Image
@@ -95,7 +95,7 @@ def save_pairs(directory: Path, count: int = 4) -> Path:
     for index in range(count):
         pixels = torch.randint(0, 256, (30 + 20 * (index % 3), 50, 3), generator=draw, dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(directory / f"{index}.png")
-        text = " ".join(f"number {place} of the list" for place in range(index + 2))
+        text = " ".join(f"number {place} of the {noun}" for place in range(index + 2))
         lines.append(json.dumps({"image": f"{index}.png", "text": text}))
     (directory / "pairs.jsonl").write_text("\n".join(lines) + "\n")
     return directory / "pairs.jsonl"
