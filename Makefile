@@ -1,5 +1,6 @@
 # make run       the small model through recipes/llama_int4.yaml, to its scorecard
 # make docs      the site, in site/: open site/index.html
+# make zoo       tiny models of every architecture through every stage, into docs/understand/models.json
 # make storm     what is malformed, damaged, killed, signalled and at work together
 # make test      lint, types, import contracts, tests
 # make dist      a wheel and a source archive in dist/
@@ -17,7 +18,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true
 
-.PHONY: run dist test docs coverage storm vendor clean
+.PHONY: run dist test docs coverage storm zoo vendor clean
 .DELETE_ON_ERROR:
 
 run: .venv/installed
@@ -47,6 +48,10 @@ dist: .venv/installed-test
 # For one family, repeated: .venv/bin/python -m tests.storm --only kills --cases 10 --seed 3
 storm: .venv/installed-test
 	$(BIN)/python -m tests.storm
+
+# An hour on two idle cores. Some of it: .venv/bin/python -m tests.zoo --models llama qwen3 --stages rtn gptq
+zoo: .venv/installed-test
+	$(BIN)/python -m tests.zoo
 
 # optkit/page/vendor/plot.js is committed, so that nothing else needs npm: run this after its package-lock.json changed.
 vendor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.errors import StageError
+from optkit.errors import StageError, first_line
 
 
 def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
@@ -35,6 +35,7 @@ def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
             remedy="Take window out of the recipe",
         )
     whole = model.forward
+    _refuse_without_masks(model, kind, where)
 
     @wraps(whole)
     def forward(input_ids: Tensor, *args: Any, past_key_values: Any = None, **options: Any) -> Any:
@@ -42,14 +43,40 @@ def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
         count = input_ids.shape[1]
         if count > 1 and past + count > window:
             seen = visible(past, count, window, sinks).to(input_ids.device)
-            if kind == "eager":
-                seen = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill(
-                    ~seen, torch.finfo(model.dtype).min
-                )
-            options["attention_mask"] = seen.expand(len(input_ids), 1, *seen.shape)
+            options["attention_mask"] = _mask(seen, model.dtype, kind).expand(len(input_ids), 1, *seen.shape)
         return whole(input_ids, *args, past_key_values=past_key_values, **options)
 
     model.forward = forward
+
+
+def _mask(seen: Tensor, dtype: torch.dtype, kind: str) -> Tensor:
+    if kind != "eager":
+        return seen
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+@torch.no_grad()
+def _refuse_without_masks(model: Any, kind: str, where: str) -> None:
+    """Raise StageError if a mask of what each token sees is not what attention heeds (alibi of Bloom)."""
+    tokens = torch.arange(3, device=model.device)[None]
+
+    def logits(seen: Tensor) -> Tensor:
+        mask = _mask(seen.to(tokens.device), model.dtype, kind)[None, None]
+        found: Tensor = model.forward(tokens, attention_mask=mask, use_cache=False).logits
+        return found
+
+    try:
+        alone, causal = logits(torch.eye(3, dtype=torch.bool)), logits(torch.ones(3, 3, dtype=torch.bool).tril())
+        heeded, why = not torch.equal(alone, causal), "A mask changes nothing"
+    except Exception as error:  # whatever a model makes of a mask that it does not expect
+        heeded, why = False, first_line(error)
+    if not heeded:
+        raise StageError(
+            f"the attention of {model.config.model_type} takes no mask of what each token sees",
+            where=where,
+            why=why,
+            remedy="Take window out of the recipe for this architecture",
+        )
 
 
 def visible(past: int, count: int, window: int, sinks: int) -> Tensor:

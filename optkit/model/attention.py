@@ -66,12 +66,22 @@ def _layer(text: Mapping[str, Any], heads: int, width: int, kind: str) -> Attent
         rotary, plain, value = (int(text[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
         return AttentionLayer(heads * (rotary + plain), heads * value, int(latent) + rotary, window)
     size = int(text.get("head_dim") or width // heads)
-    key_heads = (
-        1
-        if text.get("multi_query") and not text.get("new_decoder_architecture")
-        else first_number(text, KEY_HEADS) or heads
+    return AttentionLayer(heads * size, heads * size, 2 * key_heads(text, heads) * size, window)
+
+
+def key_heads(text: Mapping[str, Any], heads: int) -> int:
+    """Return the heads of keys and values, of a language model's config with so many of queries."""
+    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+        return 1
+    return first_number(text, KEY_HEADS) or heads
+
+
+def head_sizes(config: Any) -> tuple[int, ...]:
+    """Return the channels of a head in each block, of the language model's config in transformers."""
+    return tuple(
+        getattr(each, "head_dim", None) or each.hidden_size // each.num_attention_heads
+        for each in config.per_layer_config
     )
-    return AttentionLayer(heads * size, heads * size, 2 * key_heads * size, window)
 
 
 def _kind(text: Mapping[str, Any], index: int) -> str:

@@ -26,6 +26,12 @@ FIRST_BLOCKS = ("max_window_layers", "first_k_dense_replace")
 """Keys that say how many of the first blocks are of another kind."""
 
 
+PARTS = "hidden_size_per_layer_input"
+"""Key of what each block has of a tensor of them all."""
+EXCEPTIONS = "per_layer_config"
+"""Key of what differs in some blocks, by their index."""
+
+
 def block_count(config: Mapping[str, Any]) -> int:
     """Return the number of decoder blocks; raises SourceError if config.json does not say."""
     return ModelShape(config, {}).block_count or _number(config, BLOCK_COUNTS, "how many decoder blocks the model has")
@@ -51,7 +57,17 @@ def _number(config: Mapping[str, Any], keys: Sequence[str], meaning: str) -> int
 def shallower_tensors(shape: ModelShape, kept: Sequence[int], narrows: bool = False) -> dict[str, str]:
     """Return tensor -> its name in a model with these of the blocks, numbered anew.
     Heads that propose tokens still stand behind them; they go if the model becomes narrower too.
+
+    Raises SourceError if a tensor outside the blocks has a part for each of them.
     """
+    text = text_config(shape.config)
+    if text.get(PARTS) and len(kept) < block_count(text):
+        raise SourceError(
+            f"{text.get('model_type')} has a second embedding, with {text[PARTS]} channels for each block",
+            where="prune_structured.remove_layers",
+            why="Its tensors would have to lose those of the blocks that go",
+            remedy="Take intermediate_size",
+        )
     gone = tuple(f"{head}." for head in extra_heads(shape)) if narrows else ()
     numbers = {index: number for number, index in enumerate(kept)}
     moved = text_config(shape.config).get(PROPOSING_BLOCKS)
@@ -106,6 +122,9 @@ def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[s
         elif is_per_block(key, value, blocks):
             of_kept = [value[index] for index in kept]
             found[key] = "".join(of_kept) if isinstance(value, str) else of_kept
+    if isinstance(per_block := found.get(EXCEPTIONS), dict):
+        numbered = {int(index): value for index, value in per_block.items()}
+        found[EXCEPTIONS] = {str(new): numbered[old] for new, old in enumerate(kept) if old in numbered}
     for key in FIRST_BLOCKS:
         if isinstance(found.get(key), int):
             found[key] = sum(index < found[key] for index in kept)

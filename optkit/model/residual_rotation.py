@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from optkit.algorithms.hadamard import Rotation
 from optkit.errors import StageError
+from optkit.model.attention import head_sizes
 from optkit.model.residual_stream import StreamParts
 
 TOLERANCE = 1e-3
@@ -71,8 +72,8 @@ def rotate_heads_(heads: Heads, rotation: Rotation) -> None:
     outputs.weight.copy_(rotation.apply(outputs.weight.view(len(outputs.weight), -1, size)).flatten(1))
 
 
-def find_heads(block: nn.Module, config: Any) -> Heads | str:
-    """Return the projections around the attention, or why the heads of a block cannot be rotated."""
+def find_heads(block: nn.Module, config: Any, index: int) -> Heads | str:
+    """Return the projections around the attention of block `index`, or why its heads cannot be rotated."""
     named = {
         leaf: [module for name, module in block.named_modules() if name.rpartition(".")[2] == leaf]
         for leaf in ("v_proj", "o_proj")
@@ -81,7 +82,7 @@ def find_heads(block: nn.Module, config: Any) -> Heads | str:
     if missing:
         return f"no {' and no '.join(missing)}"
     values, outputs = (cast(nn.Linear, named[leaf][0]) for leaf in ("v_proj", "o_proj"))
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_sizes(config)[index]
     if values.out_features % size or outputs.in_features % size:
         return f"v_proj and o_proj are not made of heads of {size}"
     return Heads(values, outputs, size)

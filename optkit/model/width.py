@@ -14,8 +14,9 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from optkit.errors import StageError
-from optkit.model.attention import HEADS, KEY_HEADS
+from optkit.model.attention import HEADS, KEY_HEADS, key_heads
 from optkit.model.depth import hidden_size
+from optkit.model.linear_layers import CONV1D_MODELS
 from optkit.model.shape import PROPOSING_BLOCKS, WIDTHS, ModelShape, TensorInfo
 from optkit.model.text_config import first_number, text_config, with_text_config
 
@@ -56,7 +57,7 @@ LINEARS: Mapping[str, tuple[Axis, Role]] = {
 """Linear layers and embeddings by how their names end: what their outputs and their inputs are."""
 HEAD_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 TRANSPOSED = ("c_attn", "c_fc", "c_proj")
-"""Layers that GPT-2 stores [in, out]."""
+"""Layers that models of Conv1D store [in, out]."""
 FFN_KEYS = ("intermediate_size", "ffn_dim", "n_inner")
 
 
@@ -86,7 +87,7 @@ def widths_of(shape: ModelShape) -> Widths:
         hidden=hidden,
         ffn=_ffn_size(shape),
         heads=heads,
-        key_heads=first_number(text, KEY_HEADS) or heads,
+        key_heads=key_heads(text, heads),
         head_size=int(text.get("head_dim") or hidden // max(1, heads)),
     )
 
@@ -102,7 +103,7 @@ def _ffn_size(shape: ModelShape) -> int:
         if "expert" in name:
             return 0
         if module != name and _known(module) == _OUT_OF:
-            found.add((shape.block(name), info.shape[0 if _leaf(module) in TRANSPOSED else 1]))
+            found.add((shape.block(name), info.shape[0 if _is_transposed(module, shape) else 1]))
     sizes = {size for _, size in found}
     return sizes.pop() if len(sizes) == 1 and len(found) == len(blocks) else 0
 
@@ -111,15 +112,15 @@ def axes_of(shape: ModelShape, widths: Widths) -> dict[str, tuple[Axis, ...] | N
     """Return what lies along the axes of each tensor.
     None for one that is not known, or is not as long as its name says.
     """
-    return {name: _fitting(_axes(name, info, widths), info, widths) for name, info in shape.tensors.items()}
+    return {name: _fitting(_axes(name, shape, widths), info, widths) for name, info in shape.tensors.items()}
 
 
-def _axes(name: str, info: TensorInfo, widths: Widths) -> tuple[Axis, ...] | None:
+def _axes(name: str, shape: ModelShape, widths: Widths) -> tuple[Axis, ...] | None:
     module, _, leaf = name.rpartition(".")
-    known = _known(module)
+    known, info = _known(module), shape.tensors[name]
     if known and leaf == "weight" and len(info.shape) == 2:
         outputs, inputs = known
-        return ((inputs,), outputs) if _leaf(module) in TRANSPOSED else (outputs, (inputs,))
+        return ((inputs,), outputs) if _is_transposed(module, shape) else (outputs, (inputs,))
     if known and leaf == "bias":
         return (known[0],)
     if len(info.shape) == 1 and _leaf(module) in HEAD_NORMS:
@@ -137,6 +138,10 @@ def _fitting(axes: tuple[Axis, ...] | None, info: TensorInfo, widths: Widths) ->
 
 def _known(module: str) -> tuple[Axis, Role] | None:
     return LINEARS.get(_leaf(module)) or LINEARS.get(".".join(module.rsplit(".", 2)[-2:]))
+
+
+def _is_transposed(module: str, shape: ModelShape) -> bool:
+    return _leaf(module) in TRANSPOSED and shape.config.get("model_type") in CONV1D_MODELS
 
 
 def _leaf(module: str) -> str:
@@ -213,7 +218,8 @@ def narrower_config(config: Mapping[str, Any], before: Widths, after: Widths) ->
             found |= {next(key for key in WIDTHS if key in text): after.hidden}
             found |= {key: text[key] * before.hidden / after.hidden for key in ("rms_norm_eps",) if key in text}
         if after.ffn != before.ffn:
-            found |= {next((key for key in FFN_KEYS if text.get(key)), "n_inner"): after.ffn}
+            named = [key for key in FFN_KEYS if key in text]
+            found |= {next((key for key in named if text[key]), [*named, "n_inner"][0]): after.ffn}
         if after.heads != before.heads:
             found |= {next(key for key in HEADS if key in text): after.heads}
         if after.key_heads != before.key_heads:

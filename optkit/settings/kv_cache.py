@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from optkit.common.field_types import Amount, GroupSize, SequenceLength
 from optkit.errors import StageError
+from optkit.model.attention import head_sizes
 from optkit.settings.speculative import Speculative
 from optkit.stage import Setting
 
@@ -105,8 +106,13 @@ class KvCache(Setting):
             return coded_cache(model.config, codes, "kv_cache", self.window, self.sinks or 0)
         if self.dtype is None:
             return coded_cache(model.config, (PlainCode(), PlainCode()), "kv_cache", self.window, self.sinks or 0)
-        config = model.config.get_text_config(decoder=True)
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        for size in sorted(set(head_sizes(model.config.get_text_config(decoder=True)))):
+            self._check_heads(size)
+        code: StateCode = IntegerCode(BITS[self.dtype], self.group_size)
+        return coded_cache(model.config, (code, code), "kv_cache", self.window, self.sinks or 0)
+
+    def _check_heads(self, size: int) -> None:
+        """Raise StageError for heads whose channels cannot be coded as asked."""
         if size % (self.group_size or size) or (self.dtype == "int4" and size % 2):
             raise StageError(
                 f"heads of {size} channels are not made of groups of {self.group_size}"
@@ -118,8 +124,6 @@ class KvCache(Setting):
                 if self.group_size and not size % 2
                 else "Use dtype: int8 without group_size",
             )
-        code: StateCode = IntegerCode(BITS[self.dtype], self.group_size)
-        return coded_cache(model.config, (code, code), "kv_cache", self.window, self.sinks or 0)
 
     def describe(self, device: str) -> str:
         """Return e.g. `kv_cache: int4 (groups of 32), a window of 1024 tokens, the first 4`."""

@@ -18,9 +18,11 @@ from optkit.model.calibration_memory import refuse_unreached
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.kv_scales import KEYS, SCHEME, VALUES, attention_layers
 from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.text_config import text_config
 from optkit.model.writer import copy_companions, disk_space_for, link_or_copy, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
+from optkit.stages.quantizing.fitting import EXPERTS
 
 if TYPE_CHECKING:
     from optkit.kernels.kv_cache import RecordingLayer
@@ -168,6 +170,19 @@ def _layers(shape: ModelShape) -> list[str]:
             where="kv_scales",
             why="vLLM finds the scales by the names of attention layers like those of Llama",
             remedy="Take the stage out of the recipe for this architecture",
+        )
+    text = text_config(shape.config)
+    unread = {
+        "its config.json has no num_key_value_heads": "num_key_value_heads" not in text,
+        "its heads differ from block to block": bool(text.get("per_layer_config")),
+        "its experts are floats": not quantization and any(EXPERTS in name for name in shape.tensors),
+    }
+    if why := next((why for why, is_so in unread.items() if is_so), ""):
+        raise StageError(
+            f"transformers would not open {text.get('model_type')} with scales for its KV cache",
+            where="kv_scales",
+            why=f"compressed-tensors, which reads them, fails: {why}",
+            remedy="Put the stage behind one that quantizes the experts" if "experts" in why else "Take the stage out",
         )
     return layers
 

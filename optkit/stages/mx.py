@@ -69,7 +69,7 @@ class Mx(LayerQuantizer):
             "belong to experts",
             where=f"{self.kind}.type",
             why="transformers opens experts in nvfp4 without their global scales, which is wrong",
-            remedy="Set type: mxfp4, or exclude *.experts.*",
+            remedy="Set type: mxfp4",
         )
         block = BLOCKS[self.type]
         wrong = [layer for layer in layers if layer.inputs % block]

@@ -207,7 +207,7 @@ class Rotate(Transform):
             changed |= {*fold_norms_(parts), *rotate_stream_(parts, job.rotation)}
             compare()
         if self.heads:
-            heads = find_heads(block.module, skeleton.model.config.get_text_config(decoder=True))
+            heads = find_heads(block.module, skeleton.model.config.get_text_config(decoder=True), index)
             if isinstance(heads, str):
                 job.unrotated_heads[block.name] = f"the heads stay as they are: {heads}"
             else:

@@ -23,6 +23,7 @@ from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
 from tests.conftest import TinyModel
 from tests.support.near import near
+from tests.zoo.models import save_model
 
 TOKENS = torch.randint(90, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -131,6 +132,13 @@ def test_attention_that_takes_no_mask_is_refused(tiny_model: TinyModel) -> None:
         r"mask of a window\. Use sdpa or eager attention",
     ):
         opened(tiny_model("llama"), Attention(implementation="flex_attention"), KvCache(window=8))
+
+
+def test_attention_that_takes_no_such_mask_is_refused(tmp_path: Path) -> None:
+    bloom = save_model("bloom", tmp_path / "bloom")
+    message = "kv_cache.window: the attention of bloom takes no mask of what each token sees. too many values to unpack"
+    with pytest.raises(StageError, match=message):
+        opened(bloom, KvCache(window=9))
 
 
 def test_a_recipe_names_it() -> None:

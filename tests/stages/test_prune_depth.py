@@ -39,6 +39,7 @@ from tests.support.smaller_models import (
     refused,
     save_model,
 )
+from tests.zoo import models as zoo
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,15 @@ def test_nested_config_and_lists_that_are_no_blocks() -> None:
     made = shallower_config({"text_config": text, "num_hidden_layers": 9}, [0, 2])
     left = {"num_hidden_layers": 2, "layer_types": ["a", "c"], "eos_token_id": [1, 2, 3], "mlp_only_layers": [0, 1]}
     assert made == {"text_config": left, "num_hidden_layers": 9}
+
+
+def test_what_differs_in_some_blocks_goes_with_them(tmp_path: Path) -> None:
+    whole = zoo.save_model("gemma4_text", tmp_path / "whole")
+    with pytest.raises(SourceError, match="gemma4_text has a second embedding, with 64 channels for each block"):
+        pruned(whole, tmp_path / "refused", remove_layers=[0])
+    source = zoo.save_model("gemma4_text", tmp_path / "source", hidden_size_per_layer_input=0)
+    pruned(source, tmp_path / "target", remove_layers=[0])
+    assert config_of(tmp_path / "target")["per_layer_config"] == {"0": {"head_dim": 512}}
 
 
 def test_block_influence_is_that_of_the_paper(llama: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from optkit.stages.narrowing.choice import left_heads
 from tests.support.narrowed import SMALL, changed
 from tests.support.near import near
 from tests.support.smaller_models import config_of, letters, logits, made_model, model_of, pruned
+from tests.zoo.models import save_model
 
 REMOVED = torch.tensor([1, 4, 7, 8, 20, 21, 22, 47] * 2).unique()
 """Channels whose effect is nothing in the models of the tests: 8 of 48 inside of the feed-forward
@@ -54,6 +55,14 @@ def test_feed_forward_channels_without_effect(kind: str, compensate: bool, tmp_p
     assert report.details["widths_after"]["ffn"] == 40
     key = {"gpt2": "n_inner", "opt": "ffn_dim"}.get(kind, "intermediate_size")
     assert config_of(tmp_path / "target")[key] == 40
+
+
+@pytest.mark.parametrize(("kind", "key"), [("starcoder2", "intermediate_size"), ("gpt_neo", "intermediate_size")])
+def test_projections_named_like_those_of_gpt2_are_no_conv1d(kind: str, key: str, tmp_path: Path) -> None:
+    source = save_model(kind, tmp_path / "source")
+    pruned(source, tmp_path / "target", intermediate_size=64, calibration=letters(tmp_path))
+    assert config_of(tmp_path / "target")[key] == 64
+    assert torch.isfinite(logits(model_of(tmp_path / "target"))).all()
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma", "phi3", "mixtral"])

@@ -15,6 +15,7 @@ from optkit.recipe.field_faults import validate
 from optkit.stages.prune_structured import PruneStructured
 from tests.support.narrowed import SMALL, changed
 from tests.support.smaller_models import letters, made_model, pruned, refused
+from tests.zoo.models import save_model
 
 
 @pytest.mark.parametrize(
@@ -122,6 +123,23 @@ def test_plans_refuse_widths_that_cannot_be(kind: str, fields: dict[str, Any], m
     assert message in refused(
         made_model(kind, **({"n_layer": 2} if kind == "gpt2" else {} if kind == "qwen2_moe" else SMALL)), **fields
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "deepseek_v3",
+            "no tensor of deepseek_v3 is as long as its 4 heads of 8 channels. Its attention is of another",
+        ),
+        (
+            "gemma4_text",
+            "self_attn.k_norm.weight: one norm stands over all heads together. It has 512 channels, a head",
+        ),
+    ],
+)
+def test_heads_that_are_not_those_of_the_config(kind: str, message: str, tmp_path: Path) -> None:
+    assert message in refused(save_model(kind, tmp_path / "source"), kv_heads=1)
 
 
 def test_a_tensor_that_nobody_knows_beside_those_that_change(tmp_path: Path) -> None:

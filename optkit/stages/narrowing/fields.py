@@ -152,7 +152,9 @@ class WidthFields(Frozen):
                 raise StageError(f"{asked} heads are more than the model's {size}", where=f"{KIND}.{field}")
         if (heads, keys) == (before.heads, before.key_heads):
             raise StageError(
-                f"the model has {before.heads} heads and {before.key_heads} of keys and values already", where=KIND
+                f"the model has {before.heads} heads and {before.key_heads} of keys and values already",
+                where=KIND,
+                remedy="Take fewer, or leave the fields out",
             )
         if not importance and not together and before.key_heads % keys:
             divisors = ", ".join(str(number) for number in range(1, before.key_heads) if before.key_heads % number == 0)
@@ -188,6 +190,14 @@ def _refuse_architecture(shape: ModelShape, before: Widths, after: Widths) -> No
             f"the config.json of {kind} has no place for heads of another size or number",
             where=f"{KIND}.{fields}",
             why=f"Its heads are hidden size / heads = {before.head_size} channels",
+            remedy="Take remove_layers and intermediate_size",
+        )
+    found = {role for axes in axes_of(shape, before).values() for axis in axes or () for role in axis}
+    if roles & {Role.QUERY, Role.KEY} - found:
+        raise StageError(
+            f"no tensor of {kind} is as long as its {before.key_heads} heads of {before.head_size} channels",
+            where=f"{KIND}.{fields}",
+            why="Its attention is of another kind, such as one that keeps a latent",
             remedy="Take remove_layers and intermediate_size",
         )
     if kind in SQUARE_OUTPUTS and after.heads * after.head_size != after.hidden:

@@ -76,7 +76,32 @@ def _refuse_asymmetric_experts(layers: Sequence[Layer], formats: Mapping[str, La
         and_so=" and would have zero points",
         where=f"{stage}.symmetric",
         why="transformers and vLLM open experts in compressed-tensors without zero points only",
-        remedy="Set symmetric: true, or exclude *.experts.*",
+        remedy="Set symmetric: true",
+    )
+
+
+def _refuse_unread_experts(selection: Selection, formats: Mapping[str, LayerFormat], stage: str) -> None:
+    """Raise StageError for experts of compressed-tensors that transformers would leave random.
+
+    It looks for packed tensors in them if any layer is packed. It reads 8-bit floats, and floats
+    beside those.
+    """
+    whole = [name for name, form in formats.items() if getattr(form, "number", "") == "int"]
+    refuse_layers(
+        [name for name in whole if EXPERTS in name]
+        or [name for name in selection.skipped if whole and EXPERTS in name],
+        "belong to experts",
+        where=stage,
+        why="transformers does not find experts beside or among layers of 8-bit integers, and leaves them random",
+        remedy="Take fp8, or rtn with bits: 8",
+    )
+    packed = any(form.method == COMPRESSED_TENSORS and not hasattr(form, "number") for form in formats.values())
+    refuse_layers(
+        [name for name in selection.skipped if packed and EXPERTS in name],
+        "of experts would stay as they are beside packed ones",
+        where=f"{stage}.exclude",
+        why="transformers looks for packed experts then, finds none, and leaves them random",
+        remedy="Quantize the experts too, or take fp8, beside which they may stay",
     )
 
 
@@ -100,8 +125,9 @@ def refuse_some_experts(selection: Selection, formats: Mapping[str, LayerFormat]
             f"{left} is left out and other experts beside it are not",
             where=f"{stage}.exclude",
             why="transformers and vLLM open the experts of a block all packed or all plain",
-            remedy="Exclude *.experts.* of that block, or none of them",
+            remedy="Take all experts of the block, or none",
         )
+    _refuse_unread_experts(selection, formats, stage)
 
 
 def joined_differently(selection: Selection, formats: Mapping[str, LayerFormat]) -> list[str]:

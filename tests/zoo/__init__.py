@@ -1,0 +1,1 @@
+"""Tiny random models of every architecture that transformers has, through every stage."""

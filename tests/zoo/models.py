@@ -1,0 +1,92 @@
+"""Tiny random models on disk, and what plain transformers makes of a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from tests.support.tiny_models import save_tokenizer
+from tests.zoo.configs import SPECIAL, kinds, tiny_config
+
+LARGEST = 5_000_000
+"""Parameters of the largest model: one that has more has a field that `configs.SIZES` does not name."""
+TOKENS = torch.randint(1, SPECIAL - 20, (2, 24), generator=torch.Generator().manual_seed(0))
+
+
+class TooLargeError(Exception):
+    """A tiny model that is not tiny."""
+
+
+def save_model(kind: str, directory: Path, **fields: Any) -> Path:
+    """Write a seeded random float32 model of an architecture, with a tokenizer.
+
+    Norms and biases are far from 1 and 0, and matrices keep the size of what they multiply, so that
+    logits tell whether any part was lost.
+    """
+    config = tiny_config(kind, **fields)
+    config.architectures = [kinds()[kind]]
+    build = getattr(transformers, kinds()[kind])
+    with torch.random.fork_rng():
+        torch.manual_seed(sum(kind.encode()))
+        with torch.device("meta"):
+            parameters = {name: each.numel() for name, each in build(config).named_parameters()}
+        if sum(parameters.values()) > LARGEST:
+            largest = sorted(parameters, key=parameters.__getitem__)[-3:]
+            raise TooLargeError(f"{sum(parameters.values()):,} parameters, many of them in {largest}")
+        model = build(config).to(torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
+                else:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    save_tokenizer(directory)
+    return directory
+
+
+def plain_logits(directory: Path) -> Tensor:
+    """Return the logits of `TOKENS`, or an encoder's features, as transformers opens a directory.
+
+    Raises ValueError if a parameter finds no tensor in the files, or a tensor no parameter.
+    """
+    model = plain_model(directory)
+    with torch.no_grad():
+        return logits_of(model, TOKENS)
+
+
+def plain_model(directory: Path) -> Any:
+    """Return the model that transformers opens; raises as `plain_logits` does."""
+    config = transformers.AutoConfig.from_pretrained(directory)
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    placed: dict[str, Any] = {"device_map": {"": "cpu"}} if method == "bitsandbytes" else {}
+    model, report = getattr(transformers, config.architectures[0]).from_pretrained(
+        directory, dtype="auto", attn_implementation="eager", output_loading_info=True, **placed
+    )
+    for found in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, report.get(found) or ())):
+            raise ValueError(f"{len(names)} {found.replace('_', ' ')}: {', '.join(names[:3])}")
+    return model.eval()
+
+
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
+    """Return what a model says of tokens, float32."""
+    if model.config.is_encoder_decoder:
+        found = model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False).logits
+    elif type(model).__name__.endswith("Model") and "LMHead" not in type(model).__name__:
+        found = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).last_hidden_state
+    else:
+        found = model(input_ids=tokens, use_cache=False).logits
+    return torch.as_tensor(found).float()
+
+
+def greedy(model: Any, tokens: Tensor, count: int) -> Tensor:
+    """Return tokens and the likeliest ones behind them; without a cache, as nothing can be wrong with it then."""
+    with torch.no_grad():
+        for _ in range(count):
+            tokens = torch.cat([tokens, logits_of(model, tokens)[:, -1:].argmax(-1)], dim=1)
+    return tokens
