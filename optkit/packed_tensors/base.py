@@ -66,7 +66,11 @@ def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: 
     """Return the selection without layers in whose form the model's own code would miss the weight.
     Raises StageError if no layer is left.
     """
-    found = {name: _missed_weight(layer, form(layer)) for name, layer in selection.layers.items() if layer.reads}
+    found = {
+        name: _missed_weight(layer, form(layer))
+        for name, layer in selection.layers.items()
+        if layer.reads and not layer.transposed  # no form of compressed-tensors is for these
+    }
     missed = {name: why for name, why in found.items() if why}
     if missed.keys() == selection.layers.keys():
         name, why = next(iter(missed.items()))

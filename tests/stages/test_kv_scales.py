@@ -123,11 +123,27 @@ def test_optkit_opens_it_with_a_float8_cache(tiny_model: TinyModel, tmp_path: Pa
 
 @pytest.mark.parametrize("weights", ["float", "packed"])
 def test_the_prediction_is_what_comes_out(tiny_model: TinyModel, tmp_path: Path, weights: str) -> None:
-    source = tiny_model("mixtral") if weights == "float" else packed(tiny_model("mixtral"), tmp_path / "packed")
+    source = tiny_model("llama") if weights == "float" else packed(tiny_model("mixtral"), tmp_path / "packed")
     scaled(source, tmp_path / "scaled")
     predicted(KvScales(calibration=TEXT), source, tmp_path / "scaled")
     assert KvScales.accepts == {Format.CHECKPOINT, Format.QUANTIZED}
     assert KvScales.produces is Format.QUANTIZED
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("mixtral", "fails: its experts are floats. Put the stage behind one that quantizes the experts."),
+        ("opt", "fails: its config.json has no num_key_value_heads. Take the stage out."),
+    ],
+)
+def test_what_transformers_would_not_open_is_refused(
+    kind: str, message: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    with pytest.raises(StageError) as caught:
+        scaled(tiny_model(kind), tmp_path / "scaled")
+    start = f"kv_scales: transformers would not open {kind} with scales for its KV cache. "
+    assert str(caught.value) == start + f"compressed-tensors, which reads them, {message}"
 
 
 def test_what_vllm_would_not_read_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:

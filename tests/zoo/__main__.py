@@ -20,6 +20,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import bitsandbytes  # noqa: F401  # here, so that each model's process finds them imported
+import compressed_tensors  # noqa: F401
+import peft  # noqa: F401
 from transformers.utils import logging
 
 from tests.zoo.cells import BAD, CRASHED, cell
