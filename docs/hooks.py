@@ -21,7 +21,7 @@ SOUGHT = {"errors": "---\nsearch: {boost: 60}\n---\n\n"}
 NO_PROSE = re.compile(r"(<(a|code|h\d|pre|svg|th)\b.*?</\2>|<[^>]+>)", re.DOTALL)
 """Tags, and elements whose words get no tooltip."""
 PLACE = "<!-- zoo -->"
-MARKS = {"same": "✓", "refused": "–", "late": "(–)", "none": ""}
+MARKS = {"same": "✓", "refused": "–", "late": "(–)", "crashed": "✗", "different": "✗", "mute": "✗", "none": ""}
 ZOO = Path(__file__).parent / "understand" / "models.json"
 """Place of the table of the zoo, what its cells show, and its data."""
 

@@ -41,7 +41,11 @@ from tests.zoo.models import save_model
             {"hidden_size": 0.9},
             "0.9 of 32 channels, rounded to a multiple of 64, is 64, and the model has 32. Take less, or lower",
         ),
-        ("llama", {"attention_heads": 8}, "prune_structured.attention_heads: 8 heads are more than the model's 4."),
+        (
+            "llama",
+            {"attention_heads": 8},
+            "prune_structured.attention_heads: 8 heads are more than the model's 4. Take fewer.",
+        ),
         ("llama", {"kv_heads": 4}, "prune_structured.kv_heads: 4 heads are more than the model's 2."),
         ("llama", {"attention_heads": 4}, "prune_structured: the model has 4 heads and 2 of keys and values already."),
         (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from optkit.errors import MissingPackageError, OptkitError, RecipeError
+from optkit.errors import OptkitError, RecipeError
 from optkit.execute import execute
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
@@ -58,7 +58,7 @@ def _cell(source: Path, column: Column, place: Path) -> Cell:
         ours, continued = _ours(session)
         session.close()
     except OptkitError as error:
-        explained = error.why or error.remedy or isinstance(error, (RecipeError, MissingPackageError))
+        explained = isinstance(error, RecipeError) or ". " in str(error)
         return Cell(mark if explained else MUTE, str(error))
     except Exception as error:  # whatever it is: that is what the zoo is for
         return Cell(CRASHED, _told(error))
@@ -71,6 +71,8 @@ def _cell(source: Path, column: Column, place: Path) -> Cell:
 def _ours(session: Any) -> tuple[Tensor, Tensor | None]:
     if hasattr(session, "outputs"):
         return session.outputs(TOKENS, torch.ones_like(TOKENS)), None
+    if hasattr(session, "logits_given"):
+        return session.logits_given({"input_ids": TOKENS}, TOKENS), None
     logits = session.logits(TOKENS)
     return logits.float(), session.generate(TOKENS[:, :PROMPT], NEW_TOKENS)
 

@@ -34,7 +34,6 @@ class Column:
 
 
 STAGES: dict[str, Column] = {
-    "unmodified": Column("  []"),
     "cast": Column("- cast: bfloat16", 0.05, exact=False),
     "rtn": Column("- rtn: {group_size: 32}"),
     "gptq": Column(f"- gptq: {{group_size: 32, calibration: {TEXT}}}"),

@@ -149,7 +149,9 @@ class WidthFields(Frozen):
         heads = self.attention_heads or (keys * shared if importance else before.heads)
         for field, asked, size in (("attention_heads", heads, before.heads), ("kv_heads", keys, before.key_heads)):
             if asked > size:
-                raise StageError(f"{asked} heads are more than the model's {size}", where=f"{KIND}.{field}")
+                raise StageError(
+                    f"{asked} heads are more than the model's {size}", where=f"{KIND}.{field}", remedy="Take fewer"
+                )
         if (heads, keys) == (before.heads, before.key_heads):
             raise StageError(
                 f"the model has {before.heads} heads and {before.key_heads} of keys and values already",
