@@ -172,7 +172,12 @@ class Transform(Stage):
                 part.check_texts(place)
             elif isinstance(part, Calibration) and part.images is not None:
                 part.check_images(place, part.samples, part.limit)
+            elif isinstance(part, Calibration) and part.input is not None:
+                part.check_task(place)
+                if part.is_local(place.data):
+                    part.first_examples(place.data, part.samples)
             elif isinstance(part, Calibration):
+                part.check_task(place)
                 TokenCounts(place.tokenizer, place.data, place.counts, place.trust_remote_code).check_calibration(part)
 
 

@@ -20,6 +20,7 @@ from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import unfuse_experts_
 from optkit.model.names import (
+    compute_missing_,
     match_tensors,
     planned_dtypes,
     renamed_tensors,
@@ -81,7 +82,9 @@ def match_packed(
     model = empty_model(checkpoint, dtype, trust_remote_code, **options)
     unfuse_experts_(model, stored_parameters(model, checkpoint))
     layers = _layers_by_module(model, checkpoint, quantized)
-    return Matched(model, layers, match_tensors(model, _with_float_weights(model, checkpoint, layers)))
+    names = match_tensors(model, _with_float_weights(model, checkpoint, layers))
+    compute_missing_(model, names)
+    return Matched(model, layers, names)
 
 
 def fill_(
@@ -172,7 +175,9 @@ def _load_rest_(
             continue
         for leaf, parameter in list(module._parameters.items()):
             name = f"{prefix}.{leaf}" if prefix else leaf
-            if parameter is not None:
+            if parameter is not None and name not in names:
+                module._parameters[leaf] = nn.Parameter(parameter.to(device), requires_grad=False)
+            elif parameter is not None:
                 key = (names[name], kept.get(name, parameter.dtype))
                 if key not in loaded:
                     loaded[key] = nn.Parameter(

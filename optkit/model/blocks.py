@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,10 @@ from optkit.errors import SourceError
 from optkit.model.replaced_forward import replaced_forward
 
 Found = TypeVar("Found")
+Beside: TypeAlias = Mapping[int, Callable[..., Any]] | tuple[None, ...] | None
+"""What a block returns beside hidden states: what the first of its list makes, by the index of that;
+a tuple, or no tuple at all.
+"""
 Compute = Callable[[int, Tensor, "Call"], Tensor]
 """What a block with an index makes of hidden states, and what it is called with beside them."""
 
@@ -77,6 +81,10 @@ class BlockInputs:
     hidden: Tensor
     """float [sequences, sequence_length, hidden]; what no batch has in its `rows` means nothing."""
     batches: tuple[Batch, ...]
+    following: Callable[[], None] | None = None
+    """Puts what goes into the decoder's first block in their place, once they left the encoder's last;
+    None without a decoder behind.
+    """
 
 
 def find_chains(model: PreTrainedModel) -> tuple[tuple[Block, ...], ...]:
@@ -117,6 +125,15 @@ def find_blocks(model: PreTrainedModel) -> tuple[Block, ...]:
     return tuple(Block(f"{name}.{index}", block) for index, block in enumerate(blocks))
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """What the blocks of an encoder left."""
+
+    blocks: Sequence[Block]
+    hidden: Tensor
+    """float [batch, sequence, hidden]"""
+
+
 class OtherFormError(Exception):
     """The model takes the output of a block for something else than what it was given."""
 
@@ -126,21 +143,25 @@ class _AllRecordedError(Exception):
 
 
 def record_calls(
-    model: PreTrainedModel, blocks: Sequence[Block], inputs: Mapping[str, Tensor]
+    model: PreTrainedModel, blocks: Sequence[Block], inputs: Mapping[str, Tensor], encoded: Encoded | None = None
 ) -> tuple[Tensor, tuple[Call, ...]]:
     """Run the model up to its blocks; return the first's hidden states and all calls.
-    `inputs`: `input_ids`, int64 [batch, sequence], and what else it is called with.
+    `inputs`: `input_ids`, int64 [batch, sequence], and what else it is called with. With what its
+    encoder's blocks left, the blocks are those of the decoder.
 
     Raises SourceError if the model changes the hidden states between two blocks or passes more
     than them from one to the next.
     """
     calls: list[Call] = []
     entered: list[Tensor] = []
+    before = len(encoded.blocks) if encoded else 0
 
     def record(index: int, hidden: Tensor, call: Call) -> Tensor:
+        if encoded and index < before:
+            return encoded.hidden if index == before - 1 else hidden
         entered.append(hidden)
         calls.append(call)
-        if index == len(blocks) - 1:
+        if len(calls) == len(blocks):
             raise _AllRecordedError
         return hidden
 
@@ -151,14 +172,14 @@ def record_calls(
             model(**inputs, use_cache=False)
         if len(calls) < len(blocks):
             raise _unsupported(model, impossible, f"only {len(calls)} of {len(blocks)} blocks were called")
-        shape = inputs["input_ids"].shape
-        if entered[0].shape[:-1] != shape:
-            why = f"the hidden states are {list(entered[0].shape)} for tokens {list(shape)}"
+        tokens = inputs.get("decoder_input_ids" if encoded else "input_ids")
+        if tokens is not None and entered[0].shape[:-1] != tokens.shape:
+            why = f"the hidden states are {list(entered[0].shape)} for tokens {list(tokens.shape)}"
             raise _unsupported(model, impossible, why)
         return entered[0], tuple(calls)
 
     impossible = "its blocks cannot be run one by one"
-    return run_with_blocks(model, blocks, record, run, impossible)
+    return run_with_blocks(model, (*(encoded.blocks if encoded else ()), *blocks), record, run, impossible, before)
 
 
 def run_with_blocks(
@@ -167,19 +188,24 @@ def run_with_blocks(
     compute: Compute,
     run: Callable[[], Found],
     impossible: str,
+    decoder: int = 0,
 ) -> Found:
     """Return what `run` returns if the blocks `compute` something else, of index, hidden states and call.
+    At the index `decoder` a list of blocks begins that is given other hidden states.
 
     Blocks may return a tensor, or a tuple with it alone or beside the weights of attention: each is
-    tried. Raises SourceError, which says what is `impossible`, if `run` raises with all of them.
+    tried. The first block of a list may also make something for the others (T5's bias of positions);
+    it is called if its weights are there. Raises SourceError, which says what is `impossible`, if
+    `run` raises with all of them.
     """
     reason = ""
-    for beside in (None, (), (None,)):
-        forward = _checked(compute, beside)
+    firsts = {index: blocks[index].module.forward for index in {0, decoder}}
+    for beside in (None, (), (None,), firsts):
+        forward = _checked(compute, beside, decoder)
         with replaced_forward({block.module: forward for block in blocks}):
             try:
                 return run()
-            except (OtherFormError, TypeError, ValueError, IndexError, AttributeError) as error:
+            except (OtherFormError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
                 reason = reason or str(error).partition("\n")[0]
     raise _unsupported(model, impossible, reason)
 
@@ -190,16 +216,20 @@ def _unsupported(model: PreTrainedModel, what: str, why: str) -> SourceError:
     )
 
 
-def _checked(compute: Compute, beside: tuple[None, ...] | None) -> Callable[..., Any]:
+def _checked(compute: Compute, beside: Beside, decoder: int) -> Callable[..., Any]:
     passed: list[Tensor] = []
+    made: tuple[Any, ...] = ()
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal made
         keyword = None if arguments else "hidden_states"
+        if isinstance(beside, Mapping) and (first := beside.get(len(passed))):
+            made = first(*arguments, **keywords)[1:]
         hidden = keywords.pop(keyword) if keyword else arguments[0]
-        if passed and hidden is not passed[-1]:
+        if passed and len(passed) != decoder and hidden is not passed[-1]:
             raise OtherFormError("the hidden states that enter a block are not those that the block before it returned")
         passed.append(compute(len(passed), hidden, Call(arguments[1:], keywords, keyword)))
-        return passed[-1] if beside is None else (passed[-1], *beside)
+        return passed[-1] if beside is None else (passed[-1], *(made if isinstance(beside, Mapping) else beside))
 
     return forward
 

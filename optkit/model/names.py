@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -74,6 +75,17 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
         )
     _refuse_other_shapes(found, slots, checkpoint)
     return found
+
+
+def compute_missing_(model: PreTrainedModel, found: Mapping[str, str]) -> None:
+    """Put the parameters that files need not hold, as the model's code computes them, on the CPU.
+    E.g. Marian's sines of positions.
+    """
+    for prefix, module in model.named_modules():
+        for leaf, parameter in list(module._parameters.items()):
+            if parameter is not None and f"{prefix}.{leaf}" not in found:
+                module._parameters[leaf] = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=False)
+                model._init_weights(module)
 
 
 def _refuse_rewritten(model: PreTrainedModel, found: Mapping[str, str], checkpoint: Checkpoint) -> None:

@@ -38,17 +38,17 @@ def few_of(prompts: Tensor | Prompts, sequences: int, length: int) -> Tensor | P
     return prompts[:sequences, :length] if isinstance(prompts, Tensor) else prompts.first()
 
 
-def in_batches(prompts: Tensor | Prompts, size: int) -> Iterator[tuple[tuple[slice, slice], Mapping[str, Tensor]]]:
-    """Yield rows and places of batches, and what the model is called with for them.
+def in_batches(prompts: Tensor | Prompts, size: int) -> Iterator[tuple[slice, Mapping[str, Tensor]]]:
+    """Yield the rows of batches, and what the model is called with for them.
     Prompts run one by one, so that no padding enters what is summed of hidden states.
     """
     if isinstance(prompts, Tensor):
         for start in range(0, len(prompts), size):
             rows = slice(start, min(start + size, len(prompts)))
-            yield (rows, slice(prompts.shape[1])), {"input_ids": prompts[rows]}
+            yield rows, {"input_ids": prompts[rows]}
     else:
         for index, inputs in enumerate(prompts):
-            yield (slice(index, index + 1), slice(inputs["input_ids"].shape[1])), inputs
+            yield slice(index, index + 1), inputs
 
 
 def takes_images(model: PreTrainedModel) -> bool:

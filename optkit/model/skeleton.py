@@ -27,14 +27,15 @@ from transformers.pytorch_utils import Conv1D
 from optkit.common.out_of_resources import is_out_of_memory, out_of_memory
 from optkit.errors import SourceError, StageError, first_line
 from optkit.model.attention_choice import attention_options
-from optkit.model.blocks import Batch, Block, BlockInputs, Call, find_blocks, record_calls, shared_with
+from optkit.model.blocks import Block, BlockInputs, Call, find_chains
 from optkit.model.checkpoint import Checkpoint, all_finite
+from optkit.model.entering import entering
 from optkit.model.experts import unfuse_experts_
 from optkit.model.head import given_to_head
 from optkit.model.memory import return_freed_memory
-from optkit.model.names import match_tensors, planned_dtypes, stored_parameters
+from optkit.model.names import compute_missing_, match_tensors, planned_dtypes, stored_parameters
 from optkit.model.packed_floats import refuse_unsaid_codes
-from optkit.model.prompts import Prompts, in_batches, longest_of, placed, takes_images
+from optkit.model.prompts import Prompts, longest_of, takes_images
 from optkit.model.state_kernels import silence_fallbacks_
 from optkit.model.task import architectures_of, loader_of
 
@@ -87,9 +88,12 @@ class Skeleton:
         self.dtype: torch.dtype = self.model.dtype
         self.fused: Mapping[str, str] = unfuse_experts_(self.model, stored_parameters(self.model, checkpoint))
         """Experts that could not be taken apart into Linears: module name -> the reason."""
-        self.blocks: tuple[Block, ...] = find_blocks(self.model)
+        self.chains = find_chains(self.model)
+        """Lists of blocks: an encoder's is in front of its decoder's."""
+        self.blocks: tuple[Block, ...] = sum(self.chains, ())
         self.tensor_names: Mapping[str, str] = match_tensors(self.model, checkpoint)
         """Parameter or persistent buffer of the model -> tensor of the checkpoint."""
+        compute_missing_(self.model, self.tensor_names)
         self._dtypes = planned_dtypes(self.model, self.dtype)
         self._real: WeakValueDictionary[tuple[str, str, torch.dtype], nn.Parameter] = WeakValueDictionary()
 
@@ -172,20 +176,7 @@ class Skeleton:
         images that it does not take, SourceError if the blocks cannot be run one by one.
         """
         self._check_prompts(prompts)
-        hidden: Tensor | None = None
-        batches: list[Batch] = []
-        with self._outside_but_head(device):
-            for rows, inputs in in_batches(prompts, batch_size):
-                entered, calls = record_calls(self.model, self.blocks, placed(inputs, device, self.dtype))
-                if hidden is None:
-                    hidden = entered.new_empty(len(prompts), longest_of(prompts), *entered.shape[2:])
-                else:
-                    calls = tuple(shared_with(call, first) for call, first in zip(calls, batches[0].calls, strict=True))
-                hidden[rows] = entered
-                batches.append(Batch(rows, calls))
-        if hidden is None:
-            raise StageError("there are no calibration tokens", where=str(self.checkpoint.directory))
-        return BlockInputs(hidden, tuple(batches))
+        return entering(self, prompts, device, batch_size)
 
     def run_block(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         """Run one loaded block alone: float [batch, sequence, hidden] -> the same shape."""
@@ -195,9 +186,11 @@ class Skeleton:
         """Replace hidden states by what a loaded block makes of them.
         They are float [sequences, sequence_length, hidden]; None: those of the inputs.
         """
-        hidden = inputs.hidden if hidden is None else hidden
+        states = inputs.hidden if hidden is None else hidden
         for batch in inputs.batches:
-            hidden[batch.rows] = self.run_block(index, hidden[batch.rows], batch.calls[index])
+            states[batch.rows] = self.run_block(index, states[batch.rows], batch.calls[index])
+        if hidden is None and inputs.following and index == len(self.chains[0]) - 1:
+            inputs.following()
 
     def stored_dtype(self, tensor: str) -> torch.dtype:
         """Return the dtype in which the checkpoint has a tensor."""
@@ -209,12 +202,12 @@ class Skeleton:
         Everything outside the blocks but the output layer is on the device meanwhile. Raises
         SourceError if it cannot be run alone.
         """
-        with self._outside_but_head(device):
+        with self.outside_but_head(device):
             for batch in inputs.batches:
                 yield given_to_head(self.model, self.blocks, inputs.hidden[batch.rows])
 
     @contextmanager
-    def _outside_but_head(self, device: str | torch.device) -> Iterator[None]:
+    def outside_but_head(self, device: str | torch.device) -> Iterator[None]:
         """Have everything outside the blocks but the output layer on the device for a while."""
         head = self.model.get_output_embeddings()
         slots = [slot for slot in self._outside() if slot.owner is not head]
@@ -227,7 +220,7 @@ class Skeleton:
     def _check_prompts(self, prompts: Tensor | Prompts) -> None:
         config, where = self.model.config.get_text_config(decoder=True), str(self.checkpoint.directory)
         length = longest_of(prompts)
-        if not isinstance(prompts, Tensor) and not takes_images(self.model):
+        if not isinstance(prompts, Tensor) and len(self.chains) == 1 and not takes_images(self.model):
             what = f"{type(self.model).__name__} takes no images"
             raise StageError(what, where=where, remedy="Leave out calibration.images")
         positions = getattr(config, "max_position_embeddings", None)
@@ -259,7 +252,7 @@ class Skeleton:
     def _load(self, slots: Iterable[_Slot], device: str | torch.device) -> None:
         for slot in slots:
             if slot.name not in self.tensor_names:
-                setattr(slot.owner, slot.leaf, getattr(slot.owner, slot.leaf).to(device))
+                _move_(slot, device)
             elif slot.leaf in slot.owner._buffers:
                 setattr(slot.owner, slot.leaf, self._read(slot).to(device))
             else:
@@ -274,7 +267,7 @@ class Skeleton:
         for slot in slots:
             held = getattr(slot.owner, slot.leaf)
             if slot.name not in self.tensor_names:
-                setattr(slot.owner, slot.leaf, held.to("cpu"))
+                _move_(slot, "cpu")
             elif slot.leaf in slot.owner._buffers:
                 setattr(slot.owner, slot.leaf, held.to("meta"))
             else:
@@ -299,6 +292,13 @@ class Skeleton:
                 remedy="Open the model in bfloat16 or float32",
             )
         return cast
+
+
+def _move_(slot: _Slot, device: str | torch.device) -> None:
+    """Put what the model's code computed on a device."""
+    held = slot.owner._parameters if slot.leaf in slot.owner._parameters else slot.owner._buffers
+    moved = getattr(slot.owner, slot.leaf).to(device)
+    held[slot.leaf] = nn.Parameter(moved, requires_grad=False) if held is slot.owner._parameters else moved
 
 
 def empty_model(

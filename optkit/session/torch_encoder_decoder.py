@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from optkit.common.out_of_resources import memory_errors
-from optkit.errors import EvalError
 from optkit.model.memory import return_freed_memory
+from optkit.model.prompts import placed
 from optkit.model.task import Task, positions_of, task_of
 from optkit.session.generating import NO_POSITIONS, TextSession
 from optkit.session.step_bytes import weight_bytes
-from optkit.source.audio import Ears
+from optkit.source.examples import ExampleReader
 from optkit.source.quiet import quiet_transformers
 
 REMEDY = "Lower the batch, the prompt or the new tokens"
@@ -77,9 +77,7 @@ class TorchEncoderDecoder(TextSession):
 
     def target(self, text: str, longest: int) -> Tensor:
         """Return what the decoder is to say, int64 [tokens]: its start, then at most `longest - 1`."""
-        start = self._start
-        ids: list[int] = self.tokenizer(text_target=text, verbose=False)["input_ids"]
-        return torch.tensor([start, *(ids[1:] if ids[:1] == [start] else ids)][:longest], dtype=torch.int64)
+        return self._reader.target(text, longest)
 
     def given(self, source: str) -> Conditioned:
         """Return the model behind an input: a text, or the path of an audio file if it hears.
@@ -119,7 +117,7 @@ class TorchEncoderDecoder(TextSession):
         if self.hears:
             step, inputs = tokens, {"input_features": self._silence.expand(len(tokens), -1, -1)}
         else:
-            step = torch.full((len(tokens), 1), self._start, device=self.device)
+            step = torch.full((len(tokens), 1), self._reader.start, device=self.device)
             inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         encoded = cache = None
         for count in range(new_tokens):
@@ -142,34 +140,18 @@ class TorchEncoderDecoder(TextSession):
         self._opened = None
         return_freed_memory(self.device)
 
-    @property
-    def _start(self) -> int:
-        for config in (self.model.generation_config, self.model.config):
-            if (start := getattr(config, "decoder_start_token_id", None)) is not None:
-                return int(start)
-        raise EvalError(
-            "there is no decoder_start_token_id",
-            where=str(self.directory / "config.json"),
-            why="What the decoder begins with is not known without it",
-            remedy="Take config.json and generation_config.json from the model's source again",
-        )
-
     @cached_property
-    def _ears(self) -> Ears:
-        return Ears(self.directory)
+    def _reader(self) -> ExampleReader:
+        return ExampleReader(self.directory, self.trust_remote_code)
 
     @cached_property
     def _silence(self) -> Tensor:
         """What stands for audio when it is timed, float [1, bins, frames]."""
-        return self._ears.silence().to(self.device, self.model.dtype)
+        return self._reader.ears.silence().to(self.device, self.model.dtype)
 
     def _inputs(self, source: str) -> dict[str, Tensor]:
         """Return what the encoder is given of a text or an audio file, on the device."""
-        if self.hears:
-            return {"input_features": self._ears.heard(Path(source)).to(self.device, self.model.dtype)}
-        longest = int(min(self.positions, self.tokenizer.model_max_length))
-        read = self.tokenizer(source, return_tensors="pt", truncation=True, max_length=longest, verbose=False)
-        return {name: read[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        return placed(self._reader.source(source), self.device, self.model.dtype)
 
     @contextmanager
     def _computes(self, what: str, remedy: str = REMEDY) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from optkit.common.field_types import Count, SequenceLength
 from optkit.common.files import reading
 from optkit.errors import SourceError
+from optkit.source.conditioned import ConditionedText
 from optkit.source.cut_text import encoder
 from optkit.source.directory import TOKENIZERS
 from optkit.source.images import ImageText, Prompts
@@ -18,17 +19,23 @@ from optkit.source.texts import KNOWN
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from optkit.source.examples import ConditionedPrompts
 
-class Calibration(ImageText):
-    """A text cut into `samples` windows of `sequence_length` tokens, or as many prompts with images."""
+
+class Calibration(ImageText, ConditionedText):
+    """A text cut into `samples` windows of `sequence_length` tokens, or as many prompts with images, or
+    pairs of inputs and targets.
+    """
 
     default_splits: ClassVar[Mapping[str, str]] = dict.fromkeys(KNOWN, "train")
     default_hub_split: ClassVar[str] = "train"
 
     samples: Count = 128
-    """Number of windows, or of prompts with images."""
+    """Number of windows, of prompts with images, or of pairs."""
     sequence_length: SequenceLength = 512
-    """Tokens of a window; of a prompt with images the most that it may have."""
+    """Tokens of a window; of a prompt with images the most that it may have, of pairs the most that is
+    read of an input and of a target.
+    """
     packing: Literal["auto", "documents", "joined"] = "auto"
     """`documents`: the start of the first documents that are long enough. `joined`: windows spread
     evenly over the joined text. `auto`: documents if a record is a document (c4, .jsonl, hub),
@@ -44,8 +51,15 @@ class Calibration(ImageText):
         """The field that limits the tokens of a prompt, and its number."""
         return "sequence_length", self.sequence_length
 
-    def inputs(self, directory: Path, data: Path | None, trust_remote_code: bool = False) -> Tensor | Prompts:
-        """Return what the model reads: `tokens`, or prompts with images; raises as they do."""
+    def inputs(
+        self, directory: Path, data: Path | None, trust_remote_code: bool = False
+    ) -> Tensor | Prompts | ConditionedPrompts:
+        """Return what the model reads: `tokens`, prompts with images, or pairs; raises as they do."""
+        if self.input is not None:
+            from optkit.source.examples import ConditionedPrompts, ExampleReader
+
+            reader = ExampleReader(directory, trust_remote_code)
+            return ConditionedPrompts(self.first_examples(data, self.samples), reader, self.sequence_length)
         if self.images is None:
             return self.tokens(directory, data, trust_remote_code)
         return self.prompts_of(directory, data, trust_remote_code, self.samples, self.limit)
@@ -61,8 +75,9 @@ class Calibration(ImageText):
 
     def windows(self, tokenizer_directory: Path, data: Path | None, trust_remote_code: bool = False) -> list[list[int]]:
         """Return what `tokens` does, without torch. Raises SourceError as it does."""
-        if self.images is not None:
-            raise SourceError("text alone is read here", where=f"{self.where} with images", remedy="Leave out `images`")
+        if field := next((name for name in ("images", "input") if getattr(self, name) is not None), ""):
+            what = "text alone is read here"
+            raise SourceError(what, where=f"{self.where} with {field}", remedy=f"Leave out `{field}`")
         tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code)
         return self._documents(tokenizer, data) if self.packs_documents else self._joined(tokenizer, data)
 
@@ -70,6 +85,8 @@ class Calibration(ImageText):
         """Return the text of the windows or prompts. Raises SourceError as `inputs` does."""
         if self.images is not None:
             return [pair.text for pair in self.pairs(data, self.samples)]
+        if self.input is not None:
+            return [example.target for example in self.first_examples(data, self.samples)]
         tokenizer = load_tokenizer(tokenizer_directory, trust_remote_code)
         windows = self.tokens(tokenizer_directory, data, trust_remote_code).tolist()
         return [str(text) for text in tokenizer.batch_decode(windows, skip_special_tokens=True)]

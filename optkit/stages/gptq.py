@@ -17,6 +17,7 @@ from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.linear_layers import Layer, by_block, stacks
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
+from optkit.model.task import GENERATING, Task
 from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
@@ -80,6 +81,7 @@ class Gptq(GptqFields, Backed):
 
     kind: ClassVar[str] = "gptq"
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
+    for_tasks: ClassVar[frozenset[Task]] = GENERATING
     sees_images: ClassVar[bool] = True
 
     calibration: Calibration = Calibration(dataset="c4")

@@ -10,19 +10,26 @@ import pytest
 import torch
 import transformers
 
+from optkit.algorithms.hessian import Hessian
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import find_companions
 from optkit.model.formats.base import Format
+from optkit.model.skeleton import Skeleton
 from optkit.model.task import loader_of
 from optkit.session import open_session
+from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.cast import Cast
 from optkit.stages.fp8 import Fp8
+from optkit.stages.gptq import Gptq
 from optkit.stages.nf4 import Nf4
+from optkit.stages.prune import Prune
+from optkit.stages.quantizing.hessians import watch_inputs
 from optkit.stages.rtn import Rtn
 from optkit.verification.model_files import model_files
 from tests.conftest import TinyModel
+from tests.support.encoder_decoders import CONFIGS, write_pairs
 
 STAGES: dict[str, Callable[[], Any]] = {
     "cast": lambda: Cast(dtype="bfloat16"),
@@ -89,3 +96,72 @@ def test_packed_layers_that_transformers_does_not_open_are_refused_by_the_plan(
 ) -> None:
     with pytest.raises(StageError, match="none of the 36 layers can be packed so .* fp8, int8 or nf4"):
         Rtn(group_size=32).predict(Checkpoint(tiny_encoder_decoder("T5ForConditionalGeneration")).shape, "cpu")
+
+
+CALIBRATED: dict[str, Callable[[Calibration], Any]] = {
+    "gptq": lambda text: Gptq(group_size=32, calibration=text),
+    "fp8": lambda text: Fp8(rounding="gptq", activations="static", calibration=text),
+    "prune": lambda text: Prune(method="sparsegpt", calibration=text),
+}
+
+
+def captured(model: Any, names: set[str], calls: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return what layers of an opened model are given, float [tokens, in]."""
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, given, name=name: found[name].append(given[0].flatten(0, -2))
+        )
+    with torch.no_grad():
+        for call in calls:
+            model(**call)
+    return {name: torch.cat(given) for name, given in found.items()}
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_blocks_alone_are_given_what_the_whole_model_gives_them(
+    tiny_encoder_decoder: TinyModel, tmp_path: Path, architecture: str
+) -> None:
+    source = tiny_encoder_decoder(architecture)
+    prompts: Any = pairs(tmp_path, architecture).inputs(source, None)
+    skeleton = Skeleton(Checkpoint(source))
+    inputs, sums = skeleton.capture_inputs(prompts, "cpu"), {}
+    for index, block in enumerate(skeleton.blocks):
+        skeleton.load_(block.name, "cpu")
+        modules: Any = skeleton.linears(block)
+        sums |= watch_inputs(
+            skeleton, index, inputs, modules, lambda given: Hessian(given.shape[-1], given.device, False)
+        )
+        if index + 1 < len(skeleton.blocks):
+            skeleton.advance_(index, inputs)
+    whole = captured(opened_plainly(source), set(sums), list(prompts))
+    assert len(sums) == LAYERS.get(architecture, 42)
+    for name, given in whole.items():
+        wanted = given.T @ given / len(given)
+        torch.testing.assert_close(sums[name].matrix(), wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("kind", CALIBRATED)
+@pytest.mark.parametrize("architecture", LAYERS)
+def test_calibrated_on_pairs(tiny_encoder_decoder: TinyModel, tmp_path: Path, architecture: str, kind: str) -> None:
+    source, target = tiny_encoder_decoder(architecture), tmp_path / "made"
+    stage = CALIBRATED[kind](pairs(tmp_path, architecture))
+    if kind == "gptq" and architecture.startswith("T5"):
+        with pytest.raises(StageError, match="can be packed so"):
+            stage.predict(Checkpoint(source).shape, "cpu")
+        return
+    target.mkdir()
+    stage.predict(Checkpoint(source).shape, "cpu")
+    report = stage.run(source, target, Context())
+    assert report.calibrated_on[0]["dataset"].endswith("pairs.jsonl")
+    session: Any = open_session(target)
+    with torch.no_grad():
+        theirs = opened_plainly(target)(**inputs_of(source), decoder_input_ids=TOKENS).logits.float()
+    assert torch.allclose(session.logits_given(inputs_of(source), TOKENS), theirs, atol=1e-3, rtol=1e-3)
+
+
+def pairs(folder: Path, architecture: str) -> Calibration:
+    hears = architecture.startswith("Whisper")
+    path = write_pairs(folder / "pairs", hears)
+    names = {"input": "audio", "field": "text"} if hears else {"input": "input", "field": "target"}
+    return Calibration(dataset=str(path), samples=6, sequence_length=40, **names)  # type: ignore[arg-type]
