@@ -26,6 +26,8 @@ def calibration_bytes(
     element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
     widest = max(layer.inputs for layer in layers.values())
     sequences, length = batch
+    if frames := shape.config.get("max_source_positions"):  # an encoder that hears has as many, whatever it hears
+        tokens, length = tokens * max(frames, length) // length, max(frames, length)
     running = 4 * sequences * length * (6 * width + 3 * widest) + eager_bytes(shape.config, sequences, length)
     return tokens * width * element, running
 

@@ -86,6 +86,10 @@ class TorchEncoderDecoder(TextSession):
         """
         return Conditioned(self, self._inputs(source))
 
+    def fixed_inputs(self, text: str) -> dict[str, Tensor]:
+        """Return an input that is the same wherever the model is: the tokens of a text, or silence."""
+        return {"input_features": self._silence} if self.hears else {"input_ids": self._inputs(text)["input_ids"]}
+
     def logits_given(self, inputs: dict[str, Tensor], tokens: Tensor) -> Tensor:
         """int64 [batch, target] -> float32 [batch, target, vocabulary], behind inputs of `given`.
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 OUTPUTS = {Task.FEATURES: ("last_hidden_state", "token_embeddings"), Task.CLASSIFICATION: ("logits",)}
 """What an ONNX model gives."""
+TARGET = 32
+"""Tokens of an encoder-decoder's target."""
 TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}
 """How far the cosine of two embeddings of one text may be from 1, by the least precise dtype that
 the engine or optkit computes in.
@@ -42,6 +44,20 @@ class EncoderReference:
     pooling: Pooling | None
     dtype: str
     device: str
+    target: Tensor | None = None
+    """Of an encoder-decoder, what its decoder is given, int64 [1, tokens], with `tokens` or features of
+    audio for the encoder; the mask is that of the target."""
+
+
+def measure_encoder_decoder(session: Any, dtype: str, task: Task) -> EncoderReference:
+    """Return the logits of a fixed target behind the fixed text, or behind silence."""
+    import torch
+
+    target = session.target(agreement.TEXT, TARGET)[None]
+    inputs = session.fixed_inputs(agreement.TEXT)
+    logits = session.logits_given(inputs, target).cpu()
+    given = next(iter(inputs.values())).cpu()
+    return EncoderReference(task, given, torch.ones_like(target), logits, None, dtype, session.device, target)
 
 
 def measure_encoder(session: EncoderSession, dtype: str, task: Task) -> EncoderReference:
@@ -57,7 +73,8 @@ def asked_of(reference: EncoderReference) -> dict[str, Any]:
     return {
         "tokens": reference.tokens.tolist(),
         "mask": reference.mask.tolist(),
-        "outputs": list(OUTPUTS[reference.task]),
+        "outputs": list(OUTPUTS.get(reference.task, ())),
+        "target": None if reference.target is None else reference.target.tolist(),
     }
 
 

@@ -12,14 +12,14 @@ from pydantic import computed_field
 from optkit.artifact import Artifact
 from optkit.common.frozen import Frozen
 from optkit.errors import SourceError
-from optkit.model.task import Task
+from optkit.model.task import ENCODER_DECODERS, Task
 from optkit.progress import Progress
 from optkit.scorecard import Loading
 from optkit.verification import agreement
 from optkit.verification.agreement import Agreement, Reference
 from optkit.verification.artifact_checks import check_artifact, format_of
 from optkit.verification.check_result import Check, check_of
-from optkit.verification.encoders import EncoderReference, measure_encoder
+from optkit.verification.encoders import EncoderReference, measure_encoder, measure_encoder_decoder
 from optkit.verification.engine_comparison import NEW_TOKENS, judged, request_to, why_not_asked
 from optkit.verification.engines import ask, interpreter
 from optkit.verification.model_files import Weights, model_files
@@ -116,6 +116,8 @@ def _reference(
     try:
         if weights.task is Task.GENERATION:
             found: Any = agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS)
+        elif weights.task in ENCODER_DECODERS:
+            found = measure_encoder_decoder(session, session.dtype, weights.task)
         else:
             found = measure_encoder(session, session.dtype, weights.task)
         return found, session.tokenizer, session.notes

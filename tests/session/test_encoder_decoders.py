@@ -17,6 +17,8 @@ from optkit.model.task import ENCODER_DECODERS, Task, loader_of, phrase_of, task
 from optkit.session import open_session
 from optkit.source.audio import Ears, read_wav
 from optkit.source.text_place import TextPlace
+from optkit.verification.encoders import asked_of, compare_encoded, measure_encoder_decoder
+from optkit.verification.workers.open_in_transformers import encode
 from tests.conftest import TinyModel
 from tests.support.encoder_decoders import CONFIGS, write_pairs, write_wav
 
@@ -152,3 +154,19 @@ def test_another_audio_file_is_another_data_set(tmp_path: Path) -> None:
     assert text.pinned(None).revision != before.revision
     with pytest.raises(SourceError, match="the text is sha256:.* and not sha256:"):
         before.examples(None)
+
+
+@pytest.mark.parametrize("architecture", ["BartForConditionalGeneration", SPEECH])
+def test_transformers_is_asked_for_the_same_logits(
+    tiny_encoder_decoder: TinyModel, tmp_path: Path, architecture: str
+) -> None:
+    import transformers
+
+    source = tiny_encoder_decoder(architecture)
+    session: Any = open_session(source)
+    reference = measure_encoder_decoder(session, "float32", Task.SPEECH)
+    model = getattr(transformers, architecture).from_pretrained(source).eval()
+    said = encode(model, {**asked_of(reference), "device": "cpu", "logits": str(tmp_path / "logits")})
+    found = compare_encoded(reference, said, tmp_path / "logits", rounded=False)
+    assert found["verdict"] == "agrees"
+    assert "for 32 tokens" in found["compared"]

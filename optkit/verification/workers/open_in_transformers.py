@@ -95,14 +95,21 @@ def step(model: Any, tokens: Any, prompt: int) -> Any:
 
 
 def encode(model: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return device, dtype and shape of what an encoder gives for padded texts.
+    """Return device, dtype and shape of what an encoder gives for padded texts, or an encoder-decoder
+    for a target.
     The numbers go to the file that the request names.
     """
     import torch
 
     tokens, mask = (torch.tensor(request[name], device=request["device"]) for name in ("tokens", "mask"))
+    given = {"input_ids": tokens, "attention_mask": mask}
+    if request.get("target"):
+        target = torch.tensor(request["target"], device=request["device"])
+        hears = tokens.is_floating_point()
+        source = {"input_features": tokens.to(model.dtype)} if hears else {"input_ids": tokens}
+        given = {**source, "decoder_input_ids": target}
     with torch.inference_mode():
-        found = model(input_ids=tokens, attention_mask=mask)[0].float().cpu().contiguous()
+        found = model(**given)[0].float().cpu().contiguous()
     found.numpy().tofile(request["logits"])
     dtype = str(model.dtype).removeprefix("torch.")
     return {"device": request["device"], "dtype": dtype, "logits_shape": list(found.shape), "generated": []}
