@@ -14,7 +14,7 @@ from optkit.source.directory import check_config
     [("vision_config", "AutoModelForImageTextToText"), ("audio_config", "AutoModelForMultimodalLM")],
 )
 def test_a_decoder_behind_a_tower(tower: str, loader: str) -> None:
-    config = {"architectures": ["XForConditionalGeneration"], "model_type": "x", tower: {"depth": 1}}
+    config = {"architectures": ["XForConditionalGeneration"], "model_type": "llava", tower: {"depth": 1}}
     check_config({**config, "text_config": {"hidden_size": 1}}, "here", False)
     check_config(config, "here", False)
     assert task_of(config) is Task.GENERATION
@@ -26,7 +26,7 @@ def test_a_decoder_behind_a_tower(tower: str, loader: str) -> None:
 
 @pytest.mark.parametrize("told", [{"model_type": "paligemma"}, {"text_config": {"use_bidirectional_attention": True}}])
 def test_a_prompt_that_is_seen_whole(told: dict[str, object]) -> None:
-    config = {"architectures": ["XForConditionalGeneration"], "model_type": "x", "vision_config": {"depth": 1}}
+    config = {"architectures": ["XForConditionalGeneration"], "model_type": "llava", "vision_config": {"depth": 1}}
     with pytest.raises(SourceError) as caught:
         check_config({**config, **told}, "here", False)
     assert str(caught.value) == (
