@@ -23,6 +23,7 @@ class Read(StrEnum):
     COMPUTES = "the model's own code computes with its weight"
     DTYPE = "the model's own code asks for its weight's dtype"
     OPENS = "transformers looks for its weight when it opens the model"
+    CLASS = "the model's own code has a class for it, which transformers keeps"
     SHARED = "several blocks share its weight, and transformers shares nothing of a packed one"
 
 
@@ -58,8 +59,8 @@ def _found(model_type: str, modes: frozenset[str]) -> frozenset[tuple[str, Read]
     for file in sorted(folder.glob("modeling_*.py")) if folder else ():
         tree = ast.parse(file.read_text(encoding="utf-8"))
         classes = [each for each in tree.body if isinstance(each, ast.ClassDef)]
-        own = {each.name for each in classes if _computes_otherwise(each)}
-        found |= {(name, Read.COMPUTES) for name in _assigned(tree, own)}
+        own = {each.name: read for each in classes for read in _of_class(each)}
+        found |= {(name, own[called]) for name, called in _assigned(tree) if called in own}
         for each in classes:
             for function in each.body:
                 if isinstance(function, ast.FunctionDef) and not function.name.startswith(BUILDS):
@@ -67,20 +68,21 @@ def _found(model_type: str, modes: frozenset[str]) -> frozenset[tuple[str, Read]
     return frozenset(found)
 
 
-def _computes_otherwise(each: ast.ClassDef) -> bool:
-    """Whether a class is a linear layer whose forward is not `x @ weight.T + bias`."""
+def _of_class(each: ast.ClassDef) -> Iterator[Read]:
+    """Yield what a class of linear layers with a forward of its own does, `x @ weight.T` or another."""
     bases = {ast.unparse(base).rpartition(".")[2] for base in each.bases}
     forward = next((part for part in each.body if isinstance(part, ast.FunctionDef) and part.name == "forward"), None)
-    return bool(bases & LINEARS) and forward is not None and "@ self.weight.T" not in ast.unparse(forward)
+    if bases & LINEARS and forward is not None:
+        yield Read.CLASS if "@ self.weight.T" in ast.unparse(forward) else Read.COMPUTES
 
 
-def _assigned(tree: ast.Module, classes: set[str]) -> Iterator[str]:
-    """Yield the attributes that hold a layer of one of the classes."""
+def _assigned(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the attributes that hold a module, and its class."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             target, called = node.targets[0], node.value.func
-            if isinstance(target, ast.Attribute) and isinstance(called, ast.Name) and called.id in classes:
-                yield target.attr
+            if isinstance(target, ast.Attribute) and isinstance(called, ast.Name):
+                yield target.attr, called.id
 
 
 class _Reads(ast.NodeVisitor):

@@ -77,8 +77,8 @@ def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: 
         raise StageError(
             f"none of the {len(missed):,} layers can be packed so ({name}, ...)",
             where=stage,
-            why=f"{why[0].upper()}{why[1:]}, and a packed one has none",
-            remedy="Use the stage fp8, int8 or nf4, which keep a tensor of that name",
+            why=f"{why[0].upper()}{why[1:]}; a packed layer has no plain weight",
+            remedy="Use the stage fp8" if why == Read.CLASS else "Use the stage fp8, int8 or nf4",
         )
     return selection.without(missed, stage)
 
@@ -94,6 +94,7 @@ def _missed_weight(layer: Layer, form: LayerFormat) -> str:
         Read.COMPUTES: True,
         Read.SHARED: True,
         Read.DTYPE: form.method == BITSANDBYTES,
+        Read.CLASS: form.method == BITSANDBYTES or (form.method == COMPRESSED_TENSORS and packed),
         Read.OPENS: form.method == COMPRESSED_TENSORS and packed,
     }
     return next((str(read) for read, lost in missed.items() if lost and read in layer.reads), "")

@@ -62,7 +62,8 @@ def test_layers_whose_weight_is_read_are_told_by_what_is_done_with_it(transforme
     assert reads("model.layers.3.mixer.grouped") == {Read.COMPUTES}
     assert reads("lm_head") == reads("model.layers.0.wo") == {Read.DTYPE}
     assert reads("model.layers.0.mixer.in_proj") == {Read.OPENS}
-    for unread in ("out_proj", "dense", "query", "plain", "built", "other", "down", "norm", "not_dt_proj"):
+    assert reads("model.layers.0.mixer.plain") == {Read.CLASS}
+    for unread in ("out_proj", "dense", "query", "built", "other", "down", "norm", "not_dt_proj"):
         assert not reads(f"model.layers.0.mixer.{unread}"), unread
 
 

@@ -31,6 +31,7 @@ KEPT: dict[str, tuple[Any, dict[str, Read]]] = {
     "bamba": (RTN, {}),
     "qwen3_5": (RTN, {}),
     "recurrent_gemma": (Fp8(), {}),
+    "falcon": (Fp8(), {}),
 }
 CONTEXT = Context(device="cpu", seed=0)
 
@@ -55,8 +56,16 @@ def test_transformers_opens_what_is_written_and_computes_the_same(
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
-def test_a_model_whose_every_layer_is_looked_for_is_refused_and_told_what_works(tiny_model: TinyModel) -> None:
-    with pytest.raises(
-        StageError, match=r"rtn: none of the 13 layers can be packed so \(model.layers.0.*Use the stage fp8"
-    ):
-        Rtn(group_size=16).predict(Checkpoint(tiny_model("recurrent_gemma")).shape, "cpu")
+@pytest.mark.parametrize(
+    ("kind", "stage", "message"),
+    [
+        ("recurrent_gemma", Rtn(group_size=16), r"rtn: none of the 13 layers can be packed so .*fp8, int8 or nf4"),
+        ("falcon", Rtn(group_size=16), r"rtn: none of the 8 layers .*a class for it.*Use the stage fp8\."),
+        ("falcon", Int8(), r"int8: none of the 8 layers .*a class for it.*Use the stage fp8\."),
+    ],
+)
+def test_a_model_whose_every_layer_is_missed_is_refused_and_told_what_works(
+    kind: str, stage: Any, message: str, tiny_model: TinyModel
+) -> None:
+    with pytest.raises(StageError, match=message):
+        stage.predict(Checkpoint(tiny_model(kind)).shape, "cpu")

@@ -108,6 +108,7 @@ CONFIGS: dict[str, dict[str, object]] = {
         "mamba_d_state": 8,
     }
     | {"mamba_n_groups": 1, "mamba_chunk_size": 8, "attn_rotary_emb": 16, "tie_word_embeddings": False},
+    "falcon": {"model_type": "falcon", **STATES, "num_attention_heads": 4},
     "jamba": {"model_type": "jamba", **SIZES, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
     | {"expert_layer_period": 2, "mamba_d_state": 8},
     "granitemoehybrid": {
