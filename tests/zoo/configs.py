@@ -129,6 +129,7 @@ ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
 IN_THREE = {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
 SPARSE = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 OTHERWISE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "deepseek_v2": SPARSE,
     "dots1": {**SPARSE, "first_k_dense_replace": 1},
     "glm4v_moe_text": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
@@ -148,6 +149,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "qwen2_vl_text": IN_THREE,
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
     | {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
