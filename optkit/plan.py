@@ -303,9 +303,7 @@ def _doomed(recipe: Recipe, device: str, left: ModelShape, shape: ModelShape) ->
 
 
 def session_memory(step: Step, settings: Sequence[SettingEntry], device: str) -> SessionMemory | None:
-    """Return what the weights of a step take when they are opened with settings.
-    None if a setting says where they lie, and for a model that nobody can open.
-    """
+    """Return what a step's opened weights take; None if a setting places them or nobody can open them."""
     if step.shape.task is Task.UNKNOWN or any(entry.value.places_weights for entry in settings):
         return None
     dtype = next((name for entry in reversed(settings) if (name := entry.value.opened_dtype())), None)

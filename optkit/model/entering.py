@@ -13,6 +13,7 @@ from torch import Tensor
 
 from optkit.errors import StageError
 from optkit.model.blocks import Batch, BlockInputs, Encoded, record_calls, shared_with
+from optkit.model.memory import room_for_states
 from optkit.model.prompts import Prompts, in_batches, longest_of, placed
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _entered(
             entered, calls = record_calls(skeleton.model, chain, placed(given, device, skeleton.dtype), encoded)
             length = entered.shape[1]
             if hidden is None:
-                hidden = entered.new_empty(len(prompts), max(longest_of(prompts), length), *entered.shape[2:])
+                hidden = room_for_states(entered, (len(prompts), max(longest_of(prompts), length), *entered.shape[2:]))
             else:
                 first = batches[0].calls[-len(calls) :]
                 calls = tuple(shared_with(call, other) for call, other in zip(calls, first, strict=True))

@@ -1,9 +1,41 @@
-"""Giving memory that was freed back to the system."""
+"""Giving memory that was freed back to the system, and room on disk for what does not fit."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optkit.environment import memory
+from optkit.model.writer import disk_space_for
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARE = 0.5
+"""Of the free main memory: larger states than this lie in a file."""
+
+
+def room_for_states(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return room for hidden states on the device and in the dtype of some.
+    If they would take most of the free main memory, it is a file of TMPDIR that is gone when they are.
+
+    Raises ResourceError if that disk is full.
+    """
+    import torch
+
+    states = like.new_empty(shape, device="meta")
+    if like.device.type != "cpu" or states.nbytes <= SHARE * memory().available_bytes:
+        return like.new_empty(shape)
+    with tempfile.NamedTemporaryFile(prefix="optkit-states-") as file:
+        with disk_space_for(Path(file.name), states.nbytes):
+            if sys.platform == "linux":  # a full disk would kill the process later
+                os.posix_fallocate(file.fileno(), 0, states.nbytes)
+        return torch.from_file(file.name, shared=True, size=states.numel(), dtype=like.dtype).view(*shape)
 
 
 def return_freed_memory(device: str = "cpu") -> None:

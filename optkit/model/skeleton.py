@@ -173,7 +173,8 @@ class Skeleton:
 
         All outside the blocks, the vision tower too, is on the device while this runs, without
         lm_head. Raises StageError for tokens that the model has no embedding or position for and for
-        images that it does not take, SourceError if the blocks cannot be run one by one.
+        images that it does not take, SourceError if the blocks cannot be run one by one,
+        ResourceError as `room_for_states`.
         """
         self._check_prompts(prompts)
         return entering(self, prompts, device, batch_size)

@@ -26,6 +26,8 @@ class Int8(BitsAndBytesQuantizer):
     example: ClassVar[str] = "- int8: {threshold: 6.0}"
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
 
+    bytes_a_weight: ClassVar[int] = 18
+
     threshold: NonNegative = 6.0
     """Inputs with a larger value anywhere in their column are multiplied in 16 bits, the others in
     8. 0: all of them in 8.

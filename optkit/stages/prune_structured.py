@@ -161,8 +161,7 @@ class PruneStructured(WidthFields, Transform):
         before, after = sizes(checkpoint.shape), sizes(Checkpoint(target).shape)
         details: dict[str, Any] = {"before": before, "after": after, "largest_difference": proof}
         details |= self._told(chosen, [block.name for block in skeleton.blocks])
-        if blocks:
-            details |= _widths_told(planned, blocks)
+        details |= _widths_told(planned, blocks) if blocks else {}
         details["seconds"] = round(time.monotonic() - started, 2)
         return Report(
             changed=len(chosen.removed) + (len(kept) if blocks else 0),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from optkit.algorithms.grid import QuantizedWeight
 
-FLOAT_COPIES = 6
+FLOAT_COPIES = 4
 """Float32 copies of a layer's weights that rounding holds at once."""
 
 

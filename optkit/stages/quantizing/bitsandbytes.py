@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.linear_layers import Layer, Selection
-from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.shape import ModelShape
 from optkit.model.task import WEIGHTS_ALONE, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.source.quiet import only_errors_of
@@ -25,6 +25,8 @@ class BitsAndBytesQuantizer(LayerQuantizer):
     """Store weights as bitsandbytes does, which transformers opens with that package installed."""
 
     for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
+    bytes_a_weight: ClassVar[int] = 16
+    """What rounding a layer holds for each of its weights, as measured."""
     requires: ClassVar[tuple[str, ...]] = ("bitsandbytes>=0.50",)
 
     @abstractmethod
@@ -66,5 +68,5 @@ class BitsAndBytesQuantizer(LayerQuantizer):
         return layers
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        largest = max(layer.outputs * layer.inputs * (DTYPE_BITS["F32"] + 16) // 8 for layer in layers.values())
+        largest = self.bytes_a_weight * max(layer.outputs * layer.inputs for layer in layers.values())
         return (largest, largest) if device.startswith("cuda") else (largest, 0)
