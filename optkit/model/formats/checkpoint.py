@@ -71,7 +71,7 @@ class FloatCheckpoint(Format):
 
 class QuantizedCheckpoint(FloatCheckpoint):
     """The same, with packed weights and a `quantization_config`.
-    No further stage can change its weights.
+    Of its weights `dequantize` makes floats; few stages read codes.
     """
 
     kind: ClassVar[str] = "quantized"
