@@ -57,9 +57,7 @@ class Step(Frozen):
     shape: ModelShape = Field(exclude=True, repr=False)
     """Of the model that it leaves."""
     seconds: float | None = None
-    """How long it will take, by what such steps took on this machine; None if it is a hit, or
-    none was made here.
-    """
+    """How long it will take, by what such steps took here; None if it is a hit, or none was made."""
 
 
 class PlannedEval(Frozen):

@@ -30,6 +30,8 @@ NVFP4_BLOCK = 16
 E8M0_BIAS = 127
 E4M3_LARGEST = 448.0
 E4M3_SMALLEST = 2.0**-9
+E4M3_TOP, E4M3_POWERS = 8, 17
+"""E4M3 has the powers of two from 2^-9 to 2^8."""
 NVFP4_TRIED = 10
 """E4M3 has eight values from one power of two to the next, so that many above amax / 8 reach beyond
 amax / 4.
@@ -104,6 +106,30 @@ def nvfp4_global_scale(weights: Iterable[Tensor]) -> Tensor:
     reach = LARGEST * E4M3_LARGEST
     tiny = largest < reach / torch.finfo(torch.float32).max
     return torch.where(tiny, 1.0, reach / largest).reshape(1)
+
+
+def exact_nvfp4_scale(weights: Iterable[Tensor]) -> Tensor | None:
+    """Return float32 [1], the global scale with which NVFP4 holds weights without any error.
+    None if it cannot.
+
+    It can if each block of 16 is E2M1 times a power of two, as all blocks of MXFP4 are, and the
+    powers span no more than those of E4M3. A block's largest weight is 4 or 6 then.
+    """
+    lowest, highest = [], []
+    for weight in weights:
+        for part in weight.split(max(1, CHUNK[weight.device.type] // weight.shape[1])):
+            blocks = _blocks(part.float(), NVFP4_BLOCK)
+            largest = blocks.abs().amax(-1)
+            exponents = torch.frexp(largest).exponent - 3
+            steps = torch.ldexp(torch.ones_like(largest), exponents).unsqueeze(-1)
+            if not torch.equal(round_to_e2m1(blocks / steps) * steps, blocks):
+                return None
+            if len(used := exponents[largest > 0]):
+                lowest.append(int(used.min()))
+                highest.append(int(used.max()))
+    if not highest or max(highest) - min(lowest) > E4M3_POWERS:
+        return None
+    return torch.tensor([2.0 ** (E4M3_TOP - max(highest))], device=blocks.device)
 
 
 def pack(weight: MicroscaledWeight) -> dict[str, Tensor]:

@@ -11,7 +11,8 @@ from optkit.errors import SourceError
 from optkit.model.gguf_file import Gguf, read_gguf
 from optkit.model.writer import CheckpointWriter, write_config
 from optkit.progress import Progress
-from optkit.source.gguf_llama import checkpoint_shape, layout_of, tensor_name
+from optkit.source.gguf_by_transformers import import_foreign
+from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape, layout_of, tensor_name
 from optkit.source.gguf_tokenizer import import_tokenizer
 from optkit.source.quiet import quiet_transformers
 
@@ -30,6 +31,10 @@ def import_gguf(path: Path, target: Path, progress: Progress) -> dict[str, Any]:
     from gguf.quants import dequantize
 
     gguf = read_gguf(path)
+    types = dict(sorted(Counter(tensor.type for tensor in gguf.tensors.values()).items()))
+    found = {"format": "gguf", "architecture": gguf.architecture, "types": types}
+    if gguf.architecture not in LAYOUTS:
+        return {**found, **import_foreign(gguf, target, progress)}
     shape, layout = checkpoint_shape(gguf), layout_of(gguf)
     heads = {"attn_q": shape.config["num_attention_heads"], "attn_k": shape.config["num_key_value_heads"]}
     with progress.task("import", len(gguf.tensors), "tensors") as task, CheckpointWriter(target) as writer:
@@ -50,8 +55,7 @@ def import_gguf(path: Path, target: Path, progress: Progress) -> dict[str, Any]:
     write_configs(gguf, dict(shape.config), target)
     with progress.task("import the tokenizer", 0):
         import_tokenizer(gguf, shape.config, target, progress)
-    types = Counter(tensor.type for tensor in gguf.tensors.values())
-    return {"format": "gguf", "architecture": gguf.architecture, "types": dict(sorted(types.items()))}
+    return found
 
 
 def in_halves(weights: ndarray[Any, Any], heads: int) -> ndarray[Any, Any]:

@@ -16,6 +16,7 @@ from optkit.errors import SourceError
 from optkit.model.config_file import check_against_tensors, check_values
 from optkit.model.gguf_file import Gguf
 from optkit.model.shape import ModelShape, TensorInfo
+from optkit.source.gguf_by_transformers import foreign_shape
 from optkit.source.gguf_metadata import lost_metadata, positive_float, rope_parameters
 
 OUTSIDE = {
@@ -56,19 +57,17 @@ LAYOUTS = {
 }
 
 
+def imports(config: Mapping[str, Any]) -> bool:
+    """Say whether a config.json is of an architecture with a layout here."""
+    return any(layout.architecture in config.get("architectures", ()) for layout in LAYOUTS.values())
+
+
 def layout_of(gguf: Gguf) -> Layout:
-    """Return the layout of a file. Raises SourceError for one that an import could not carry over
-    whole.
+    """Return the layout of a file of one of `LAYOUTS`. Raises SourceError for one that an import
+    could not carry over whole.
     """
     where = str(gguf.path)
-    layout = LAYOUTS.get(gguf.architecture)
-    if layout is None:
-        raise SourceError(
-            f"unsupported GGUF architecture '{gguf.architecture}'",
-            where=where,
-            why=f"optkit imports {', '.join(sorted(LAYOUTS))}",
-            remedy="Take the safetensors form of the model",
-        )
+    layout = LAYOUTS[gguf.architecture]
     lost = lost_metadata(gguf)
     lost += ["rope scaling by frequency (rope_freqs.weight)"] if "rope_freqs.weight" in gguf.tensors else []
     unknown = [name for name in gguf.tensors if name != "rope_freqs.weight" and tensor_name(name, layout) is None]
@@ -100,6 +99,8 @@ def checkpoint_shape(gguf: Gguf) -> ModelShape:
     """Return config and tensors of the checkpoint that an import writes. Raises SourceError as
     `layout_of` and for missing parts.
     """
+    if gguf.architecture not in LAYOUTS:
+        return foreign_shape(gguf, LAYOUTS)
     layout = layout_of(gguf)
     config = checkpoint_config(gguf, layout)
     tensors = {str(tensor_name(name, layout)): TensorInfo("F32", tensor.shape) for name, tensor in gguf.tensors.items()}

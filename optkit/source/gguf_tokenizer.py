@@ -58,11 +58,18 @@ def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progre
         _set_pre_tokenizer(gguf, tokenizer, progress)
         _set_first_and_last_token(gguf, tokenizer)
         tokenizer.save_pretrained(target)
+    describe_(target, PORTABLE_CLASS)
+
+
+def describe_(target: Path, names: Mapping[str, str]) -> None:
+    """Let tokenizer_config.json say what the tokenizer is, and not how it was loaded.
+    `names` are classes by other names.
+    """
     file = target / "tokenizer_config.json"
     described = {
         name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name not in LOADING_KEYS
     }
-    described["tokenizer_class"] = PORTABLE_CLASS.get(described["tokenizer_class"], described["tokenizer_class"])
+    described["tokenizer_class"] = names.get(described["tokenizer_class"], described["tokenizer_class"])
     file.write_text(json.dumps(described, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 

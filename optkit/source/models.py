@@ -33,7 +33,7 @@ from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.directory import TOKENIZERS, check_config, check_directory, directory_revision
 from optkit.source.gguf_import import import_gguf
-from optkit.source.gguf_llama import checkpoint_shape
+from optkit.source.gguf_llama import checkpoint_shape, imports
 from optkit.source.hub import HubRepo
 
 IMPORT_VERSION = 2
@@ -103,8 +103,8 @@ class ModelSource(Frozen):
     """A model. In YAML a bare string is the name: `model: smollm2-135m`."""
 
     name: Name
-    """`smollm2-135m` or `all-minilm-l6-v2` (built in), a model directory, a .gguf file (llama,
-    qwen2, qwen3), or a hub id `org/name`.
+    """`smollm2-135m` or `all-minilm-l6-v2` (built in), a model directory, a .gguf file, or a hub id
+    `org/name`.
     """
     revision: Name | None = None
     """Branch, tag or commit on the hub, or `sha256:...` of a directory or file; left out, it is
@@ -212,8 +212,11 @@ def import_model(pinned: ModelSource, target: Path, progress: Progress) -> dict[
 
 def import_bytes(pinned: ModelSource, shape: ModelShape) -> int:
     """Return the bytes of main memory that `import_model` needs.
-    That is a shard, and of a GGUF file its largest tensor while it is unpacked.
+    That is a shard, and of a GGUF file its largest tensor while it is unpacked; the whole model if
+    transformers reads it.
     """
+    if pinned.name.endswith(".gguf") and not imports(shape.config):
+        return 2 * shape.size_bytes
     unpacked = max((info.size_bytes for info in shape.tensors.values()), default=0)
     return min(shape.size_bytes, SHARD_BYTES) + (
         UNPACKING * unpacked if pinned.name in BUILT_IN or pinned.name.endswith(".gguf") else 0

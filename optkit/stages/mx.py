@@ -98,7 +98,13 @@ class Mx(LayerQuantizer):
         return True
 
     def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
-        from optkit.algorithms.microscaling import nvfp4_global_scale, pack, quantize_mxfp4, quantize_nvfp4
+        from optkit.algorithms.microscaling import (
+            exact_nvfp4_scale,
+            nvfp4_global_scale,
+            pack,
+            quantize_mxfp4,
+            quantize_nvfp4,
+        )
 
         job.task.advance(0, note=names[0])
         search = self.scale_search == "mse"
@@ -108,7 +114,11 @@ class Mx(LayerQuantizer):
             }
             if self.type == "mxfp4":
                 return {name: pack(quantize_mxfp4(weight, search)) for name, weight in weights.items()}
-            shared = nvfp4_global_scale(weights.values())
+            exact = exact_nvfp4_scale(weights.values())
+            if exact is not None:
+                job.details["layers_without_error"] = job.details.get("layers_without_error", 0) + len(names)
+            shared = nvfp4_global_scale(weights.values()) if exact is None else exact
+            search = search or exact is not None
             return {name: pack(quantize_nvfp4(weight, shared, search)) for name, weight in weights.items()}
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from optkit.algorithms.microscaling import (
     E2M1,
     MicroscaledWeight,
+    exact_nvfp4_scale,
     exponent_scales,
     nvfp4_global_scale,
     pack,
@@ -189,3 +190,25 @@ def test_two_codes_share_a_byte_the_even_input_below() -> None:
     )
     assert pack(weight)["weight_packed"].tolist() == [[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2]
     assert weight.dequantize().tolist() == [[2 * value for value in VALUES * 2]]
+
+
+@pytest.mark.parametrize("search", [True, False])
+def test_weights_of_mxfp4_are_held_by_nvfp4_without_error(search: bool) -> None:
+    weights = [quantize_mxfp4(random_weight(40, 96, seed), search).dequantize() for seed in (1, 2)]
+    weights[0][3] = 0
+    shared = exact_nvfp4_scale([weight.bfloat16() for weight in weights])
+    assert shared is not None
+    for weight in weights:
+        packed = unpack(pack(quantize_nvfp4(weight, shared, search=True)))
+        assert torch.equal(packed.dequantize(), weight)
+
+
+def test_nvfp4_holds_no_more_powers_of_two_than_its_scales_have() -> None:
+    weight = torch.zeros(2, 16)
+    weight[0, :8], weight[1] = torch.tensor(E2M1) * 2.0**9, 6 * 2.0**-8
+    shared = exact_nvfp4_scale([weight])
+    assert shared is not None
+    assert torch.equal(quantize_nvfp4(weight, shared, search=True).dequantize(), weight)
+    assert exact_nvfp4_scale([weight * torch.tensor([[1.0], [0.5]])]) is None
+    assert exact_nvfp4_scale([random_weight(2, 32, 0)]) is None
+    assert exact_nvfp4_scale([torch.zeros(2, 16)]) is None

@@ -238,3 +238,17 @@ def test_running_out_of_memory_names_the_layer(halved: Halved, tmp_path: Path, m
 def test_it_is_a_quantizer_without_overrides() -> None:
     assert issubclass(Mx, LayerQuantizer)
     assert set(Mx.model_fields) == {"include", "exclude", "towers", "type", "scale_search"}
+
+
+def test_a_source_in_mxfp4_becomes_nvfp4_without_error(halved: Halved, tmp_path: Path) -> None:
+    from optkit.stages.dequantize import Dequantize
+
+    quantize(halved("llama"), tmp_path / "mxfp4", type="mxfp4")
+    for name in ("floats", "again"):
+        (tmp_path / name).mkdir()
+    Dequantize().run(tmp_path / "mxfp4", tmp_path / "floats", Context())
+    report = quantize(tmp_path / "floats", tmp_path / "nvfp4", scale_search="minmax")
+    assert report.details["layers_without_error"] == report.changed == 21
+    Dequantize().run(tmp_path / "nvfp4", tmp_path / "again", Context())
+    floats, again = (load_file(tmp_path / name / "model.safetensors") for name in ("floats", "again"))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in floats.items())

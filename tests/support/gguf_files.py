@@ -68,3 +68,37 @@ def save_gguf(model: Path, file: Path, architecture: str, quantization: str = "F
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def save_by_names(model: Path, file: Path, architecture: str, words: dict[str, str], norms: float = 0.0) -> Path:
+    """Write a checkpoint by gguf's own table of names: `words` are key of the metadata -> key of
+    config.json, `norms` is what the converter adds to the weights of norms.
+    """
+    import gguf
+    import numpy as np
+
+    checkpoint = Checkpoint(model)
+    vocabulary = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    writer = gguf.GGUFWriter(file, architecture)
+    for key, word in words.items():
+        value = checkpoint.config[word]
+        writer.add_key_value(f"{architecture}.{key}", value, gguf.GGUFValueType.get_type(value))
+    tokens = [token.replace("Ġ", "▁") for token, _ in sorted(vocabulary["vocab"].items(), key=lambda item: item[1])]
+    tokens[1] = "<unk>"
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(index) for index in range(len(tokens))])
+    writer.add_token_types([3] + [1] * (len(tokens) - 1))
+    writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, 9)
+    for name in checkpoint.tensors:
+        weights = checkpoint.read(name).float().numpy() + (norms if "norm" in name else 0)
+        writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), np.ascontiguousarray(weights))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

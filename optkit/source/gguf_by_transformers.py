@@ -1,0 +1,146 @@
+"""GGUF files of the architectures that optkit has no layout for, as transformers reads them.
+
+Its reader needs torch and the whole model in memory, so that a process of its own has them.
+Of the metadata it reads what it has a word for; the rest is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from optkit.common.files import reading
+from optkit.errors import SourceError, first_line
+from optkit.model.gguf_file import Gguf
+from optkit.model.shape import ModelShape, TensorInfo
+from optkit.processes.child import Child
+from optkit.processes.child_program import Parent, importing
+from optkit.processes.commands import python_environment
+from optkit.progress import Progress, SilentProgress
+
+WORKER = "optkit.source.gguf_by_transformers"
+SPELLED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
+"""Architectures of GGUF that transformers' table of metadata spells in another way."""
+OF_NO_MATTER = frozenset({"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"})
+"""Keys that say once more what tensors' shapes say."""
+
+
+def foreign_shape(gguf: Gguf, known: Mapping[str, Any]) -> ModelShape:
+    """Return config and tensors of the float32 checkpoint that transformers makes of a file.
+    `known` are the architectures that optkit reads itself.
+
+    Raises SourceError for an architecture that transformers does not read either.
+    """
+    stat = gguf.path.stat()
+    told = _asked(str(gguf.path.absolute()), stat.st_mtime_ns, stat.st_size)
+    if why := told.get("refused"):
+        raise SourceError(
+            f"unsupported GGUF architecture '{gguf.architecture}'",
+            where=str(gguf.path),
+            why=f"optkit imports {', '.join(sorted(known))}, and transformers says: {why}",
+            remedy="Take the safetensors form of the model",
+        )
+    tensors = {name: TensorInfo("F32", tuple(shape)) for name, shape in told["tensors"].items()}
+    return ModelShape(config=told["config"], tensors=tensors)
+
+
+def import_foreign(gguf: Gguf, target: Path, progress: Progress) -> dict[str, Any]:
+    """Fill `target` with what transformers reads: weights, config and tokenizer.
+    Returns what was left out of the metadata.
+
+    Raises SourceError for a file that transformers cannot read, and for weights that it does not find.
+    """
+    with progress.task("import by transformers", 0):
+        told = _ask({"path": str(gguf.path.absolute()), "target": str(target.absolute())}, progress)
+    if why := told.get("refused"):
+        raise SourceError(
+            f"transformers cannot read this {gguf.architecture}",
+            where=str(gguf.path),
+            why=why,
+            remedy="Take the safetensors form of the model",
+        )
+    left = [name for name in told["left_out"] if name not in OF_NO_MATTER]
+    said = f"; it does not look at {', '.join(left)} of the metadata" if left else ""
+    progress.warn(
+        f"{gguf.path}: {gguf.architecture} is read by transformers{said}. Compare the model with its safetensors "
+        "form if there is one."
+    )
+    return {"reader": "transformers", "left_out": left}
+
+
+@cache
+def _asked(path: str, changed: int, size: int) -> dict[str, Any]:
+    return _ask({"path": path}, SilentProgress())
+
+
+def _ask(order: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+    environment = python_environment(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
+    with Child(WORKER, name="the process that read the GGUF file", env=environment) as child:
+        child.send(order)
+        told: dict[str, Any] = child.result(progress)
+    return told
+
+
+def work(parent: Parent) -> dict[str, Any]:
+    """Return what an order asks for: the shape of the checkpoint, or what its import left out."""
+    order = parent.order()
+    with importing():
+        from optkit.source.quiet import quiet_transformers
+    with quiet_transformers():
+        return _imported(order) if "target" in order else _described(order)
+
+
+def _described(order: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    path = Path(order["path"])
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+        return {"refused": first_line(error)}
+    tied = model.all_tied_weights_keys
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    stored = revert_weight_conversion(model, state)
+    described = config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
+    return {
+        "config": json.loads(json.dumps(described, default=str)),
+        "tensors": {name: list(tensor.shape) for name, tensor in stored.items()},
+    }
+
+
+def _imported(order: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    from optkit.model.gguf_file import read_gguf
+    from optkit.source.gguf_tokenizer import describe_
+
+    path, gguf = Path(order["path"]), read_gguf(Path(order["path"]))
+    place = {"gguf_file": path.name, "local_files_only": True}
+    with reading(path, "transformers cannot read it"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            **place,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **place)
+    if missing := sorted(report["missing_keys"]):
+        return {"refused": f"It finds no weights for {len(missing)} parameters ({', '.join(missing[:3])})"}
+    model.save_pretrained(order["target"], max_shard_size="4GB")
+    tokenizer.save_pretrained(order["target"])
+    # the class of an architecture would cut text in its own way, whatever is in tokenizer.json
+    describe_(Path(order["target"]), {type(tokenizer).__name__: "PreTrainedTokenizerFast"})
+    words = GGUF_CONFIG_MAPPING.get(SPELLED.get(gguf.architecture, gguf.architecture), {})
+    prefix = f"{gguf.architecture}."
+    asked = [name.removeprefix(prefix) for name in gguf.metadata if name.startswith(prefix)]
+    return {"left_out": [name for name in asked if words and name not in words]}

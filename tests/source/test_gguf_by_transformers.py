@@ -1,0 +1,75 @@
+"""GGUF files of architectures that optkit has no layout for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from optkit.model.checkpoint import Checkpoint
+from optkit.progress import SilentProgress
+from optkit.source.models import ModelSource, import_model, model_shape, pin_model
+from tests.conftest import TinyModel
+from tests.support.fresh_python import imported_by
+from tests.support.gguf_files import save_by_names
+
+pytest.importorskip("gguf")
+GEMMA3 = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "attention.key_length": "head_dim",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "final_logit_softcapping": "rms_norm_eps",
+}
+"""The last one is a key that transformers does not look at."""
+TEXT = "def f(x): return x + 1"
+
+
+class Heard(SilentProgress):
+    """Keeps what it is warned of."""
+
+    def __init__(self) -> None:
+        self.warned: list[str] = []
+
+    def warn(self, message: str) -> None:
+        self.warned.append(message)
+
+
+@pytest.fixture(scope="module")
+def gemma3(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a GGUF file of a tiny Gemma 3, whose norms llama.cpp's converter stores plus 1."""
+    return save_by_names(tiny_model("gemma3"), tmp_path_factory.mktemp("gguf") / "tiny.gguf", "gemma3", GEMMA3, 1.0)
+
+
+def test_an_import_is_what_transformers_reads(gemma3: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
+    pinned, heard = pin_model(ModelSource(name=str(gemma3)), tmp_path / "cache"), Heard()
+    shape = model_shape(pinned, None)
+    details = import_model(pinned, tmp_path, heard)
+    written = Checkpoint(tmp_path)
+    assert dict(shape.tensors) == written.tensors
+    assert (details["reader"], details["left_out"]) == ("transformers", ["final_logit_softcapping"])
+    said = "gemma3 is read by transformers; it does not look at final_logit_softcapping of the metadata. Compare"
+    assert said in heard.warned[0]
+    stored, read = Checkpoint(tiny_model("gemma3")), {name: written.read(name) for name in written.tensors}
+    assert all(torch.allclose(tensor, stored.read(name), atol=1e-6) for name, tensor in read.items())
+    tokens, place = torch.arange(24).view(1, 24), {"gguf_file": gemma3.name, "dtype": torch.float32}
+    theirs = AutoModelForCausalLM.from_pretrained(gemma3.parent, **place)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, theirs(tokens).logits)
+    here = AutoTokenizer.from_pretrained(gemma3.parent, gguf_file=gemma3.name)
+    assert AutoTokenizer.from_pretrained(tmp_path)(TEXT).input_ids == here(TEXT).input_ids
+
+
+def test_a_plan_of_it_imports_no_torch(gemma3: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from optkit.source.models import *; "
+        f"pinned = pin_model(ModelSource(name={str(gemma3)!r}), Path({str(tmp_path)!r})); "
+        "assert model_shape(pinned, None).block_count == 3"
+    )
+    assert not {"torch", "transformers"} & imported_by(code)
