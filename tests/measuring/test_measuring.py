@@ -232,7 +232,7 @@ def test_what_falls_back_while_it_is_measured_is_told(measured, monkeypatch, kin
     assert found.notes == found.baseline_notes == ("fell back",)
 
 
-def test_timings_are_kept_together_or_not_at_all(measured, monkeypatch, tmp_path):
+def test_numbers_of_timings_are_kept_together_and_rounds_that_are_over_outlive_a_failure(measured, monkeypatch, tmp_path):
     def fail_at_the_end(self, session, context):
         if context.turn == Turn(3, 4):
             raise EvalError("memory ran out")
@@ -243,8 +243,9 @@ def test_timings_are_kept_together_or_not_at_all(measured, monkeypatch, tmp_path
         with pytest.raises(EvalError, match="memory ran out"):
             measured("timed")
     assert not [*(tmp_path / "store").glob("metrics/*.json")]
-    measured("timed")
+    assert "timed: its turns were taken in 2 sittings" in measured("timed").notes
     assert IN_TURNS[6:] == RAN
+    assert not [*(tmp_path / "store" / "work").iterdir()]
 
 
 @pytest.mark.parametrize("edit", ["{}", '{"metrics": 4}', "[1", '{"digest": "0", "value": {"metrics": []}}'])
@@ -286,21 +287,6 @@ def test_what_was_measured_before_this_run_says_so_and_the_environment_is_this_r
     assert again.baseline_notes == again.notes
     assert again.environment == first.environment
     assert measured("plain", "timed", retime=True).notes == ("said by the session", f"plain: measured earlier, {then}")
-
-
-def test_rounds_of_timings_that_are_over_outlive_an_interrupt(measured, monkeypatch, tmp_path):
-    def stopped(self, session, context):
-        if context.turn.index == 1:
-            raise KeyboardInterrupt
-        return Plain.run(self, session, context)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Timed, "run", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            measured("timed")
-    assert "timed: its turns were taken in 2 sittings" in measured("timed").notes
-    assert IN_TURNS[2:] == RAN
-    assert not [*(tmp_path / "store" / "work").iterdir()]
 
 
 def test_another_recipe_measures_the_baseline_again_only_for_timings(measured):
