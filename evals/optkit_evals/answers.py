@@ -30,7 +30,7 @@ class Answers(ConditionedText, Eval):
     """
 
     kind: ClassVar[str] = "answers"
-    example: ClassVar[str] = "- answers: {dataset: pairs.jsonl, input: audio, field: text, new_tokens: 128}"
+    example: ClassVar[str] = "- answers: {dataset: org/pairs, input: input, field: target, new_tokens: 128}"
     for_tasks: ClassVar[frozenset[Task]] = ENCODER_DECODERS
     draws: ClassVar[bool] = False
     attributed: ClassVar[bool] = True

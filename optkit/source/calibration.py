@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from optkit.common.field_types import Count, SequenceLength
-from optkit.common.files import reading
 from optkit.errors import SourceError
 from optkit.source.conditioned import ConditionedText
 from optkit.source.cut_text import encoder
-from optkit.source.directory import TOKENIZERS
 from optkit.source.images import ImageText, Prompts
-from optkit.source.quiet import quiet_transformers
 from optkit.source.texts import KNOWN
+from optkit.source.tokenizer import load_tokenizer as load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,24 +127,3 @@ class Calibration(ImageText, ConditionedText):
 def holds_documents(dataset: str) -> bool:
     """Say whether a record of a data set is a document of its own; else its text runs on."""
     return dataset not in ("python-reference", "wikitext2") and not dataset.endswith(".txt")
-
-
-def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer of a model directory. Raises SourceError if it has none."""
-    if not any((directory / name).is_file() for name in TOKENIZERS):
-        raise SourceError(
-            "there is no tokenizer",
-            where=str(directory),
-            why=f"None of {', '.join(TOKENIZERS)} is there",
-            remedy="Copy tokenizer.json and tokenizer_config.json into it",
-        )
-    with quiet_transformers():
-        from transformers import AutoTokenizer
-
-        remedy = "Copy tokenizer.json and tokenizer_config.json into it"
-        with reading(directory, "the tokenizer cannot be loaded", remedy):
-            tokenizer = AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-            tokenizer("a", verbose=False)  # some of what is damaged is only found so
-            return tokenizer

@@ -12,8 +12,8 @@ from optkit.common.files import object_if_any, reading
 from optkit.errors import SourceError
 from optkit.model.task import Task, positions_of, task_of
 from optkit.source.audio import Ears
-from optkit.source.calibration import load_tokenizer
 from optkit.source.conditioned import Example
+from optkit.source.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
