@@ -232,9 +232,7 @@ def test_what_falls_back_while_it_is_measured_is_told(measured, monkeypatch, kin
     assert found.notes == found.baseline_notes == ("fell back",)
 
 
-def test_numbers_of_timings_are_kept_together_and_rounds_that_are_over_outlive_a_failure(
-    measured, monkeypatch, tmp_path
-):
+def test_numbers_of_timings_are_kept_together_and_rounds_outlive_a_failure(measured, monkeypatch, tmp_path):
     def fail_at_the_end(self, session, context):
         if context.turn == Turn(3, 4):
             raise EvalError("memory ran out")
