@@ -18,7 +18,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
-from optkit.model.task import EVERY_TASK, Task
+from optkit.model.task import KNOWN_TASKS, Task
 from optkit.model.writer import SHARD_BYTES, copy_companions, write_blocks, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -46,7 +46,7 @@ class Prune(Transform):
     model_config = ConfigDict(validate_default=True)
     kind: ClassVar[str] = "prune"
     example: ClassVar[str] = "- prune: {method: sparsegpt, pattern: '2:4', calibration: {dataset: c4}}"
-    for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
+    for_tasks: ClassVar[frozenset[Task]] = KNOWN_TASKS
     produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 2
     sees_images: ClassVar[bool] = True

@@ -117,7 +117,7 @@ def test_a_run_measures_its_files(unknown: Path, tmp_path: Path) -> None:
             {"gptq": {"calibration": TEXT}},
             (),
             StageError,
-            "gptq is for a causal language model, and .* is a model whose code transformers does",
+            "gptq is for a causal language model .* is a model whose code transformers does not have",
         ),
         ({"rtn": {"group_size": 32}}, ({"perplexity": TEXT},), EvalError, "perplexity is for a causal language model"),
         (
