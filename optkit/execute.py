@@ -246,7 +246,7 @@ def check_packages(plan: Plan) -> None:
     """Raise MissingPackageError for the first stage or eval that needs a package.
     The package is not installed or too old.
     """
-    wanted = [(step.kind, need) for step in plan.steps if step.stage for need in step.stage.requires]
+    wanted = [(step.kind, need) for step in plan.steps if step.stage for need in step.stage.needs()]
     wanted += [
         (entry.kind, need) for entry in (*plan.recipe.settings, *plan.recipe.evals) for need in entry.value.requires
     ]
@@ -314,7 +314,7 @@ def _made_with(step: Step) -> dict[str, Any]:
     """Return what decides the bytes that a step leaves beside the machine and optkit's own packages."""
     import torch
 
-    needs = step.stage.requires if step.stage else ("gguf",)
+    needs = step.stage.needs() if step.stage else ("gguf",)
     names = (re.split(r"[^\w-]", need)[0] for choice in needs for need in choice.split(" | "))
     packages = [f"{name}=={version}" for name in names if (version := package_version(name))]
     if step.stage:

@@ -82,9 +82,7 @@ class Stage(Frozen):
     """A step of a recipe. `version` is raised when equal fields begin to give different output."""
 
     kind: ClassVar[str] = ""
-    """How recipes, messages and scorecards call it: the name of its entry point, which fills it in
-    if a plug-in's class says nothing.
-    """
+    """How recipes, messages and scorecards call it; left out, the name of its entry point."""
     example: ClassVar[str] = ""
     """What a recipe says, as YAML: the entry, after those that it needs."""
     version: ClassVar[int] = 1
@@ -100,6 +98,10 @@ class Stage(Frozen):
     """The models that it knows how to change; a recipe for another one is refused before anything
     runs.
     """
+
+    def needs(self) -> tuple[str, ...]:
+        """Return the packages of `requires`, and those that these fields need beside them."""
+        return self.requires
 
     @classmethod
     def lacking(cls) -> tuple[str, str] | None:

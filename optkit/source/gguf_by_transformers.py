@@ -6,9 +6,11 @@ Of the metadata it reads what it has a word for; the rest is named.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,11 @@ def foreign_shape(gguf: Gguf, known: Mapping[str, Any]) -> ModelShape:
 
     Raises SourceError for an architecture that transformers does not read either.
     """
-    stat = gguf.path.stat()
-    told = _asked(str(gguf.path.absolute()), stat.st_mtime_ns, stat.st_size)
+    stat, read = gguf.path.stat(), _read_by_transformers()
+    if read and not {gguf.architecture, SPELLED.get(gguf.architecture)} & read:
+        told: dict[str, Any] = {"refused": f"GGUF model with architecture {gguf.architecture} is not supported yet."}
+    else:
+        told = _asked(str(gguf.path.absolute()), stat.st_mtime_ns, stat.st_size)
     if why := told.get("refused"):
         raise SourceError(
             f"unsupported GGUF architecture '{gguf.architecture}'",
@@ -69,6 +74,20 @@ def import_foreign(gguf: Gguf, target: Path, progress: Progress) -> dict[str, An
         "form if there is one."
     )
     return {"reader": "transformers", "left_out": left}
+
+
+@cache
+def _read_by_transformers() -> frozenset[str]:
+    """Return the architectures in transformers' table of metadata; nothing if it lies elsewhere.
+    The file is read and not imported, so that others need no process.
+    """
+    found = find_spec("transformers")
+    table = Path(found.origin).parent / "integrations" / "ggml.py" if found and found.origin else None
+    for statement in ast.parse(table.read_text(encoding="utf-8")).body if table and table.is_file() else ():
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "GGUF_CONFIG_MAPPING":
+            keys = statement.value.keys if isinstance(statement.value, ast.Dict) else ()
+            return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+    return frozenset()
 
 
 @cache

@@ -29,6 +29,7 @@ Type = Literal[
     "IQ4_NL", "IQ4_XS", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q2_K",
 ]  # fmt: skip
 FLOATS = ("F32", "F16", "BF16")
+LLAMA_CPP = "llama-cpp-python>=0.3.36"
 OUTSIDE = ("model.embed_tokens.weight", "lm_head.weight")
 BLOCKS_OF_32 = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "IQ4_NL")
 """Types that pack 32 inputs at a time; the others pack 256."""
@@ -54,7 +55,7 @@ class Gguf(Transform):
     shorthand: ClassVar[str] = "type"
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     produces: ClassVar[Format] = Format.GGUF
-    requires: ClassVar[tuple[str, ...]] = ("gguf>=0.17", "llama-cpp-python>=0.3.36")
+    requires: ClassVar[tuple[str, ...]] = ("gguf>=0.17",)
 
     type: Type | None = None
     """Of float weights: what the matrices are stored as. Left out: as they are. Of a quantized
@@ -68,6 +69,10 @@ class Gguf(Transform):
     allow_fallback: bool = False
     """llama.cpp stores a matrix whose rows are no multiple of 256 as another type with more bits.
     `true`: it may, and the report says which; else such a model is refused."""
+
+    def needs(self) -> tuple[str, ...]:
+        """Return the packages that these fields need: llama.cpp alone makes most types."""
+        return (*self.requires, LLAMA_CPP) if self._by_llama_cpp or self.embedding == "Q6_K" else self.requires
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Write the file, and count its bits from its own header.
@@ -134,7 +139,7 @@ class Gguf(Transform):
         return {gguf_name(f"{name}.weight", architecture): squares.numpy() for name, squares in found.items()}
 
     def _proof(self, source: Path, file: Path, context: Context) -> tuple[dict[str, Any], tuple[str, ...]]:
-        if unmet(self.requires):
+        if unmet([LLAMA_CPP]):
             return {}, ("the file was not compared with its source: llama-cpp-python is not installed",)
         from optkit.gguf.proof import compare
 

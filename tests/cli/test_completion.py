@@ -38,7 +38,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("validate", "base"), ["baseline"]),
         (("explain", "prune"), ["prune", "prune_structured"]),
         (("explain", "acc_n"), ["acc_norm"]),
-        (("init", "--target", ""), ["vllm", "onnx", "transformers"]),
+        (("init", "--target", ""), ["vllm", "onnx", "transformers", "llama.cpp"]),
         (("list", "st"), ["stages"]),
         (("run", "llama_int4", "--verb"), ["--verbose"]),
     ],

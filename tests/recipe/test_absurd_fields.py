@@ -17,6 +17,7 @@ from optkit.recipe.recipe import load_recipe
 
 NEEDED: dict[str, dict[str, Any]] = {
     "attention": {"implementation": "sdpa"},
+    "answers": {"dataset": "pairs.jsonl", "input": "input"},
     "auto_bits": {"average_bits": 4.5},
     "cast": {"dtype": "bfloat16"},
     "generation": {"prompts": "prompts.txt"},
@@ -91,8 +92,8 @@ def put(fields: dict[str, Any], way: Way, value: Any) -> dict[str, Any]:
 
 
 def entry(role: str, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-    encoder = kind in ("embedding", "encoding")
-    return {"model": "all-minilm-l6-v2" if encoder else "smollm2-135m", f"{role}s": [{kind: fields}]}
+    others = {"answers": "org/encoder-decoder", "embedding": "all-minilm-l6-v2", "encoding": "all-minilm-l6-v2"}
+    return {"model": others.get(kind, "smollm2-135m"), f"{role}s": [{kind: fields}]}
 
 
 def refused(role: str, kind: str, fields: dict[str, Any]) -> str:

@@ -37,7 +37,8 @@ def test_an_entry_has_every_field_and_an_example_that_loads(
     model = class_of(role, kind)
     assert all(re.search(rf"^`{name}`: .+\n:   \S", text, re.MULTILINE) for name in model.model_fields)
     (example,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    source = "all-minilm-l6-v2" if kind in ("embedding", "encoding") else "smollm2-135m"
+    others = {"answers": "org/encoder-decoder", "embedding": "all-minilm-l6-v2", "encoding": "all-minilm-l6-v2"}
+    source = others.get(kind, "smollm2-135m")
     recipe = load_recipe(f"model: {source}\n{example}")
     assert kind in [each.kind for each in (recipe.stages if role == "stage" else recipe.evals)]
     assert max(map(len, example.splitlines())) <= 90

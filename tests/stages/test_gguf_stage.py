@@ -90,6 +90,11 @@ def test_floats_come_back_as_they_were(source: Path, tmp_path: Path) -> None:
     assert report.details["bits_per_weight"] == 32
 
 
+def test_only_what_llama_cpp_makes_needs_it() -> None:
+    assert [len(Gguf(**fields).needs()) for fields in ({}, {"type": "F16"})] == [1, 1]
+    assert [len(Gguf(**fields).needs()) for fields in ({"type": "Q4_K_M"}, {"embedding": "Q6_K"})] == [2, 2]
+
+
 @pytest.mark.parametrize(("symmetric", "kind"), [(True, "Q4_0"), (False, "Q4_1")])
 def test_codes_come_back_as_they_were(source: Path, tmp_path: Path, symmetric: bool, kind: str) -> None:
     save_packed(source, tmp_path / "packed", tmp_path / "plain", symmetric=symmetric, dtype=torch.float16)

@@ -183,6 +183,10 @@ def test_a_scale_that_is_missing_is_an_error(tiny_model: TinyModel, tmp_path: Pa
     tensors = load_file(part)
     del tensors["model.layers.1.self_attn.v_scale"]
     save_file(tensors, part)
+    index = tmp_path / "scaled" / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    del said["weight_map"]["model.layers.1.self_attn.v_scale"]
+    index.write_text(json.dumps(said))
     with pytest.raises(
         SourceError,
         match=r"1 scales of the KV cache are missing: "

@@ -61,8 +61,6 @@ STAGES = {
         ("llama", "smoothquant"),
         ("llama", "fp8"),
         ("mixtral", "awq"),
-        ("mixtral", "smoothquant_nearest"),
-        ("mixtral", "smoothquant_fixed"),
     ],
 )
 def test_a_stage_takes_what_it_said(

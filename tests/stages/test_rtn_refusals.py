@@ -17,6 +17,7 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.awq import Awq
 from optkit.stages.rtn import Rtn
+from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
 
 
@@ -77,6 +78,12 @@ from tests.conftest import TinyModel
             r"rtn.exclude: model.layers.0.\S*experts.2.w1 is left out and other",
         ),
         ("mixtral", {"include": ("*.gate",)}, "no layer is left"),
+        (
+            "mixtral",
+            {"exclude": ("*.experts.*",)},
+            r"rtn.exclude: 24 layers of experts would stay as they are beside packed ones .* leaves them random. "
+            "Quantize the experts too, or take fp8",
+        ),
     ],
 )
 def test_refusals_say_what_to_do(
@@ -88,6 +95,11 @@ def test_refusals_say_what_to_do(
     assert not list(tmp_path.iterdir())
     with pytest.raises(StageError, match=message):
         stage.predict(Checkpoint(source).shape, "cpu")
+
+
+def test_experts_of_8_bit_integers_are_refused(tiny_model: TinyModel) -> None:
+    with pytest.raises(StageError, match=r"^smoothquant: 24 layers belong to experts .* Take fp8, or rtn with bits: 8"):
+        SmoothQuant(calibration=Calibration(dataset="c4")).predict(Checkpoint(tiny_model("mixtral")).shape, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ STAGES: dict[str, Column] = {
     "smoothquant": Column(f"- smoothquant: {{calibration: {TEXT}}}", ROUNDED, exact=False),
     "rotate": Column("- rotate"),
     "kv_scales": Column(f"- kv_scales: {{calibration: {TEXT}}}", 0.2, exact=False),
+    "dequantize": Column("- rtn: {group_size: 32}\n- dequantize"),
     "prune": Column(f"- prune: {{method: wanda, sparsity: 0.5, calibration: {TEXT}}}"),
     "prune_structured": Column(f"- prune_structured: {{remove_layers: 1, calibration: {TEXT}}}"),
     "prune_structured heads": Column(f"- prune_structured: {{kv_heads: 1, calibration: {TEXT}}}"),
