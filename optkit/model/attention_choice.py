@@ -26,6 +26,7 @@ at the peak, whatever the dtype.
 ASKED = {
     **dict.fromkeys(("gemma2", "vaultgemma"), "softcap"),
     **dict.fromkeys(("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"), "s_aux"),
+    "doge": "own_mask",
     "inkling_text": "position_bias",
 }
 """`model_type` -> the argument by which transformers asks an implementation for more than masked
@@ -35,11 +36,12 @@ PHRASES = {
     "softcap": "the soft cap of the scores",
     "s_aux": "attention sinks",
     "position_bias": "the bias of the scores",
+    "own_mask": "the causal mask beside the mask of its own",
 }
 HONOURED: Mapping[str, frozenset[str]] = {
     "eager": frozenset(PHRASES),
     "sdpa": frozenset({"position_bias"}),
-    "flex_attention": frozenset(PHRASES),
+    "flex_attention": frozenset(PHRASES) - {"own_mask"},
     "flash_attention_2": frozenset({"softcap"}),
     "flash_attention_3": frozenset({"softcap"}),
 }

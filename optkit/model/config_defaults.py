@@ -27,6 +27,18 @@ def model_folder(model_type: str) -> Path | None:
 
 
 @cache
+def keys_of(table: str, file: str) -> frozenset[str]:
+    """Return the keys of a dict that a file of transformers assigns; nothing if it is not there."""
+    found = find_spec("transformers")
+    place = Path(found.origin).parent / file if found and found.origin else None
+    for statement in ast.parse(place.read_text(encoding="utf-8")).body if place and place.is_file() else ():
+        for name, value in _assigned(statement):
+            if name == table and isinstance(value, ast.Dict):
+                return frozenset(key.value for key in value.keys if isinstance(key, ast.Constant))
+    return frozenset()
+
+
+@cache
 def config_class(model_type: str) -> ast.ClassDef | None:
     """Return the class of a model type's config; None if nobody can tell."""
     folder = model_folder(model_type)

@@ -113,6 +113,8 @@ def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[s
         if text.get(key) is None and is_per_block(key, value, blocks) and any(each != value[0] for each in value)
     }
     found = {**text, **derived}
+    for kinds in filter(None, map(found.get, BLOCK_KINDS)):
+        _refuse_without_attention([_attends(kind) for kind in kinds], kept)
     for key in BLOCK_COUNTS:
         if isinstance(found.get(key), int):
             found[key] = len(kept)
@@ -130,8 +132,25 @@ def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[s
             found[key] = sum(index < found[key] for index in kept)
     for key, value in found.items():
         if key.endswith(INDEX_LISTS) and isinstance(value, list):
+            if key.startswith("attn"):
+                _refuse_without_attention([index in value for index in range(blocks)], kept)
             found[key] = [number for number, index in enumerate(kept) if index in value]
     return found | _sparse_blocks(text, kept) | _periods(text, kept)
+
+
+def _attends(kind: Any) -> bool:
+    """Whether blocks of a kind attend to earlier tokens, and carry no state instead."""
+    return kind in ("*", "hybrid") or (str(kind).endswith("attention") and not str(kind).startswith("linear"))
+
+
+def _refuse_without_attention(attending: Sequence[bool], kept: Sequence[int]) -> None:
+    if any(attending) and not any(attending[index] for index in kept if index < len(attending)):
+        raise StageError(
+            "no block with attention would be left",
+            where="prune_structured.remove_layers",
+            why="transformers counts the tokens of a cache by such a block, and could not generate",
+            remedy="Remove fewer blocks, or name others",
+        )
 
 
 def is_per_block(key: str, value: Any, blocks: int) -> bool:
@@ -153,6 +172,8 @@ def _periods(text: Mapping[str, Any], kept: Sequence[int]) -> dict[str, int]:
             continue
         offset, blocks = text.get(offset_key, 0), range(len(kept))
         asked = [index % period == offset for index in kept]
+        if key.startswith("attn"):
+            _refuse_without_attention([index % period == offset for index in range(block_count(text))], kept)
         pairs = ((period, offset), *((size, place) for size in range(1, len(kept) + 2) for place in range(size)))
         fitting = next((pair for pair in pairs if [index % pair[0] == pair[1] for index in blocks] == asked), None)
         if fitting is None:

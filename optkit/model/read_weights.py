@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any
 
-from optkit.model.config_defaults import model_folder
+from optkit.model.config_defaults import keys_of, model_folder
 from optkit.model.text_config import text_config
 
 
@@ -24,6 +24,7 @@ class Read(StrEnum):
     DTYPE = "the model's own code asks for its weight's dtype"
     OPENS = "transformers looks for its weight when it opens the model"
     CLASS = "the model's own code has a class for it, which transformers keeps"
+    REPLACED = "transformers puts other modules in the place of its experts as soon as a layer is packed"
     SHARED = "several blocks share its weight, and transformers shares nothing of a packed one"
 
 
@@ -31,6 +32,8 @@ MODES = frozenset({"training", "slow_but_exact", "rescale_prenorm_residual"})
 """Branches on these are not taken, unless config.json sets them."""
 BUILDS = ("__", "extra_repr", "get_", "set_", "tie_", "_tie_")
 """How functions begin that run before a layer is packed, or do not compute."""
+PATCHED = "MODULES_TO_PATCH_FOR_QUANTIZATION", "quantizers/base.py"
+"""transformers' table of the classes of modules that it replaces in a packed model (Llama 4)."""
 SHARED = ".shared_transf"
 """In the names of layers that several blocks of Zamba share."""
 LINEARS = frozenset({"Linear", "Conv1D"})
@@ -60,6 +63,8 @@ def _found(model_type: str, modes: frozenset[str]) -> frozenset[tuple[str, Read]
         tree = ast.parse(file.read_text(encoding="utf-8"))
         classes = [each for each in tree.body if isinstance(each, ast.ClassDef)]
         own = {each.name: read for each in classes for read in _of_class(each)}
+        if keys_of(*PATCHED) & {each.name for each in classes}:
+            found.add(("", Read.REPLACED))
         found |= {(name, own[called]) for name, called in _assigned(tree) if called in own}
         for each in classes:
             for function in each.body:

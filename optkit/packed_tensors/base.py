@@ -62,6 +62,13 @@ class WholeModelFormat(LayerFormat, Protocol):
         ...
 
 
+REMEDIES: Mapping[str, str] = {
+    Read.CLASS: "Use the stage fp8",
+    Read.REPLACED: "Take a stage that packs nothing, such as prune or cast",
+}
+"""What to do if no layer of a model can be packed, and fp8, int8 and nf4 are no way out."""
+
+
 def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: str) -> Selection:
     """Return the selection without layers in whose form the model's own code would miss the weight.
     Raises StageError if no layer is left.
@@ -78,7 +85,7 @@ def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: 
             f"none of the {len(missed):,} layers can be packed so ({name}, ...)",
             where=stage,
             why=f"{why[0].upper()}{why[1:]}; a packed layer has no plain weight",
-            remedy="Use the stage fp8" if why == Read.CLASS else "Use the stage fp8, int8 or nf4",
+            remedy=REMEDIES.get(why, "Use the stage fp8, int8 or nf4"),
         )
     return selection.without(missed, stage)
 
@@ -93,6 +100,7 @@ def _missed_weight(layer: Layer, form: LayerFormat) -> str:
     missed = {
         Read.COMPUTES: True,
         Read.SHARED: True,
+        Read.REPLACED: form.method in (COMPRESSED_TENSORS, BITSANDBYTES),
         Read.DTYPE: form.method == BITSANDBYTES,
         Read.CLASS: form.method == BITSANDBYTES or (form.method == COMPRESSED_TENSORS and packed),
         Read.OPENS: form.method == COMPRESSED_TENSORS and packed,

@@ -6,16 +6,15 @@ Of the metadata it reads what it has a word for; the rest is named.
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Mapping
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from optkit.common.files import reading
 from optkit.errors import SourceError, first_line
+from optkit.model.config_defaults import keys_of
 from optkit.model.gguf_file import Gguf
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.processes.child import Child
@@ -26,6 +25,8 @@ from optkit.progress import Progress, SilentProgress
 WORKER = "optkit.source.gguf_by_transformers"
 SPELLED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
 """Architectures of GGUF that transformers' table of metadata spells in another way."""
+KNOWN = "GGUF_CONFIG_MAPPING", "integrations/ggml.py"
+"""transformers' table of the architectures that it reads. Others need no process to say so."""
 OF_NO_MATTER = frozenset({"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"})
 """Keys that say once more what tensors' shapes say."""
 
@@ -36,7 +37,7 @@ def foreign_shape(gguf: Gguf, known: Mapping[str, Any]) -> ModelShape:
 
     Raises SourceError for an architecture that transformers does not read either.
     """
-    stat, read = gguf.path.stat(), _read_by_transformers()
+    stat, read = gguf.path.stat(), keys_of(*KNOWN)
     if read and not {gguf.architecture, SPELLED.get(gguf.architecture)} & read:
         told: dict[str, Any] = {"refused": f"GGUF model with architecture {gguf.architecture} is not supported yet."}
     else:
@@ -74,20 +75,6 @@ def import_foreign(gguf: Gguf, target: Path, progress: Progress) -> dict[str, An
         "form if there is one."
     )
     return {"reader": "transformers", "left_out": left}
-
-
-@cache
-def _read_by_transformers() -> frozenset[str]:
-    """Return the architectures in transformers' table of metadata; nothing if it lies elsewhere.
-    The file is read and not imported, so that others need no process.
-    """
-    found = find_spec("transformers")
-    table = Path(found.origin).parent / "integrations" / "ggml.py" if found and found.origin else None
-    for statement in ast.parse(table.read_text(encoding="utf-8")).body if table and table.is_file() else ():
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "GGUF_CONFIG_MAPPING":
-            keys = statement.value.keys if isinstance(statement.value, ast.Dict) else ()
-            return frozenset(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
-    return frozenset()
 
 
 @cache

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers import DogeConfig, DogeForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from optkit.errors import StageError
@@ -63,7 +64,20 @@ def test_models_that_ask_for_more_are_those_of_transformers() -> None:
                 found.update(
                     {kind: argument for kind in (place.parent.name, f"{place.parent.name}_text") if kind in CAUSAL}
                 )
-    assert found == ASKED
+    assert {**found, "doge": "own_mask"} == ASKED  # its attention makes a mask, and forgets the causal one beside sdpa
+
+
+def test_a_mask_of_its_own_leaves_no_token_to_see_ahead(tmp_path: Path) -> None:
+    """Beside sdpa transformers gives Doge no causal mask, and Doge makes none."""
+    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 2)
+    config = DogeConfig(**sizes, hidden_size=32, intermediate_size=48, vocab_size=512)
+    DogeForCausalLM(config).save_pretrained(tmp_path)
+    session = open_session(tmp_path)
+    why = "sdpa leaves out the causal mask beside the mask of its own of doge"
+    assert session.notes == (f"attention: eager, because {why}",)
+    changed = TOKENS.clone()
+    changed[:, 8:] = 1
+    assert near(session.logits(TOKENS)[:, :8], session.logits(changed)[:, :8])
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "vaultgemma"])

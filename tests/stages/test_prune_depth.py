@@ -115,7 +115,6 @@ def test_kinds_of_blocks_of_hybrids_are_those_of_the_blocks_that_are_left() -> N
         return {key: value for key, value in shallower_config(config, kept).items() if key != "num_hidden_layers"}
 
     jamba = {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1}
-    assert left([0, 2, 3, 5], **jamba) == {"attn_layer_period": 5, "attn_layer_offset": 4}  # none is left
     assert left([1, 2, 3, 4, 5], **jamba) == {"attn_layer_period": 3, "attn_layer_offset": 0}
     with pytest.raises(
         StageError,
@@ -128,6 +127,26 @@ def test_kinds_of_blocks_of_hybrids_are_those_of_the_blocks_that_are_left() -> N
     assert left([1, 3], hybrid_override_pattern="M-M*") == {"hybrid_override_pattern": "-*"}
     kinds = {"num_hidden_layers": 4, "block_types": ["recurrent", "recurrent", "attention"]}
     assert left([0, 2, 3], **kinds) == {"block_types": ["recurrent", "attention", "recurrent"]}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+        {"num_hidden_layers": 2, "layer_types": ["linear_attention", "sliding_attention"]},
+        {"hybrid_override_pattern": "M*"},
+        {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+        {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    ],
+)
+def test_the_only_block_with_attention_stays(config: dict[str, Any]) -> None:
+    assert shallower_config(config, [1])
+    with pytest.raises(
+        StageError,
+        match=r"^prune_structured.remove_layers: no block with attention would be left. transformers counts .* "
+        r"Remove fewer blocks, or name others",
+    ):
+        shallower_config(config, [0])
 
 
 def test_a_block_that_shares_weights_stays(tiny_model: TinyModel, tmp_path: Path) -> None:

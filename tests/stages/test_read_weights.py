@@ -18,6 +18,7 @@ from optkit.stages.fp8 import Fp8
 from optkit.stages.int8 import Int8
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.zoo.models import save_model
 
 TOKENS = torch.randint(1, 500, (2, 24), generator=torch.Generator().manual_seed(5))
 RTN = Rtn(group_size=16, lm_head=True)
@@ -69,3 +70,12 @@ def test_a_model_whose_every_layer_is_missed_is_refused_and_told_what_works(
 ) -> None:
     with pytest.raises(StageError, match=message):
         stage.predict(Checkpoint(tiny_model(kind)).shape, "cpu")
+
+
+def test_experts_that_transformers_replaces_in_a_packed_model_are_a_reason_to_refuse(tmp_path: Path) -> None:
+    shape = Checkpoint(save_model("llama4_text", tmp_path / "model")).shape
+    for stage in (Rtn(group_size=16), Fp8()):
+        with pytest.raises(
+            StageError, match=rf"^{stage.kind}: none of .* its experts as soon .* such as prune or cast"
+        ):
+            stage.predict(shape, "cpu")
