@@ -58,12 +58,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # before that of the real model, which takes 20 s
 def peers() -> str:
     return interpreter("OPTKIT_PEERS_PYTHON")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def vllm() -> str:
     return interpreter("OPTKIT_VLLM_PYTHON")
 

@@ -66,6 +66,7 @@ def test_an_import_is_what_transformers_reads(gemma3: Path, tiny_model: TinyMode
     assert AutoTokenizer.from_pretrained(tmp_path)(TEXT).input_ids == here(TEXT).input_ids
 
 
+@pytest.mark.slow
 def test_a_plan_of_it_imports_no_torch(gemma3: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from optkit.source.models import *; "

@@ -52,6 +52,7 @@ def alive(place: Path) -> list[int]:
     ]
 
 
+@pytest.mark.slow  # test_ranks shows it too
 def test_the_report_of_the_first_process_comes_back(tmp_path: Path) -> None:
     progress = Told()
     report = together("sum", tmp_path, progress)
