@@ -34,7 +34,8 @@ def keys_of(table: str, file: str) -> frozenset[str]:
     for statement in ast.parse(place.read_text(encoding="utf-8")).body if place and place.is_file() else ():
         for name, value in _assigned(statement):
             if name == table and isinstance(value, ast.Dict):
-                return frozenset(key.value for key in value.keys if isinstance(key, ast.Constant))
+                constants = (key.value for key in value.keys if isinstance(key, ast.Constant))
+                return frozenset(key for key in constants if isinstance(key, str))
     return frozenset()
 
 
