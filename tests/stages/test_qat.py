@@ -200,7 +200,8 @@ def test_with_rounded_inputs_the_opened_layers_compute_what_was_trained(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are ended by Linux's means")
-@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_ranks trains in two processes too
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_two_processes_end_in_the_codes_of_one(
     tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], parallel: str
 ) -> None:
