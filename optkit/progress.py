@@ -5,7 +5,6 @@ The command line draws it, the library is silent by default.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Protocol, Self
 
 
@@ -32,9 +31,7 @@ class Task(Protocol):
     """One bar: entered when the work starts, left when it ends."""
 
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: object, /, *_: object) -> None: ...
     def advance(self, steps: int = 1, note: str = "") -> None:
         """Count `steps` of the total as done; `note` says what was just finished, or is under way."""
         ...
@@ -72,9 +69,7 @@ class SilentTask:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         return None
 
     def advance(self, steps: int = 1, note: str = "") -> None:

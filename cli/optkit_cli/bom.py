@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.completion import artifacts
-from optkit_cli.options import Command
+from optkit_cli.options import Command, takes
 
 
 @click.command(cls=Command, short_help="Write an artifact's bill of materials.")
-@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=artifacts)
+@takes("artifact")
 def command(artifact: Path) -> None:
     """Write bom.cdx.json into ARTIFACT: a CycloneDX 1.7 ML-BOM (extra `bom`).
 

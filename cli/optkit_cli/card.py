@@ -6,15 +6,14 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.completion import artifacts
-from optkit_cli.options import Command, json_option
+from optkit_cli.options import Command, takes
 
 
 @click.command(cls=Command, short_help="Write an artifact's model card.")
-@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=artifacts)
+@takes("artifact")
 @click.option("--repo", metavar="OWNER/NAME", default="", help="The hub's name for it, which the card's examples open.")
 @click.option("--print", "printed", is_flag=True, help="Print the card and write nothing.")
-@json_option
+@takes("json")
 def command(artifact: Path, repo: str, printed: bool, as_json: bool) -> None:
     """Write ARTIFACT's model card, README.md with the hub's metadata, beside its weights.
 

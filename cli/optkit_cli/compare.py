@@ -6,15 +6,14 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, artifacts_argument, comparison_options, json_option
+from optkit_cli.options import Command, takes
 
 
 @click.command(cls=Command, short_help="Put artifacts side by side, and say which to take.")
-@artifacts_argument
-@comparison_options
+@takes("artifacts", "comparison")
 @click.option("--csv", "form", flag_value="csv", help="Print every number as CSV.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print the tables in Markdown.")
-@json_option
+@takes("json")
 def command(
     places: tuple[Path, ...],
     require: tuple[str, ...],

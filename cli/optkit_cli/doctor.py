@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, json_option, store_option
+from optkit_cli.options import Command, takes
 
 
 @click.command(cls=Command, short_help="Say what can run here, and what is missing.")
@@ -16,8 +16,7 @@ from optkit_cli.options import Command, json_option, store_option
 @click.option(
     "--links", is_flag=True, help="Also measure how fast the GPUs of this host exchange data (NCCL all-reduce)."
 )
-@store_option
-@json_option
+@takes("store", "json")
 def command(model: str | None, links: bool, store: Path | None, as_json: bool) -> None:
     """Print versions, devices, memory, disk, and which stages, evals, engines and kernels run."""
     from optkit.reports.doctor.doctor import diagnose

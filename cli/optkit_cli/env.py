@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, json_option, quiet_option
+from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, takes
 
 if TYPE_CHECKING:
     from optkit.backends.environments import Environment
@@ -27,7 +27,7 @@ def command() -> None:
 
 
 @command.command("list", cls=Command, short_help="Show every library, and what is built.")
-@json_option
+@takes("json")
 def list_environments(as_json: bool) -> None:
     """Show every library that can be a backend.
     The list has versions, size and place of its environment, and whether it is in use.
@@ -46,7 +46,7 @@ def list_environments(as_json: bool) -> None:
 
 @command.command("build", cls=Command, short_help="Build the environment of a library now.")
 @name_argument
-@quiet_option
+@takes("quiet")
 def build(name: str, quiet: bool) -> None:
     """Build the environment of library NAME now, for later runs offline, unless it is there."""
     from optkit.backends.environments import Environments
@@ -58,7 +58,7 @@ def build(name: str, quiet: bool) -> None:
 
 @command.command("remove", cls=Command, short_help="Delete the environments of a library.")
 @name_argument
-@quiet_option
+@takes("quiet")
 def remove(name: str, quiet: bool) -> None:
     """Delete every environment of library NAME, also those for another Python or torch."""
     from optkit.backends.environments import Environments

@@ -7,24 +7,12 @@ from typing import Unpack
 
 import click
 
-from optkit_cli.completion import artifacts
-from optkit_cli.options import (
-    Command,
-    Place,
-    against_option,
-    all_of,
-    json_option,
-    place_options,
-    quiet_option,
-    retime_option,
-    trust_option,
-    verbose_option,
-)
+from optkit_cli.options import Command, Place, takes
 from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 
 
 @click.command(cls=Command, short_help="Measure a model or an artifact.")
-@click.argument("model", metavar="MODEL_OR_ARTIFACT", shell_complete=artifacts)
+@takes("model_or_artifact")
 @click.option(
     "--evals",
     metavar="FILE",
@@ -37,9 +25,9 @@ from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
     metavar="MODEL",
     help="Model that the artifact was made from, if it is not found.",
 )
-@retime_option
-@against_option
-@all_of(pipeline_options, place_options, json_option, verbose_option, quiet_option, trust_option)
+@takes("retime", "against")
+@pipeline_options
+@takes("place", "json", "verbose", "quiet", "trust")
 def command(
     model: str,
     evals: str,

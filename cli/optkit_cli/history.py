@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optkit_cli.options import Command, json_option, store_option
+from optkit_cli.options import Command, takes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,8 +34,7 @@ SAID = {"there": "", "gone": "  (gone)", "replaced": "  (replaced)"}
     multiple=True,
     help='List what keeps this limit, e.g. "perplexity<=1.05x"; repeatable.',
 )
-@store_option
-@json_option
+@takes("store", "json")
 def command(
     model: str | None,
     recipe: str | None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from optkit.errors import OptkitError
-from optkit_cli.options import Command, json_option
+from optkit_cli.options import Command, takes
 
 if TYPE_CHECKING:
     from optkit.measure import Eval
@@ -63,7 +63,7 @@ LISTS = {"stages": _stages, "evals": _evals, "recipes": _recipes, "datasets": _d
 
 @click.command(cls=Command, short_help="List what recipes can name.")
 @click.argument("what", metavar="|".join(LISTS), type=click.Choice(list(LISTS)))
-@json_option
+@takes("json")
 def command(what: str, as_json: bool) -> None:
     """List the stages, evals, recipes, data sets or models known by name, plug-ins included."""
     from optkit_cli.output import print_json, show

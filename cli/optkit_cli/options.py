@@ -141,37 +141,6 @@ def number_option(flag: str, default: int, help: str, least: int = 1) -> Callabl
 
 DIRECTORY = click.Path(path_type=Path, file_okay=False)
 FILE = click.Path(path_type=Path, dir_okay=False)
-recipe_argument = click.argument("recipe", metavar="RECIPE", shell_complete=completion.recipes)
-model_option = click.option(
-    "--model",
-    metavar="MODEL",
-    help="Take this model instead of the recipe's: a built-in name, a directory, a .gguf file or a hub id.",
-)
-set_option = click.option(
-    "--set",
-    "overrides",
-    metavar="PATH=VALUE",
-    type=Assignment(),
-    multiple=True,
-    help="Change one value of the recipe, e.g. seed=1; repeatable.",
-)
-device_option = click.option(
-    "--device", metavar="DEVICE", type=Device(), help="cpu, cuda or cuda:N; by default the best that is here."
-)
-data_option = click.option(
-    "--data",
-    metavar="DIR",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    envvar="OPTKIT_DATA",
-    help="Directory with local copies of data sets [$OPTKIT_DATA].",
-)
-store_option = click.option(
-    "--store",
-    metavar="DIR",
-    type=DIRECTORY,
-    envvar="OPTKIT_STORE",
-    help="Directory of finished steps [$OPTKIT_STORE, ~/.cache/optkit].",
-)
 
 
 def _share(context: click.Context, _parameter: click.Parameter, url: str | None) -> None:
@@ -179,86 +148,132 @@ def _share(context: click.Context, _parameter: click.Parameter, url: str | None)
         context.meta[REMOTE] = url
 
 
-remote_option = click.option(
-    "--remote",
-    metavar="URL",
-    expose_value=False,
-    callback=_share,
-    help="Store that machines share, e.g. s3://bucket/prefix [$OPTKIT_STORE_REMOTE].",
-)
-shared_option = click.option(
-    "--remote", metavar="URL", required=True, envvar=REMOTE, help="Store that machines share [$OPTKIT_STORE_REMOTE]."
-)
-retime_option = click.option(
-    "--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now."
-)
-against_option = click.option(
-    "--against",
-    metavar="ARTIFACT",
-    type=click.Path(path_type=Path),
-    help="Artifact or scorecard.json of the last release, for gates `of previous`; `none` before the first release.",
-)
-trials_option = click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Take N of the combinations.")
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document on stdout, everything else on stderr."
-)
-trust_option = click.option(
-    "--trust-remote-code", is_flag=True, help="Run the code of others that comes with the model; read it first."
-)
-verbose_option = click.option(
-    "--verbose", "-v", is_flag=True, help="Print every number, its protocol, and how the artifact was made."
-)
-
-
 def _want_json(context: click.Context, _parameter: click.Parameter, form: str) -> None:
     context.ensure_object(Invocation).logs_json = form == "json"
 
 
-quiet_option = all_of(
-    click.option("--quiet", "-q", is_flag=True, help="Print the result and warnings only."),
-    click.option(
-        "--log-format",
-        type=click.Choice(["text", "json"]),
-        default="text",
-        expose_value=False,
-        is_eager=True,
-        callback=_want_json,
-        help="Print progress and messages on stderr as text [the default], or each as a line of JSON.",
-    ),
-)
-
-
 class Place(TypedDict):
-    """What `place_options` say: where a command computes and where its files lie."""
+    """What the options `place` say: where a command computes and where its files lie."""
 
     device: str | None
     data: Path | None
     store: Path | None
 
 
-artifacts_argument = click.argument(
-    "places",
-    metavar="ARTIFACT...",
-    type=click.Path(path_type=Path),
-    nargs=-1,
-    required=True,
-    shell_complete=completion.artifacts,
-)
-comparison_options = all_of(
-    click.option(
-        "--require",
-        metavar="LIMIT",
-        multiple=True,
-        help='Take only what keeps this limit, e.g. "perplexity<=1.05x" or "decode_tokens_per_s[batch=8]>=2x"; '
-        "repeatable.",
+SHARED: dict[str, Callable[[Any], Any]] = {
+    "recipe": click.argument("recipe", metavar="RECIPE", shell_complete=completion.recipes),
+    "model": click.option(
+        "--model",
+        metavar="MODEL",
+        help="Take this model instead of the recipe's: a built-in name, a directory, a .gguf file or a hub id.",
     ),
-    click.option("--best", metavar="METRIC", help="Pick the best by this metric, e.g. size_bytes."),
-    click.option(
-        "--axis",
-        "axes",
-        metavar="METRIC",
+    "set": click.option(
+        "--set",
+        "overrides",
+        metavar="PATH=VALUE",
+        type=Assignment(),
         multiple=True,
-        help="Rank by this metric; repeatable. By default a quality, a size and a speed.",
+        help="Change one value of the recipe, e.g. seed=1; repeatable.",
     ),
-)
-place_options = all_of(device_option, data_option, store_option, remote_option)
+    "device": click.option(
+        "--device", metavar="DEVICE", type=Device(), help="cpu, cuda or cuda:N; by default the best that is here."
+    ),
+    "data": click.option(
+        "--data",
+        metavar="DIR",
+        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        envvar="OPTKIT_DATA",
+        help="Directory with local copies of data sets [$OPTKIT_DATA].",
+    ),
+    "store": click.option(
+        "--store",
+        metavar="DIR",
+        type=DIRECTORY,
+        envvar="OPTKIT_STORE",
+        help="Directory of finished steps [$OPTKIT_STORE, ~/.cache/optkit].",
+    ),
+    "remote": click.option(
+        "--remote",
+        metavar="URL",
+        expose_value=False,
+        callback=_share,
+        help="Store that machines share, e.g. s3://bucket/prefix [$OPTKIT_STORE_REMOTE].",
+    ),
+    "shared": click.option(
+        "--remote",
+        metavar="URL",
+        required=True,
+        envvar=REMOTE,
+        help="Store that machines share [$OPTKIT_STORE_REMOTE].",
+    ),
+    "retime": click.option(
+        "--retime", is_flag=True, help="Measure timings again, of both models, e.g. on a machine that is quiet now."
+    ),
+    "against": click.option(
+        "--against",
+        metavar="ARTIFACT",
+        type=click.Path(path_type=Path),
+        help="Artifact or scorecard.json of the last release, for gates `of previous`; "
+        "`none` before the first release.",
+    ),
+    "trials": click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Take N of the combinations."),
+    "json": click.option(
+        "--json", "as_json", is_flag=True, help="Print one JSON document on stdout, everything else on stderr."
+    ),
+    "trust": click.option(
+        "--trust-remote-code", is_flag=True, help="Run the code of others that comes with the model; read it first."
+    ),
+    "verbose": click.option(
+        "--verbose", "-v", is_flag=True, help="Print every number, its protocol, and how the artifact was made."
+    ),
+    "quiet": all_of(
+        click.option("--quiet", "-q", is_flag=True, help="Print the result and warnings only."),
+        click.option(
+            "--log-format",
+            type=click.Choice(["text", "json"]),
+            default="text",
+            expose_value=False,
+            is_eager=True,
+            callback=_want_json,
+            help="Print progress and messages on stderr as text [the default], or each as a line of JSON.",
+        ),
+    ),
+    "artifact": click.argument(
+        "artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=completion.artifacts
+    ),
+    "model_or_artifact": click.argument("model", metavar="MODEL_OR_ARTIFACT", shell_complete=completion.artifacts),
+    "artifacts": click.argument(
+        "places",
+        metavar="ARTIFACT...",
+        type=click.Path(path_type=Path),
+        nargs=-1,
+        required=True,
+        shell_complete=completion.artifacts,
+    ),
+    "comparison": all_of(
+        click.option(
+            "--require",
+            metavar="LIMIT",
+            multiple=True,
+            help='Take only what keeps this limit, e.g. "perplexity<=1.05x" or "decode_tokens_per_s[batch=8]>=2x"; '
+            "repeatable.",
+        ),
+        click.option("--best", metavar="METRIC", help="Pick the best by this metric, e.g. size_bytes."),
+        click.option(
+            "--axis",
+            "axes",
+            metavar="METRIC",
+            multiple=True,
+            help="Rank by this metric; repeatable. By default a quality, a size and a speed.",
+        ),
+    ),
+}
+"""What several commands take, by the name that `takes` knows it by."""
+
+
+def takes(*names: str) -> Callable[[Function], Function]:
+    """Return one decorator that adds arguments and options of `SHARED`, in the order given."""
+    return all_of(*(SHARED[name] for name in names))
+
+
+SHARED["place"] = takes("device", "data", "store", "remote")

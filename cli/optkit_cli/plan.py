@@ -6,23 +6,11 @@ from typing import Unpack
 
 import click
 
-from optkit_cli.options import (
-    Command,
-    Place,
-    all_of,
-    json_option,
-    model_option,
-    place_options,
-    recipe_argument,
-    set_option,
-    trials_option,
-    trust_option,
-)
+from optkit_cli.options import Command, Place, takes
 
 
 @click.command(cls=Command, short_help="Say what a run would do and need.")
-@recipe_argument
-@all_of(model_option, set_option, trials_option, place_options, json_option, trust_option)
+@takes("recipe", "model", "set", "trials", "place", "json", "trust")
 def command(
     recipe: str,
     model: str | None,

@@ -7,25 +7,14 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.completion import artifacts
-from optkit_cli.options import (
-    DIRECTORY,
-    Command,
-    all_of,
-    device_option,
-    json_option,
-    number_option,
-    quiet_option,
-    store_option,
-    trust_option,
-)
+from optkit_cli.options import DIRECTORY, Command, number_option, takes
 
 QUIET_KINETO = "99"
 """Above all levels of the log of torch's profiler, which it writes for every trace."""
 
 
 @click.command(cls=Command, short_help="Say where the time of a model goes.")
-@click.argument("model", metavar="MODEL_OR_ARTIFACT", shell_complete=artifacts)
+@takes("model_or_artifact")
 @number_option("--batch", 1, "Sequences at once.")
 @number_option("--prompt", 128, "Tokens of a prompt.")
 @number_option("--new-tokens", 16, "Tokens generated after it.", least=2)
@@ -37,7 +26,7 @@ QUIET_KINETO = "99"
     is_flag=True,
     help="Trace nothing; mark ranges for Nsight: nsys profile -c cudaProfilerApi optkit profile MODEL --nvtx",
 )
-@all_of(device_option, store_option, json_option, quiet_option, trust_option)
+@takes("device", "store", "json", "quiet", "trust")
 def command(
     model: str,
     batch: int,

@@ -8,8 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import click
 
@@ -91,10 +90,8 @@ class SafeTask:
         self.to.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.to.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self.to.__exit__(*error)
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         """Count, and stop here if that is asked."""
@@ -206,9 +203,7 @@ class LineTask(SilentTask):
         self._say(f"{self.pace.label}  {self.pace.count}")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._say(self.pace.ending(failed=kind is not None))
 
     def _say(self, line: str) -> None:
@@ -292,9 +287,7 @@ class BarTask(SilentTask):
         self.bar = self.bars.add_task(self.pace.label, total=self.pace.total, count=self.pace.count, left="", note="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self.bars.remove_task(self.bar)
         self.progress.bar_closed()
         if kind is not None or self.pace.elapsed_s >= WORTH_A_LINE_S:

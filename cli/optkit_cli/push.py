@@ -6,16 +6,15 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.completion import artifacts
-from optkit_cli.options import Command, all_of, json_option, quiet_option
+from optkit_cli.options import Command, takes
 
 
 @click.command(cls=Command, short_help="Upload an artifact to a registry.")
-@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=artifacts)
+@takes("artifact")
 @click.argument("address", metavar="TARGET")
 @click.option("--dry-run", is_flag=True, help="Print what would go where and stop; uses no network.")
 @click.option("--allow-failed-gates", is_flag=True, help="Push it even if a gate of its recipe failed.")
-@all_of(json_option, quiet_option)
+@takes("json", "quiet")
 def command(artifact: Path, address: str, dry_run: bool, allow_failed_gates: bool, as_json: bool, quiet: bool) -> None:
     """Check ARTIFACT, print what goes where, and upload it to TARGET.
 

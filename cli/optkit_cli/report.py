@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, artifacts_argument, comparison_options, json_option
+from optkit_cli.options import Command, takes
 
 
 @click.command(cls=Command, short_help="Write a page that says which artifact to take.")
-@artifacts_argument
+@takes("artifacts")
 @click.option(
     "--out",
     metavar="FILE",
@@ -19,8 +19,7 @@ from optkit_cli.options import Command, artifacts_argument, comparison_options, 
     show_default=True,
     help="Where to write the page.",
 )
-@comparison_options
-@json_option
+@takes("comparison", "json")
 def command(
     places: tuple[Path, ...],
     out: Path,

@@ -6,24 +6,14 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.completion import artifacts
-from optkit_cli.options import (
-    DIRECTORY,
-    Command,
-    all_of,
-    data_option,
-    device_option,
-    json_option,
-    quiet_option,
-    trust_option,
-)
+from optkit_cli.options import DIRECTORY, Command, takes
 
 
 @click.command(cls=Command, short_help="Make an artifact again from its record, and compare.")
-@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=artifacts)
+@takes("artifact")
 @click.option("--model", metavar="MODEL", help="Model that the artifact was made from, if it is not found.")
 @click.option("--out", metavar="DIR", type=DIRECTORY, help="Keep the second artifact here.")
-@all_of(device_option, data_option, json_option, quiet_option, trust_option)
+@takes("device", "data", "json", "quiet", "trust")
 def command(
     artifact: Path,
     model: str | None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optkit_cli.options import Command, all_of, json_option, number_option, quiet_option
+from optkit_cli.options import Command, number_option, takes
 
 if TYPE_CHECKING:
     from optkit.reports.roofline import Device
@@ -79,7 +79,7 @@ class Picture(click.Path):
 )
 @click.option("--plot", metavar="FILE", type=Picture(), help="Draw the limits over the batch, as .svg or .png.")
 @click.option("--remeasure", is_flag=True, help="Measure cpu or cuda again, whatever is kept of it.")
-@all_of(json_option, quiet_option)
+@takes("json", "quiet")
 def command(
     model: str,
     device: str | None,

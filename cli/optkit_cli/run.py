@@ -9,38 +9,22 @@ from typing import Unpack
 
 import click
 
-from optkit_cli.options import (
-    DIRECTORY,
-    Command,
-    Place,
-    against_option,
-    all_of,
-    json_option,
-    model_option,
-    place_options,
-    quiet_option,
-    recipe_argument,
-    retime_option,
-    set_option,
-    trust_option,
-    verbose_option,
-)
+from optkit_cli.options import DIRECTORY, Command, Place, takes
 from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 
 
 @click.command(cls=Command, short_help="Make an artifact, measure it, print its scorecard.")
-@recipe_argument
-@all_of(model_option, set_option)
+@takes("recipe", "model", "set")
 @click.option("--out", metavar="DIR", type=DIRECTORY, help="Directory of the artifact [artifacts/RECIPE].")
-@retime_option
-@against_option
+@takes("retime", "against")
 @click.option(
     "--verify",
     "verified",
     is_flag=True,
     help="Open the artifact in every installed engine at the end, as `optkit verify` does.",
 )
-@all_of(pipeline_options, place_options, json_option, verbose_option, quiet_option, trust_option)
+@pipeline_options
+@takes("place", "json", "verbose", "quiet", "trust")
 def command(
     recipe: str,
     model: str | None,

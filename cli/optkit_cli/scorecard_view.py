@@ -1,5 +1,5 @@
 """A scorecard on the terminal. Short, it is the numbers that decide, what to act on and the verdict;
-whole, it is also how the artifact was made, every number and its protocol.
+whole, it is also how the artifact was made, every number and its protocol, and which engines open it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from rich.text import Text
 
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import (
+    Loading,
     Measured,
     Row,
+    Rung,
     Scorecard,
     StepLine,
     first_rows,
     footnotes,
     interval_text,
+    loading_cells,
+    loading_columns,
+    loading_notes,
     other_notes,
     protocols,
     table_rows,
@@ -31,9 +36,8 @@ from optkit.scorecard import (
     training_line,
     trainings,
     value_text,
+    waterfall,
 )
-from optkit_cli.attribution_view import attribution_view
-from optkit_cli.loading_view import loading_view
 from optkit_cli.progress import clock_text
 from optkit_cli.tables import fits, grouped, indented, plain_table, verdict_text
 
@@ -171,12 +175,7 @@ def _cells(measured: Measured, row: Row, *, narrow: bool) -> tuple[Text, ...]:
 
 
 def _title(scorecard: Scorecard) -> Text:
-    model = scorecard.recipe.get("model")
-    model_name = model.get("name", "") if isinstance(model, dict) else str(model or "")
-    device = " ".join(
-        str(scorecard.environment[key]) for key in ("device", "device_name") if scorecard.environment.get(key)
-    )
-    about = " · ".join(part for part in (model_name, device) if part)
+    about = " · ".join(part for part in (scorecard.model_name, scorecard.device) if part)
     return Text.assemble((scorecard.name, "bold"), (f"  {about}", "dim"))
 
 
@@ -211,3 +210,29 @@ def _unclear_timings(scorecard: Scorecard) -> list[str]:
             gate.key for row in timings for gate in row.gates if gate.verdict == "INCONCLUSIVE" and not gate.why
         )
     )
+
+
+def attribution_view(rungs: Sequence[Rung]) -> RenderableType | None:
+    """Return the table, None if there is nothing to tell apart."""
+    found = waterfall(rungs)
+    if found is None:
+        return None
+    first, *others = found.columns
+    return plain_table(first, *(f">{name}" for name in others), rows=found.rows)
+
+
+STYLES = {"agrees": "green", "disagrees": "bold red", "refused": "bold red", "skipped": "dim"}
+
+
+def loading_view(loading: Sequence[Loading]) -> list[RenderableType]:
+    """Return the table and what to say below it; nothing if the artifact was not verified."""
+    if not loading:
+        return []
+    columns = loading_columns(loading)
+    first, second, *numbers = columns
+    table = plain_table(first, second, *(f">{name}" for name in numbers))
+    for each in loading:
+        engine, loads, *cells = loading_cells(each, columns)
+        table.add_row(engine, Text(loads, style=STYLES[each.verdict]), *cells)
+    notes = indented([("loading", note) for note in loading_notes(loading)])
+    return [table] if notes is None else [table, notes]

@@ -7,17 +7,7 @@ from typing import Unpack
 
 import click
 
-from optkit_cli.options import (
-    DIRECTORY,
-    Command,
-    Place,
-    all_of,
-    json_option,
-    number_option,
-    place_options,
-    quiet_option,
-    trust_option,
-)
+from optkit_cli.options import DIRECTORY, Command, Place, number_option, takes
 
 
 @click.command(cls=Command, short_help="Say which layers suffer most from quantization.")
@@ -42,7 +32,7 @@ from optkit_cli.options import (
     help="How the weights would be rounded.",
 )
 @click.option("--out", metavar="DIR", type=DIRECTORY, help="Write sensitivity.json, .md and .svg there.")
-@all_of(place_options, json_option, quiet_option, trust_option)
+@takes("place", "json", "quiet", "trust")
 def command(
     model: str,
     calibration: str,

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.completion import artifacts
-from optkit_cli.options import Command, all_of, json_option, verbose_option
+from optkit_cli.options import Command, takes
 
 
 @click.command(cls=Command, short_help="Print an artifact's scorecard.")
-@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=artifacts)
-@all_of(json_option, verbose_option)
+@takes("artifact", "json", "verbose")
 def command(artifact: Path, as_json: bool, verbose: bool) -> None:
     """Print how ARTIFACT was made and its scorecard; fail if its files changed since."""
     from optkit.artifact import read_artifact

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.completion import artifacts
-from optkit_cli.options import FILE, Command
+from optkit_cli.options import FILE, Command, takes
 
 
 @click.command(cls=Command, short_help="Sign an artifact with a key.")
-@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=artifacts)
+@takes("artifact")
 @click.option("--key", metavar="PEM", type=FILE, required=True, help="Private key of an elliptic curve.")
 @click.option("--certificate", metavar="PEM", type=FILE, help="Certificate of the key, and those that it stands on.")
 def command(artifact: Path, key: Path, certificate: Path | None) -> None:

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optkit_cli.options import (
-    CONTEXT_SETTINGS,
-    Command,
-    Group,
-    all_of,
-    json_option,
-    quiet_option,
-    shared_option,
-    store_option,
-)
+from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, takes
 
 if TYPE_CHECKING:
     from optkit.store.remote import Remote
@@ -56,8 +47,7 @@ def command() -> None:
 
 @command.command("show", cls=Command, short_help="Print what the store holds.")
 @click.option("--remote", metavar="URL", help="Print what the store holds that machines share.")
-@store_option
-@json_option
+@takes("store", "json")
 def show_command(remote: str | None, store: Path | None, as_json: bool) -> None:
     """Print the store's place, size, steps (model, size, last use) and unfinished work."""
     from optkit.common.cache import default_store
@@ -75,7 +65,7 @@ def show_command(remote: str | None, store: Path | None, as_json: bool) -> None:
 
 @command.command("push", cls=Command, short_help="Give steps to a store that machines share.")
 @click.argument("keys", metavar="[KEY]...", nargs=-1)
-@all_of(shared_option, store_option, json_option, quiet_option)
+@takes("shared", "store", "json", "quiet")
 def push_command(keys: tuple[str, ...], remote: str, store: Path | None, as_json: bool, quiet: bool) -> None:
     """Push all finished steps and numbers, or those whose keys begin with KEY.
     Files that are there already stay, but those of a KEY go up again.
@@ -94,7 +84,7 @@ def push_command(keys: tuple[str, ...], remote: str, store: Path | None, as_json
 @command.command("pull", cls=Command, short_help="Take steps from a store that machines share.")
 @click.argument("keys", metavar="[KEY]...", nargs=-1)
 @click.option("--recipe", metavar="RECIPE", help="Pull what a run of this recipe would begin with, and its numbers.")
-@all_of(shared_option, store_option, json_option, quiet_option)
+@takes("shared", "store", "json", "quiet")
 def pull_command(
     keys: tuple[str, ...], recipe: str | None, remote: str, store: Path | None, as_json: bool, quiet: bool
 ) -> None:
@@ -146,8 +136,7 @@ def _reached(url: str) -> Remote:
 @click.option("--all", "everything", is_flag=True, help="Delete all steps and numbers.")
 @click.option("--dry-run", is_flag=True, help="Say what would be deleted; delete nothing.")
 @click.option("--remote", metavar="URL", help="Prune the store that machines share; this machine's stays.")
-@store_option
-@json_option
+@takes("store", "json")
 def prune_command(
     older_than_s: float | None,
     max_bytes: int | None,

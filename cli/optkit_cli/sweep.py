@@ -7,28 +7,11 @@ from typing import Unpack
 
 import click
 
-from optkit_cli.options import (
-    Assignment,
-    Command,
-    Place,
-    against_option,
-    all_of,
-    comparison_options,
-    json_option,
-    model_option,
-    place_options,
-    quiet_option,
-    recipe_argument,
-    retime_option,
-    set_option,
-    trials_option,
-    trust_option,
-)
+from optkit_cli.options import Assignment, Command, Place, takes
 
 
 @click.command(cls=Command, short_help="Make and compare all combinations of a recipe.")
-@recipe_argument
-@all_of(model_option, set_option)
+@takes("recipe", "model", "set")
 @click.option(
     "--out",
     metavar="DIR",
@@ -36,9 +19,9 @@ from optkit_cli.options import (
     help="Directory of the artifacts [artifacts/RECIPE].",
 )
 @click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS", help="Begin nothing later.")
-@all_of(against_option, comparison_options)
+@takes("against", "comparison")
 @click.option("--keep", metavar="best:N", help="Delete the weights of what is dominated, but for the N best.")
-@trials_option
+@takes("trials")
 @click.option(
     "--sampler",
     metavar="NAME",
@@ -63,8 +46,7 @@ from optkit_cli.options import (
     multiple=True,
     help="An option of sbatch, e.g. partition=gpu; time counts minutes; repeatable.",
 )
-@retime_option
-@all_of(place_options, json_option, quiet_option, trust_option)
+@takes("retime", "place", "json", "quiet", "trust")
 def command(
     recipe: str,
     model: str | None,

@@ -19,8 +19,6 @@ from optkit_cli.progress import Pace, SafePoints, line_progress
 from optkit_cli.tables import duration_text, plain_table, verdict_text
 
 if TYPE_CHECKING:
-    from rich.live import Live
-
     from optkit.sweep.record import Watcher
 
 STYLES = {Status.WAITING: "dim", Status.MADE: "yellow", Status.DONE: "green", Status.FAILED: "bold red"}
@@ -36,7 +34,7 @@ def watching(*, quiet: bool) -> Iterator[tuple[Watcher, Progress]]:
 
     console = Console(stderr=True, highlight=False)
     table = LiveTable(console)
-    with Live(table, console=console, redirect_stdout=False, redirect_stderr=False) as table.live:
+    with Live(table, console=console, redirect_stdout=False, redirect_stderr=False):
         yield table, SafePoints(table)
 
 
@@ -68,7 +66,6 @@ class LiveTable:
     """The table of all combinations, with what is at work below it; a `Progress` as well."""
 
     console: Console
-    live: Live | None = None
     record: SweepRecord | None = None
     now: tuple[str, ...] = ()
     said: str = ""

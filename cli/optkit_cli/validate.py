@@ -6,12 +6,12 @@ import click
 
 from optkit.errors import OptkitError, RecipeError
 from optkit_cli import completion
-from optkit_cli.options import Command, json_option
+from optkit_cli.options import Command, takes
 
 
 @click.command(cls=Command, short_help="Check recipes; every problem at once.")
 @click.argument("recipes", metavar="RECIPE...", nargs=-1, required=True, shell_complete=completion.recipes)
-@json_option
+@takes("json")
 def command(recipes: tuple[str, ...], as_json: bool) -> None:
     """Check each RECIPE and print every problem as file:line:column; exit status 2 if there is one."""
     from optkit.common.visible import visible

@@ -10,17 +10,7 @@ from typing import Any
 import click
 
 from optkit.verification.registry import engine_names
-from optkit_cli.completion import artifacts
-from optkit_cli.options import (
-    FILE,
-    Command,
-    all_of,
-    device_option,
-    json_option,
-    number_option,
-    quiet_option,
-    trust_option,
-)
+from optkit_cli.options import FILE, Command, number_option, takes
 
 
 class EngineName(click.ParamType[str]):
@@ -55,7 +45,7 @@ class EnginePython(click.ParamType[tuple[str, str]]):
 
 
 @click.command(cls=Command, short_help="Prove that other programs open an artifact.")
-@click.argument("artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=artifacts)
+@takes("artifact")
 @click.option("--engine", "engines", type=EngineName(), multiple=True, help="Ask this engine only; repeatable.")
 @click.option(
     "--engine-python",
@@ -77,7 +67,7 @@ class EnginePython(click.ParamType[tuple[str, str]]):
 @click.option("--signature", is_flag=True, help="Check who signed it, and its files; engines only by --engine.")
 @click.option("--public-key", metavar="PEM", type=FILE, help="Public key of whoever has to have signed it.")
 @click.option("--certificate", metavar="PEM", type=FILE, help="Root of the certificate that has to have signed it.")
-@all_of(device_option, json_option, quiet_option, trust_option)
+@takes("device", "json", "quiet", "trust")
 def command(
     artifact: Path,
     engines: tuple[str, ...],

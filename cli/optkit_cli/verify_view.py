@@ -7,7 +7,7 @@ from rich.text import Text
 
 from optkit.errors import OptkitError
 from optkit.verification.verify import Verified
-from optkit_cli.loading_view import loading_view
+from optkit_cli.scorecard_view import loading_view
 from optkit_cli.tables import indented
 
 FAIL = ("FAIL", "bold red")

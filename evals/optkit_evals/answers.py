@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from optkit.common.field_types import SequenceLength, Several
-from optkit.common.statistics import Estimate, mean_estimate, share_estimate
+from optkit.common.statistics import mean_estimate, share_estimate
 from optkit.errors import EvalError
 from optkit.measure import Attachment, ConditionalSession, Eval, EvalContext, Metric
 from optkit.model.session_memory import SessionMemory
 from optkit.model.task import ENCODER_DECODERS, Task
 from optkit.source.conditioned import ConditionedText
 from optkit.source.text_place import TextPlace
+from optkit_evals.meanings import row
 from optkit_evals.windows import refuse_calibrated, short_revision
 
 NO_WORD = re.compile(r"[^\w\s']+")
@@ -82,23 +83,13 @@ class Answers(ConditionedText, Eval):
             f"pairs, {self.field} behind {self.input}, greedy answers of up to {self.new_tokens} tokens by "
             f"transformers' generate, compared {COMPARED[self.normalize]}"
         )
-        yield self._metric("exact_match", share_estimate(same, [1] * len(same)), same, protocol)
-        yield self._metric("word_error_rate", mean_estimate(rates, 0.0, math.inf), rates, protocol)
+        share_right = share_estimate(same, [1] * len(same))
+        yield row(self, "exact_match", share_right, protocol, same, pairing="paired_mean")
+        wrong_words = mean_estimate(rates, 0.0, math.inf)
+        yield row(self, "word_error_rate", wrong_words, protocol, rates, pairing="paired_mean")
 
     def _words(self, text: str) -> list[str]:
         return (NO_WORD.sub(" ", text.lower()) if self.normalize else text).split()
-
-    def _metric(self, name: str, estimate: Estimate, samples: Sequence[float], protocol: str) -> Metric:
-        return Metric(
-            name=name,
-            value=estimate.value,
-            unit="fraction",
-            higher_is_better=name == "exact_match",
-            interval=estimate.interval,
-            protocol=protocol,
-            samples=tuple(samples),
-            pairing="paired_mean",
-        )
 
 
 def word_errors(said: Sequence[str], wanted: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from optkit.errors import EvalError
 from optkit.measure import Answering, Eval, EvalContext, Metric, Session
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
 from optkit.model.task import GENERATING, Task
+from optkit_evals.meanings import row
 from optkit_evals.windows import PromptedText, Seeing, other_tokens, require_baseline, slices
 
 if TYPE_CHECKING:
@@ -80,19 +81,8 @@ class Divergence(PromptedText, Eval):
             ("kl_divergence_p99", tail_estimate(divergences, 0.99), tails),
             ("top1_agreement", share_estimate(agreements, positions, neighbours=True), agreements),
         )
-        return [
-            Metric(
-                name=name,
-                labels=labels,
-                value=estimate.value,
-                unit=self.metrics[name],
-                higher_is_better=name == "top1_agreement",
-                interval=estimate.interval,
-                protocol=f"{windows.protocol}; KL(baseline || model) and most likely token",
-                samples=tuple(samples),
-            )
-            for name, estimate, samples in measured
-        ]
+        protocol = f"{windows.protocol}; KL(baseline || model) and most likely token"
+        return [row(self, name, estimate, protocol, samples, labels=labels) for name, estimate, samples in measured]
 
 
 def compare_window(session: Answering, baseline: Answering, window: Tensor) -> tuple[list[float], float]:

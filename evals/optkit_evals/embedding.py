@@ -19,6 +19,7 @@ from optkit.common.statistics import (
 from optkit.errors import EvalError
 from optkit.measure import EncoderSession, Eval, EvalContext, Metric
 from optkit.model.task import Task
+from optkit_evals.meanings import row
 from optkit_evals.sentences import Sentences, SentenceText
 from optkit_evals.windows import other_tokens, require_baseline
 
@@ -111,15 +112,7 @@ class Embedding(SentenceText, Eval):
             ("recall_at_10", share_estimate(recalls, [NEIGHBOURS] * len(recalls)), recalls),
         )
         return [
-            Metric(
-                name=name,
-                value=min(estimate.value, 1.0),
-                unit=self.metrics[name],
-                higher_is_better=True,
-                interval=estimate.interval,
-                protocol=protocol,
-                samples=tuple(samples),
-            )
+            row(self, name, Estimate(min(estimate.value, 1.0), estimate.interval), protocol, samples)
             for name, estimate, samples in measured
         ]
 

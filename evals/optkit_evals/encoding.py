@@ -18,6 +18,7 @@ from optkit.measure import EncoderSession, EvalContext, Metric, TimedEval
 from optkit.model.session_memory import SessionMemory
 from optkit.model.task import ENCODING, Task
 from optkit_evals.configurations import measure_each
+from optkit_evals.meanings import row
 from optkit_evals.timing import device_text, random_tokens
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class Encoding(TimedEval):
                         task.advance(note=str(cell))
                 if peak.unknown:
                     context.warn(f"encoding, {cell}: peak_memory_bytes is not reported: {peak.unknown}")
-                return list(_metrics(cell, times, peak, protocol))
+                return list(_metrics(self, cell, times, peak, protocol))
 
             return measure_each(self.cells(), measure, session, context, "encoding", "Lower batch_sizes or lengths")
 
@@ -184,7 +185,7 @@ class Timed:
         return median(self() for _ in range(GROUP))
 
 
-def _metrics(cell: Cell, times: Sequence[Sequence[float]], peak: Peak, protocol: str) -> Iterator[Metric]:
+def _metrics(of: Encoding, cell: Cell, times: Sequence[Sequence[float]], peak: Peak, protocol: str) -> Iterator[Metric]:
     samples = {
         "latency_p50_s": [quantile(each, 0.50) for each in times],
         "latency_p95_s": [quantile(each, 0.95) for each in times],
@@ -193,13 +194,4 @@ def _metrics(cell: Cell, times: Sequence[Sequence[float]], peak: Peak, protocol:
     values: dict[str, float | None] = {name: mean(each) for name, each in samples.items()}
     for name, value in {**values, "peak_memory_bytes": peak.size_bytes}.items():
         if value is not None:
-            yield Metric(
-                name=name,
-                labels=cell.labels,
-                value=value,
-                unit=Encoding.metrics[name],
-                higher_is_better=name == "sequences_per_s",
-                protocol=protocol,
-                samples=tuple(samples.get(name, ())),
-                pairing="paired_turns",
-            )
+            yield row(of, name, value, protocol, samples.get(name, ()), labels=cell.labels, pairing="paired_turns")

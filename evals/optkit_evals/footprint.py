@@ -1,4 +1,6 @@
-"""Bytes on disk, and bits per weight recounted from what the files of the weights say."""
+"""Bytes on disk, and bits per weight recounted from what the files of the weights say.
+How much of them is 0 is told by some rows: reading all weights of a large model would take minutes.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import files_beside
 from optkit.model.formats.base import Format
 from optkit.model.layer_sizes import bits_per_weight
+from optkit.model.linear_layers import layers_of
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
-from optkit_evals.zeros import PLACES, ROWS, share_of_zeros
+from optkit_evals.meanings import row
 
 PRUNED = 0.2
 """The least share of zeros that is worth a row."""
@@ -55,17 +58,17 @@ class Footprint(Eval):
         deployed = {*files_beside(directory).values(), *files}
         all_tensors = "all tensors (scales, zero points, embeddings), per weight"
         found = [
-            _metric("size_bytes", _size(deployed), "weights and every file beside them that deploys"),
-            _metric("weights_bytes", _size(files), "files that hold weights"),
-            _metric("bits_per_weight", bits_per_weight(layers), all_tensors),
+            row(self, "size_bytes", _size(deployed), "weights and every file beside them that deploys"),
+            row(self, "weights_bytes", _size(files), "files that hold weights"),
+            row(self, "bits_per_weight", bits_per_weight(layers), all_tensors),
         ]
         if quantized:
             protocol = "tensors of the quantized layers (scales, zero points), per weight of theirs"
-            found.append(_metric("bits_per_quantized_weight", bits_per_weight(quantized), protocol))
+            found.append(row(self, "bits_per_quantized_weight", bits_per_weight(quantized), protocol))
         zeros = share_of_zeros(Checkpoint(directory)) if format.is_checkpoint and not quantized else None
         if zeros is not None and zeros >= PRUNED:
             protocol = f"weights of the blocks' linear layers that are 0, in {ROWS} rows of each, {PLACES} runs"
-            found.append(_metric("zeros", zeros, protocol))
+            found.append(row(self, "zeros", zeros, protocol))
         return found
 
 
@@ -73,6 +76,34 @@ def _size(files: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def _metric(name: str, value: float, protocol: str) -> Metric:
-    unit = Footprint.metrics[name]
-    return Metric(name=name, value=value, unit=unit, higher_is_better=name == "zeros", protocol=protocol)
+ROWS = 64
+"""Rows of a stored weight that are looked at, in PLACES runs that lie evenly spread over it."""
+PLACES = 4
+
+
+def share_of_zeros(checkpoint: Checkpoint) -> float | None:
+    """Return the share of weights of the decoder blocks' linear layers that are 0.
+    None if none of them is stored as floats.
+    """
+    from safetensors import safe_open
+
+    zeros = weights = 0
+    for layer in layers_of(checkpoint.shape):
+        name = f"{layer}.weight"
+        with safe_open(checkpoint.files[name], framework="pt") as file:
+            stored = file.get_slice(name)
+            rows = checkpoint.tensors[name].shape[0]
+            for start, end in _runs(rows):
+                part = stored[start:end]
+                if not part.is_floating_point():
+                    break
+                zeros += part.numel() - int(part.float().count_nonzero())
+                weights += part.numel()
+    return zeros / weights if weights else None
+
+
+def _runs(rows: int) -> list[tuple[int, int]]:
+    if rows <= ROWS:
+        return [(0, rows)]
+    length = ROWS // PLACES
+    return [(start, start + length) for start in (place * (rows - length) // (PLACES - 1) for place in range(PLACES))]

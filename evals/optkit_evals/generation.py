@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from optkit.common.field_types import Count, Name, Several
 from optkit.common.files import read_text, sha256_of
+from optkit.common.grouping import common_prefix
 from optkit.common.statistics import Estimate, mean, mean_estimate, share_estimate
 from optkit.errors import EvalError, SourceError
 from optkit.measure import Attachment, Eval, EvalContext, Found, Metric, Session
 from optkit.model.session_memory import SessionMemory
 from optkit.source.digests import PREFIX
 from optkit.source.text_files import read_records
+from optkit_evals.meanings import row
 
 ANSWERS, BESIDE = "answers.jsonl", "side_by_side.jsonl"
 GRAM = 4
 """Tokens in a row that count as repeated if they stood before."""
 USUAL_PROMPT = 256
 """Tokens, to say how much memory will be needed."""
-JSON_LINES = "application/jsonl"
 
 
 class Generation(Eval):
@@ -94,16 +94,16 @@ class Generation(Eval):
                 answers.append({"prompt": prompt, **self._answer(session, index, prompt)})
                 task.advance(1)
         shares = [repeated(each["tokens"]) for each in answers]
-        yield self._metric("repetition", _estimate(shares, 1.0), shares, better=False)
-        yield Attachment(ANSWERS, _lines(answers), JSON_LINES)
+        yield self._metric("repetition", _estimate(shares, 1.0), shares)
+        yield Attachment.of_records(ANSWERS, answers)
 
     def contrast(self, found: Found, baseline: Found) -> Iterable[Metric | Attachment]:
         """Return how long the answers of two models are the same, and both side by side."""
         pairs = list(zip(_answers(found), _answers(baseline), strict=True))
         common = [float(common_prefix(ours["tokens"], theirs["tokens"])) for ours, theirs in pairs]
         same = [float(ours["tokens"] == theirs["tokens"]) for ours, theirs in pairs]
-        yield self._metric("common_prefix", _estimate(common, float(self.new_tokens)), common, better=True)
-        yield self._metric("same_answers", share_estimate(same, (1,) * len(same)), same, better=True)
+        yield self._metric("common_prefix", _estimate(common, float(self.new_tokens)), common)
+        yield self._metric("same_answers", share_estimate(same, (1,) * len(same)), same)
         beside = [
             {
                 "prompt": ours["prompt"],
@@ -114,7 +114,7 @@ class Generation(Eval):
             }
             for (ours, theirs), length, equal in zip(pairs, common, same, strict=True)
         ]
-        yield Attachment(BESIDE, _lines(beside), JSON_LINES)
+        yield Attachment.of_records(BESIDE, beside)
 
     def _path(self) -> Path:
         path = Path(self.prompts).expanduser()
@@ -158,26 +158,14 @@ class Generation(Eval):
         answer = tokenizer.decode(written, skip_special_tokens=True) if tokenizer else ""
         return {"answer": answer, "tokens": written}
 
-    def _metric(self, name: str, estimate: Estimate, samples: Sequence[float], better: bool) -> Metric:
+    def _metric(self, name: str, estimate: Estimate, samples: Sequence[float]) -> Metric:
         revision = (self.revision or "").removeprefix(PREFIX)[:12]
         template = "chat template" if self.chat_template else "no chat template"
-        return Metric(
-            name=name,
-            value=estimate.value,
-            unit=self.metrics[name],
-            higher_is_better=better,
-            interval=estimate.interval,
-            protocol=f"{len(samples)} prompts of {Path(self.prompts).name} (sha256 {revision}), greedy answers of at "
-            f"most {self.new_tokens} tokens, {template}",
-            samples=tuple(samples),
-            pairing="paired_mean",
+        protocol = (
+            f"{len(samples)} prompts of {Path(self.prompts).name} (sha256 {revision}), greedy answers of at "
+            f"most {self.new_tokens} tokens, {template}"
         )
-
-
-def common_prefix(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Return how many tokens two answers have in common before they differ."""
-    pairs = zip(ours, theirs, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(ours), len(theirs)))
+        return row(self, name, estimate, protocol, samples, pairing="paired_mean")
 
 
 def repeated(tokens: Sequence[int]) -> float:
@@ -191,9 +179,4 @@ def _estimate(samples: Sequence[float], most: float) -> Estimate:
 
 
 def _answers(found: Found) -> list[dict[str, Any]]:
-    file = next(each for each in found.attachments if each.name == ANSWERS)
-    return [json.loads(line) for line in file.content.decode().splitlines()]
-
-
-def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
-    return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records).encode()
+    return next(each for each in found.attachments if each.name == ANSWERS).records()

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from optkit.common.field_types import AtLeastOne, BatchSize, Duration, Length, Rate, SequenceLength, Several
+from optkit.common.grouping import common_prefix
 from optkit.common.statistics import mean, quantile, quantile_interval
 from optkit.measure import EvalContext, Metric, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
 from optkit.progress import Task
+from optkit_evals.meanings import row
 from optkit_evals.serving import Served, poisson_requests, serve_continuously, serve_static
 from optkit_evals.timing import check_room, device_text, uninterrupted
 
@@ -150,12 +152,9 @@ class Load(TimedEval):
                 served = serve_continuously(session, few, self.new_tokens, self.batch, task)
             plain = session.generate(few[0].tokens, self.new_tokens)[0, self.prompt :].tolist()
             if list(served[0].tokens) != plain:
-                same = next(
-                    index for index, pair in enumerate(zip(served[0].tokens, plain, strict=True)) if pair[0] != pair[1]
-                )
                 context.warn(
                     "load: transformers' engine generates other tokens than the model alone, from token "
-                    f"{same + 1} of {self.new_tokens}"
+                    f"{common_prefix(served[0].tokens, plain) + 1} of {self.new_tokens}"
                     f" on; it adds in another order, or its paged attention computes something else"
                 )
             return
@@ -190,14 +189,13 @@ class Load(TimedEval):
         self, name: str, rate: float, samples: Sequence[float], protocol: str, first: tuple[float, ...] = ()
     ) -> Metric:
         share = name == "goodput_fraction"
-        return Metric(
-            name=name,
+        return row(
+            self,
+            name,
+            quantile(first, 0.5) if name == MEDIAN and first else mean(samples),
+            protocol,
+            samples,
             labels=self._labels(rate),
-            value=quantile(first, 0.5) if name == MEDIAN and first else mean(samples),
-            unit=UNITS[name],
-            higher_is_better=UNITS[name] != "s",
-            protocol=protocol,
-            samples=tuple(samples),
             trials=(self.requests,) * len(samples) if share else (),
             pairing="independent" if share or name == MEDIAN else "paired_turns",
             repeats=(first,) if name in FIRST_TOKEN else (),

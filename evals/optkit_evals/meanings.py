@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from optkit.common.statistics import Estimate
+from optkit.measure import Eval, Metric
 
 
 class Meaning(NamedTuple):
@@ -19,6 +23,23 @@ def _higher(text: str) -> Meaning:
 
 def _lower(text: str) -> Meaning:
     return Meaning("lower", text)
+
+
+def row(
+    of: Eval, name: str, found: Estimate | float, protocol: str, samples: Iterable[float] = (), **more: Any
+) -> Metric:
+    """Return a number of an eval, in the unit that the eval names; MEANINGS knows which way is better."""
+    value, interval = (found.value, found.interval) if isinstance(found, Estimate) else (found, None)
+    return Metric(
+        name=name,
+        value=value,
+        unit=of.metrics[name],
+        higher_is_better=MEANINGS[name].better == "higher",
+        interval=interval,
+        protocol=protocol,
+        samples=tuple(samples),
+        **more,
+    )
 
 
 _ITEMS = "Mean over the items of a task, asked as EleutherAI's harness asks them."

@@ -19,6 +19,7 @@ from optkit.model.cost import Cost
 from optkit.model.formats.base import Format
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
 from optkit_evals.divergence import SLICES, compare_window
+from optkit_evals.meanings import row
 from optkit_evals.perplexity import window_loss
 from optkit_evals.timing import device_text
 from optkit_evals.windows import WindowedText, Windows
@@ -106,21 +107,15 @@ class NoiseFloor(WindowedText, Eval):
                 losses.append(window_loss(other, window) - window_loss(session, window))
                 task.advance(note=f"{mean(divergences):.2e} nats")
         moved = abs(math.expm1(mean(losses)))
+        protocol = (
+            f"{windows.protocol}; {against}, beside the same model one window at a time; {device_text(session.device)}"
+        )
         for name, value, samples in (
             ("noise_kl_divergence", max(0.0, mean(divergences)), divergences),
             ("noise_top1_agreement", mean(flips), flips),
             ("noise_perplexity", moved, losses),
         ):
-            yield Metric(
-                name=name,
-                labels={"against": against},
-                value=value,
-                unit=self.metrics[name],
-                higher_is_better=False,
-                protocol=f"{windows.protocol}; {against}, beside the same model one window at a time;"
-                f" {device_text(session.device)}",
-                samples=tuple(samples),
-            )
+            yield row(self, name, value, protocol, samples, labels={"against": against})
 
     def _variations(self, session: Session, context: EvalContext) -> Iterator[tuple[str, Any]]:
         """Yield what is varied, and how the model is opened so."""

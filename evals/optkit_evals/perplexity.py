@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import ConfigDict, Field, model_validator
 
 from optkit.common.field_types import Distinct
-from optkit.common.statistics import mean, neighbours_half_width
+from optkit.common.statistics import Estimate, mean, neighbours_half_width
 from optkit.errors import EvalError
 from optkit.measure import Answering, Eval, EvalContext, Metric, Session
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
 from optkit.model.task import GENERATING, Task
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource, is_file_name
+from optkit_evals.meanings import row
 from optkit_evals.windows import PromptedText, slices
 
 if TYPE_CHECKING:
@@ -106,17 +107,10 @@ class Perplexity(PromptedText, Eval):
                 losses.append(window_loss(opened, window))
                 task.advance(note=f"{math.exp(math.fsum(losses) / len(losses)):.3f}")
         loss, half = mean(losses), neighbours_half_width(losses)
-        return Metric(
-            name="perplexity",
-            labels=labels,
-            value=math.exp(loss),
-            unit="perplexity",
-            higher_is_better=False,
-            interval=(max(1.0, math.exp(loss - half)), math.exp(min(loss + half, LARGEST_LOSS))),
-            protocol=f"{windows.protocol}; exp of the mean loss",
-            samples=tuple(losses),
-            pairing="paired_log",
-        )
+        interval = max(1.0, math.exp(loss - half)), math.exp(min(loss + half, LARGEST_LOSS))
+        protocol = f"{windows.protocol}; exp of the mean loss"
+        estimate = Estimate(math.exp(loss), interval)
+        return row(self, "perplexity", estimate, protocol, losses, labels=labels, pairing="paired_log")
 
 
 def window_loss(session: Answering, window: Tensor) -> float:

@@ -12,6 +12,7 @@ from optkit.errors import EvalError
 from optkit.measure import Eval, EvalContext, Metric, Session
 from optkit.model.adapter import has_adapter
 from optkit.model.checkpoint import Checkpoint
+from optkit_evals.meanings import row
 from optkit_evals.windows import WindowedText
 
 if TYPE_CHECKING:
@@ -80,11 +81,11 @@ class Sensitivity(WindowedText, Eval):
             outside = f"{len(missing)} layers outside the decoder blocks"
             context.warn(f"sensitivity: {outside} are not counted ({min(missing)})")
         protocol = f"{windows.protocol}; second order in the errors of the weights, each layer alone"
-        total = _metric(
-            "predicted_kl_divergence", {}, sum(found.values()), f"{protocol}, summed over {len(found)} layers"
-        )
+        summed = f"{protocol}, summed over {len(found)} layers"
+        total = row(self, "predicted_kl_divergence", sum(found.values()), summed)
         worst = sorted(found, key=lambda name: (-found[name], name))[: self.worst]
-        return [total, *(_metric("layer_kl_divergence", {"layer": name}, found[name], protocol) for name in worst)]
+        alone = (row(self, "layer_kl_divergence", found[name], protocol, labels={"layer": name}) for name in worst)
+        return [total, *alone]
 
 
 def quantized_alone(before: Checkpoint, after: Checkpoint) -> dict[str, QuantizedLayer]:
@@ -130,7 +131,3 @@ def _alike(before: Tensor, after: Tensor) -> bool:
     if not before.is_floating_point():
         return bool(before.equal(after))
     return bool((before.float() - after.float()).abs().max() <= LARGEST_CHANGE * before.float().abs().max())
-
-
-def _metric(name: str, labels: dict[str, int | str], value: float, protocol: str) -> Metric:
-    return Metric(name=name, labels=labels, value=value, unit="nats/token", higher_is_better=False, protocol=protocol)

@@ -4,13 +4,14 @@ It says how many proposed tokens are kept, how fast it is, and that the output i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from optkit.common.field_types import SequenceLength, Several
 from optkit.common.statistics import mean
 from optkit.measure import EvalContext, Metric, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
+from optkit_evals.meanings import row
 from optkit_evals.timing import answer, check_room, device_text, uninterrupted
 from optkit_evals.windows import WindowedText
 
@@ -87,7 +88,19 @@ class Speculation(WindowedText, TimedEval):
                     trials["greedy_agreement"].append(1)
                 task.advance()
         protocol = self._protocol(windows.protocol, session)
-        return [_metric(name, samples, trials.get(name, ()), protocol) for name, samples in found.items() if samples]
+        return [
+            row(
+                self,
+                name,
+                mean(samples),
+                protocol,
+                samples,
+                trials=tuple(trials.get(name, ())),
+                pairing="independent" if name in trials else "paired_turns",
+            )
+            for name, samples in found.items()
+            if samples
+        ]
 
     def _agreement(self, session: Any, prompt: Tensor, index: int, context: EvalContext) -> float:
         """Return 1 if the tokens are those of decoding one by one, else 0.
@@ -114,16 +127,3 @@ class Speculation(WindowedText, TimedEval):
             f" warm up; each prompt in one turn; {self.turns_text()}; decoding is timed as in throughput;"
             f" {device_text(session.device)}"
         )
-
-
-def _metric(name: str, samples: Sequence[float], trials: Sequence[int], protocol: str) -> Metric:
-    return Metric(
-        name=name,
-        value=mean(samples),
-        unit=UNITS[name],
-        higher_is_better=True,
-        protocol=protocol,
-        samples=tuple(samples),
-        trials=tuple(trials),
-        pairing="independent" if trials else "paired_turns",
-    )

@@ -18,6 +18,7 @@ from optkit.measure import EvalContext, Metric, ProposingSession, Session, Timed
 from optkit.model.session_memory import SessionMemory
 from optkit.model.task import GENERATING, Task
 from optkit_evals.configurations import measure_each
+from optkit_evals.meanings import row
 from optkit_evals.repeats import CALM, Cell, Effort, Repeats, repeat, together
 from optkit_evals.timing import MOST_REPEATS, SETTLED, device_text
 from optkit_evals.vllm import UnderVllm, vllm_text
@@ -213,8 +214,9 @@ class Throughput(TimedEval):
             "peak_reserved_bytes": peak.reserved_bytes,
             "energy_per_token_j": None if measured.energy_j is None else measured.energy_j / tokens,
         }
-        found = [_metric(name, cell, mean(values), protocol, values) for name, values in samples.items()]
-        return found + [_metric(name, cell, value, protocol) for name, value in counts.items() if value is not None]
+        told: dict[str, Any] = {"labels": cell.labels, "pairing": "paired_turns"}
+        found = [row(self, name, mean(values), protocol, values, **told) for name, values in samples.items()]
+        return found + [row(self, name, value, protocol, **told) for name, value in counts.items() if value is not None]
 
     def _protocol(self, session: Session, seed: int) -> str:
         """Say how it was measured, in the same words for both models and all engines."""
@@ -247,17 +249,3 @@ class Throughput(TimedEval):
             f" less than {SETTLED:.0%}, then the mean of {math.ceil(self.repeats / self.turns())} repeats;"
             f" wall clock at each step of its engine; prefill is until all of a batch have their first token; {device}"
         )
-
-
-def _metric(name: str, cell: Cell, value: float, protocol: str, samples: Sequence[float] = ()) -> Metric:
-    unit = Throughput.metrics[name]
-    return Metric(
-        name=name,
-        labels=cell.labels,
-        value=value,
-        unit=unit,
-        higher_is_better=unit.endswith("/s"),
-        protocol=protocol,
-        samples=tuple(samples),
-        pairing="paired_turns",
-    )

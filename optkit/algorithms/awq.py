@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms.gptq import GptqOptions, gptq
-from optkit.algorithms.grid import Grid
-from optkit.algorithms.rounding import round_to_nearest
+from optkit.algorithms.grid import Grid, round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 
 ROWS = 256

@@ -110,18 +110,11 @@ def round_inputs(rows: Tensor, numbers: NumberFormat, group: int | None = None) 
     return numbers.round(grouped / scales).flatten(1), scales.squeeze(-1)
 
 
-def rounded_inputs(
-    inputs: Tensor, numbers: NumberFormat, group: int | None = None, scale: Tensor | None = None
-) -> Tensor:
-    """Return activations, float [..., in], as they are once rounded.
-    The scale is given, float [1], else found as in `round_inputs`.
-    """
+def rounded_inputs(inputs: Tensor, numbers: NumberFormat) -> Tensor:
+    """Return activations, float [..., in], as they are once rounded by `round_inputs`."""
     rows = inputs.flatten(0, -2).float()
-    if scale is not None:
-        step = scale.to(rows)
-        return (numbers.round(rows / step).to(rows.dtype) * step).view_as(inputs).to(inputs.dtype)
-    codes, scales = round_inputs(rows, numbers, group)
-    return dequantize(codes, scales, (1, group or rows.shape[-1])).view_as(inputs).to(inputs.dtype)
+    codes, scales = round_inputs(rows, numbers)
+    return dequantize(codes, scales, (1, rows.shape[-1])).view_as(inputs).to(inputs.dtype)
 
 
 def float8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:

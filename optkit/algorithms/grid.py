@@ -2,7 +2,8 @@
 
 A weight of group g is `(code - zero[g]) * scale[g]`. Codes are unsigned, 0 .. 2^bits - 1, in every
 format; a symmetric grid has the zero point 2^(bits - 1) everywhere, so its values reach from
--2^(bits - 1) to 2^(bits - 1) - 1 scales, as in compressed-tensors.
+-2^(bits - 1) to 2^(bits - 1) - 1 scales, as in compressed-tensors. `round_to_nearest` (RTN) takes the closest
+point for each weight, without data.
 """
 
 from __future__ import annotations
@@ -109,3 +110,9 @@ def minmax_scales(weight: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     if grid.symmetric:
         return scales, torch.full_like(scales, grid.middle)
     return scales, (-low / scales).round().clamp(0, grid.top)
+
+
+def round_to_nearest(weight: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> QuantizedWeight:
+    """Round a weight, float [out, in], to the grid of scales and zeros, float [out, groups]."""
+    codes = grid.round(grid.grouped(weight), scales, zeros).flatten(1)
+    return QuantizedWeight(codes.to(torch.uint8), scales, zeros.to(torch.uint8), grid.bits)

@@ -32,9 +32,13 @@ class InputSquares:
         self.tokens += len(rows)
         self._sum += rows.square().sum(0)
 
+    def mean(self) -> Tensor:
+        """Return the mean square of each input, float32 [in]; NaN or Inf if an input was."""
+        return self._sum / max(1, self.tokens)
+
     def norms(self) -> Tensor:
-        """Return the root mean square of each input, float32 [in]; NaN or Inf if an input was."""
-        return (self._sum / max(1, self.tokens)).sqrt()
+        """Return its root."""
+        return self.mean().sqrt()
 
 
 def wanda_scores(weight: Tensor, norms: Tensor) -> Tensor:

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from optkit.algorithms.gptq import GptqOptions, gptq
-from optkit.algorithms.grid import Grid
+from optkit.algorithms.grid import Grid, round_to_nearest
 from optkit.algorithms.hessian import Hessian
-from optkit.algorithms.rounding import round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 
 BAND = 64

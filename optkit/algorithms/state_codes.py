@@ -14,8 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from optkit.algorithms.grid import Grid, minmax_scales
-from optkit.algorithms.rounding import round_to_nearest
+from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = torch.finfo(FLOAT8).max

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,16 @@ class Attachment:
             )
         if what:
             raise EvalError(what, where=self.name, remedy=remedy)
+
+    @classmethod
+    def of_records(cls, name: str, records: Iterable[Mapping[str, Any]]) -> Attachment:
+        """Return a file with a JSON object on each line."""
+        lines = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records)
+        return cls(name, lines.encode(), "application/jsonl")
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return what `of_records` was given."""
+        return [json.loads(line) for line in self.content.decode().splitlines()]
 
     @property
     def is_text(self) -> bool:

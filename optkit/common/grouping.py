@@ -1,8 +1,9 @@
-"""Things with those that are alike, and the first of many."""
+"""Things with those that are alike, how far two rows of them are the same, and the first of many."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import takewhile
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,6 +17,11 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
+
+
+def common_prefix(left: Sequence[T], right: Sequence[T]) -> int:
+    """Return how many elements are the same from the first on."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def some(words: Iterable[str]) -> str:

@@ -123,10 +123,10 @@ def picture(
     return f"{svg}\n"
 
 
-def even_axis(low: float, high: float, label: str = "", show: Callable[[float], str] = "{:.4g}".format) -> Axis:
+def even_axis(low: float, high: float) -> Axis:
     """Return an even axis around two values that begins and ends at round numbers."""
     lines = round_numbers(low, high, outside=True)
-    return Axis((lines[0], lines[-1]), [(each, show(each)) for each in lines], label)
+    return Axis((lines[0], lines[-1]), [(each, f"{each:.4g}") for each in lines])
 
 
 def powers_axis(values: Sequence[float], base: int, show: Callable[[int], str], least: int = 1) -> Axis:

@@ -36,9 +36,7 @@ def entries_of(
                 artifact_key=card.artifact_key,
                 created=card.created,
                 model=model_of(card),
-                device=" ".join(
-                    str(card.environment[key]) for key in ("device", "device_name") if card.environment.get(key)
-                ),
+                device=card.device,
                 fields=its,
                 verdict=card.verdict,
                 gates=tuple(gate for row in card.rows for gate in row.gates),

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from optkit.common.frozen import Frozen
@@ -82,9 +81,7 @@ class MemoryWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
         self._read()
@@ -157,12 +154,10 @@ class _PhasedTask:
         self.watch.begin(self.name)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         outermost = self.before in (OPEN, "") and self.name != self.before
         self.watch.begin("" if outermost else self.before)
-        self.task.__exit__(kind, error, trace)
+        self.task.__exit__(*error)
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         self.task.advance(steps, note)

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from optkit.algorithms.grid import Grid, QuantizedWeight
-from optkit.algorithms.rounding import round_to_nearest
+from optkit.algorithms.grid import Grid, QuantizedWeight, round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 from optkit.kernels.open_packed import fill_, match_packed
 from optkit.kernels.packed_linear import PackedWeight

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optkit.errors import SourceError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from optkit.model.onnx_file import Port
+from optkit.model.onnx_file import Port
 
 TOKENS = "input_ids"
 

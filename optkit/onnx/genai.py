@@ -7,17 +7,15 @@ import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optkit.errors import MissingPackageError, SourceError
 from optkit.onnx.builds import UNUSABLE
 from optkit.onnx.directory import GENAI_CONFIG, OnnxDirectory
 from optkit.onnx.opening import import_runtime, runtime_errors, torch_threads
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 BUILDS = {"cpu": "onnxruntime-genai", "cuda": "onnxruntime-genai-cuda"}
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optkit.errors import StageError
 from optkit.model.onnx_file import MODEL, OnnxFile
@@ -21,11 +22,7 @@ from optkit.onnx.matrices import fold_transposes_
 from optkit.onnx.model_file import ModelFile, ModelWriter
 from optkit.onnx.opening import runtime_errors
 from optkit.onnx.quiet import quiet_tools
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from optkit.progress import Task
+from optkit.progress import Task
 
 WEIGHT_PLACES = {"Gather": (0,), "EmbedLayerNormalization": (2, 3, 4)}
 """Inputs that hold the weights; elsewhere the second one."""

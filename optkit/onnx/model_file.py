@@ -11,16 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optkit.model.companions import require_inside
 from optkit.model.onnx_file import MODEL, OnnxFile, all_graphs, read_proto
 from optkit.model.writer import copy_companions, disk_space_for, link_or_copy
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 DATA = "model.onnx.data"
 CONFIG = "config.json"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optkit.errors import StageError
 from optkit.model.onnx_file import MODEL, OnnxFile, read_proto
 from optkit.onnx.checker import problem_of_graph
 from optkit.onnx.feeds import TOKENS, prompt_feeds
 from optkit.onnx.opening import open_model, runtime_errors
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 LENGTH = 8
 

@@ -9,14 +9,12 @@ not matter. Those of `mse` are optkit's (`algorithms.scale_search`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optkit.onnx.quiet import quiet_tools
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Algorithm = Literal["rtn", "mse", "k_quant", "hqq"]
 SLICE_ELEMENTS = 1 << 24
@@ -102,8 +100,7 @@ def _algorithm(form: BlockForm) -> Any:
 def _search(weight: NDArray[Any], form: BlockForm) -> BlockCodes:
     import torch
 
-    from optkit.algorithms.grid import Grid
-    from optkit.algorithms.rounding import round_to_nearest
+    from optkit.algorithms.grid import Grid, round_to_nearest
     from optkit.algorithms.scale_search import search_scales
     from optkit.onnx.codes import in_bytes
 

@@ -19,8 +19,7 @@ from optkit.page.charts.timings import timings
 from optkit.page.charts.waterfalls import damage, speed
 from optkit.page.command import command
 from optkit.page.render import render
-from optkit.page.table import Cell, Column, TableRow, apart
-from optkit.page.titles import Titles
+from optkit.page.table import Cell, Column, TableRow, Titles, apart
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import (
     Measured,
@@ -79,7 +78,7 @@ def scorecard_page(scorecard: Scorecard, directory: Path | None = None) -> str:
         "card": scorecard,
         "verdict": str(scorecard.verdict) if gated else "no gates",
         "summary": _summary(scorecard),
-        "model": _model(scorecard),
+        "model": scorecard.model_name,
         "device": scorecard.environment.get("device_name", scorecard.environment.get("device", "")),
         "gates": list(_gates(gated, titles)),
         "tiles": [_tile(row, titles) for row in first_rows(scorecard.rows) if not row.metric.failure],
@@ -110,11 +109,6 @@ def _summary(scorecard: Scorecard) -> str:
         return "No gates were set"
     passed = verdicts.count(Verdict.PASS)
     return f"{passed} of {len(verdicts)} gates pass"
-
-
-def _model(scorecard: Scorecard) -> str:
-    model = scorecard.recipe.get("model") or {}
-    return str(model.get("name", "")) if isinstance(model, Mapping) else str(model)
 
 
 def _gates(rows: Iterable[Measured], titles: Titles) -> Iterator[dict[str, str]]:
@@ -161,14 +155,10 @@ def _rows(scorecard: Scorecard) -> list[TableRow]:
 
 
 def _step(step: StepLine) -> dict[str, str]:
-    said = [f"{step.report['changed']} changed"] if "changed" in step.report else []
-    texts = [
-        f"calibrated on {text.get('dataset')} {text.get('split')}" for text in step.report.get("calibrated_on", ())
-    ]
     return {
         "kind": step.kind,
         "seconds": f"{step.seconds:.1f}",
-        "did": ", ".join([*said, *([step.skipped] if step.skipped else []), *texts]),
+        "did": step.did,
         "cached": "yes" if step.cached else "no",
         "key": step.key[:12],
     }

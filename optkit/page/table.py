@@ -1,8 +1,12 @@
-"""A table that a page sorts and filters: texts to read, and the numbers behind them."""
+"""A table that a page sorts and filters: texts to read, the numbers behind them, and short names of metrics."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from optkit.measure import Metric
+from optkit.scorecard import metric_label
 
 
 def apart(shown: str) -> tuple[str, str]:
@@ -48,3 +52,19 @@ class TableRow:
 
     cells: tuple[Cell, ...]
     kind: str = ""
+
+
+class Titles:
+    """Names of the metrics of one page."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._values: dict[str, dict[str, set[str]]] = {}
+        for metric in metrics:
+            for label, value in metric.labels.items():
+                self._values.setdefault(metric.name, {}).setdefault(label, set()).add(str(value))
+
+    def __call__(self, metric: Metric) -> str:
+        """Return e.g. `decode_tokens_per_s`, or `decode_tokens_per_s, batch 8` if there are several batches."""
+        values = self._values.get(metric.name, {})
+        telling = {label: value for label, value in metric.labels.items() if len(values[label]) > 1}
+        return metric_label(metric.model_copy(update={"labels": telling}))

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from optkit.errors import OptkitError
@@ -83,9 +82,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
     def send(self, order: Mapping[str, Any]) -> None:
@@ -217,10 +214,8 @@ class Bars:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._all.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._all.__exit__(*error)
 
     def draw(self, kind: str, message: Mapping[str, Any]) -> None:
         """Draw one message, if it is of progress."""

@@ -72,7 +72,7 @@ def _steps(steps: tuple[StepLine, ...]) -> str:
     if not steps:
         return ""
     body = [
-        (step.kind, f"{step.seconds:.1f}", "yes" if step.cached else "no", _report(step), f"`{step.key[:12]}`")
+        (step.kind, f"{step.seconds:.1f}", "yes" if step.cached else "no", step.did or NOTHING, f"`{step.key[:12]}`")
         for step in steps
     ]
     return markdown_table(("step", "seconds", "from the store", "what it did", "key"), body)
@@ -91,15 +91,6 @@ def _loading(loading: tuple[Loading, ...]) -> str:
     columns = loading_columns(loading)
     table = markdown_table(columns, [loading_cells(each, columns) for each in loading])
     return f"{table}\n\n{_bullets(loading_notes(loading))}"
-
-
-def _report(step: StepLine) -> str:
-    said = [f"{step.report['changed']} changed"] if "changed" in step.report else []
-    said += [step.skipped] if step.skipped else []
-    texts = [
-        f"calibrated on {text.get('dataset')} {text.get('split')}" for text in step.report.get("calibrated_on", ())
-    ]
-    return ", ".join([*said, *texts]) or NOTHING
 
 
 def _bullets(lines: list[str] | tuple[str, ...]) -> str:

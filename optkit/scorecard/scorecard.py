@@ -74,6 +74,14 @@ class StepLine(Frozen):
         told = (f"{', '.join(its) if count <= FEW else len(its)} ({reason})" for reason, its in names.items())
         return f"{count} skipped: {', '.join(told)}"
 
+    @property
+    def did(self) -> str:
+        """What it changed, what it skipped and what it was calibrated on, in one line."""
+        changed = [f"{self.report['changed']} changed"] if "changed" in self.report else []
+        texts = self.report.get("calibrated_on", ())
+        read = [f"calibrated on {text.get('dataset')} {text.get('split')}" for text in texts]
+        return ", ".join(filter(None, [*changed, self.skipped, *read]))
+
 
 class GateResult(Frozen):
     """One limit of the recipe and whether this number keeps it."""
@@ -220,6 +228,17 @@ class Scorecard(Frozen):
             if isinstance(value, Mapping)
             else value
         )
+
+    @property
+    def model_name(self) -> str:
+        """How the recipe calls the model; empty if it does not."""
+        model = self.recipe.get("model") or ""
+        return str(model.get("name", "") if isinstance(model, Mapping) else model)
+
+    @property
+    def device(self) -> str:
+        """Where it was measured, e.g. `cuda NVIDIA H200`."""
+        return " ".join(str(told) for key in ("device", "device_name") if (told := self.environment.get(key)))
 
     @computed_field  # type: ignore[prop-decorator]
     @property

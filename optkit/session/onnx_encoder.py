@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from optkit.errors import SourceError, StageError
@@ -17,9 +18,6 @@ from optkit.onnx.directory import OnnxDirectory
 from optkit.onnx.feeds import prompt_feeds
 from optkit.onnx.opening import HIDDEN_MEMORY, Opened, open_model, runtime_errors
 from optkit.session.encoder import Encoder
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 FEATURES = ("last_hidden_state", "token_embeddings")
 """What exporters call the features of tokens."""

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from optkit.common.out_of_resources import memory_errors
-from optkit.model.memory import return_freed_memory
 from optkit.model.pooling import Pooling
 from optkit.model.task import positions_of
 from optkit.session.encoder import Encoder
+from optkit.session.torch_model import TorchModel
 
 
-class TorchEncoder(Encoder):
+class TorchEncoder(TorchModel, Encoder):
     """An opened encoder; implements `optkit.measure.EncoderSession`."""
 
     def __init__(
@@ -29,18 +27,8 @@ class TorchEncoder(Encoder):
     ) -> None:
         positions, vocabulary = positions_of(model.config.to_dict()), int(model.config.vocab_size)
         super().__init__(directory, device, trust_remote_code, pooling, positions, vocabulary)
-        self._opened: PreTrainedModel | None = model
+        self._opened = model
         self.notes = (*notes, *self._pooling_notes())
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The torch model; raises OptkitError after `close`."""
-        return self._in_use(self._opened)
-
-    @property
-    def dtype(self) -> str:
-        """What the model computes in, e.g. `float16`."""
-        return str(self.model.dtype).removeprefix("torch.")
 
     def outputs(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """See `EncoderSession`. Raises EvalError for more tokens than positions, ResourceError
@@ -56,19 +44,10 @@ class TorchEncoder(Encoder):
         pooled: Tensor = self._pool(features, mask.to(features.device, features.dtype))
         return pooled.cpu()
 
-    def close(self) -> None:
-        """Give the memory back; the session cannot be used afterwards."""
-        self._opened = None
-        return_freed_memory(self.device)
-
     def _run(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """int64 [batch, sequence] twice -> the first output, float32, on the device."""
         self._check(tokens)
         batch, sequence = tokens.shape
-        remedy = "Lower the batch or the length"
-        with (
-            memory_errors(f"for {batch} x {sequence} tokens on {self.device}", str(self.directory), remedy),
-            torch.inference_mode(),
-        ):
+        with self._computes(f"for {batch} x {sequence} tokens", "Lower the batch or the length"):
             found: Tensor = self.model(input_ids=tokens.to(self.device), attention_mask=mask.to(self.device))[0]
             return found.float()

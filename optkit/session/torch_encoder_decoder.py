@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,12 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from optkit.common.out_of_resources import memory_errors
-from optkit.model.memory import return_freed_memory
 from optkit.model.prompts import placed
 from optkit.model.task import Task, positions_of, task_of
-from optkit.session.generating import NO_POSITIONS, TextSession
+from optkit.session.generating import NO_POSITIONS
 from optkit.session.step_bytes import weight_bytes
+from optkit.session.torch_model import TorchModel
 from optkit.source.examples import ExampleReader
 from optkit.source.quiet import quiet_transformers
 
@@ -46,7 +44,7 @@ class Conditioned:
         return self.session.logits_given(self.inputs, tokens)
 
 
-class TorchEncoderDecoder(TextSession):
+class TorchEncoderDecoder(TorchModel):
     """An opened encoder-decoder; implements `optkit.measure.ConditionalSession`."""
 
     def __init__(
@@ -59,17 +57,7 @@ class TorchEncoderDecoder(TextSession):
         self.vocabulary = int(model.config.vocab_size)
         self.positions = positions_of(config) or NO_POSITIONS
         self.notes = (*notes, "timed with 30 s of silence, and prompts of the decoder") if self.hears else notes
-        self._opened: PreTrainedModel | None = model
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The torch model; raises OptkitError after `close`."""
-        return self._in_use(self._opened)
-
-    @property
-    def dtype(self) -> str:
-        """What the model computes in, e.g. `float16`."""
-        return str(self.model.dtype).removeprefix("torch.")
+        self._opened = model
 
     def encode(self, text: str) -> Tensor:
         """Return the token ids of an input text, int64 [tokens]."""
@@ -102,7 +90,7 @@ class TorchEncoderDecoder(TextSession):
 
     def answer(self, source: str, new_tokens: int) -> str:
         """Return the text that the model makes of an input: greedy, to its own end or `new_tokens`."""
-        with self._computes(f"in an answer of {new_tokens} tokens"), quiet_transformers():
+        with self._computes(f"in an answer of {new_tokens} tokens", REMEDY), quiet_transformers():
             made = self.model.generate(**self._inputs(source), max_new_tokens=new_tokens, do_sample=False, num_beams=1)
         return str(self.tokenizer.decode(made[0], skip_special_tokens=True))
 
@@ -125,7 +113,7 @@ class TorchEncoderDecoder(TextSession):
             inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         encoded = cache = None
         for count in range(new_tokens):
-            with self._computes(f"at new token {count + 1} of {list(tokens.shape)} tokens"):
+            with self._computes(f"at new token {count + 1} of {list(tokens.shape)} tokens", REMEDY):
                 encoded = encoded or self.model.get_encoder()(**inputs)
                 found = self.model(
                     encoder_outputs=encoded, decoder_input_ids=step, past_key_values=cache, use_cache=True
@@ -139,11 +127,6 @@ class TorchEncoderDecoder(TextSession):
         """Return the fewest bytes of weights that a decode step reads: the decoder's and lm_head's."""
         return weight_bytes(self.model, batch, without=set(self.model.get_encoder().modules()))
 
-    def close(self) -> None:
-        """Give the memory back; the session cannot be used afterwards."""
-        self._opened = None
-        return_freed_memory(self.device)
-
     @cached_property
     def _reader(self) -> ExampleReader:
         return ExampleReader(self.directory, self.trust_remote_code)
@@ -156,8 +139,3 @@ class TorchEncoderDecoder(TextSession):
     def _inputs(self, source: str) -> dict[str, Tensor]:
         """Return what the encoder is given of a text or an audio file, on the device."""
         return placed(self._reader.source(source), self.device, self.model.dtype)
-
-    @contextmanager
-    def _computes(self, what: str, remedy: str = REMEDY) -> Iterator[None]:
-        with memory_errors(f"{what} on {self.device}", str(self.directory), remedy), torch.inference_mode():
-            yield

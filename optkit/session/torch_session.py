@@ -32,6 +32,7 @@ from optkit.session.offloading import delete_offloaded
 from optkit.session.speculation import Proposer, Speculation, check_speculates, speculate
 from optkit.session.static_caches import StaticCaches
 from optkit.session.step_bytes import cache_bytes, weight_bytes
+from optkit.session.torch_model import TorchModel
 
 if TYPE_CHECKING:
     from optkit.session.compile_watch import CompileWatch
@@ -43,7 +44,7 @@ UNCOMPILED = ToActOn(
 )
 
 
-class TorchSession(GeneratingSession):
+class TorchSession(GeneratingSession, TorchModel):
     """An opened model; implements `optkit.measure.Session`."""
 
     def __init__(
@@ -60,7 +61,7 @@ class TorchSession(GeneratingSession):
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
         self.positions = int(getattr(config, "max_position_embeddings", None) or NO_POSITIONS)
-        self._opened: PreTrainedModel | None = model
+        self._opened = model
         self._new_cache, self._computing = new_cache, computing
         self.codes_cache = new_cache is not None
         """Whether the KV cache holds codes instead of floats."""
@@ -90,19 +91,9 @@ class TorchSession(GeneratingSession):
         return (*self._notes, *compiled, *decoded, *((UNCOMPILED,) if gave_up else ()))
 
     @property
-    def model(self) -> PreTrainedModel:
-        """The torch model; raises OptkitError after `close`."""
-        return self._in_use(self._opened)
-
-    @property
     def decodes_itself(self) -> bool:
         """Whether something else than the model computes the tokens behind a prompt."""
         return self._decoder is not None
-
-    @property
-    def dtype(self) -> str:
-        """What the model computes its states in, e.g. `float16`."""
-        return str(self.model.dtype).removeprefix("torch.")
 
     @property
     def product_dtype(self) -> str:

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from optkit.common.field_types import Name
 from optkit.common.files import reading
+from optkit.common.grouping import common_prefix
 from optkit.errors import MissingPackageError, SourceError
 from optkit.source.cut_text import CutText
 from optkit.source.hub_texts import FIRST_ROWS, read_hub_rows
@@ -150,8 +151,7 @@ class Prompts:
             )
         ids = inputs["input_ids"][0].tolist()
         before = self._made(pair, asked, add_generation_prompt=True)["input_ids"][0].tolist()
-        same = zip(ids, before, strict=False)
-        first = next((place for place, (one, other) in enumerate(same) if one != other), min(len(ids), len(before)))
+        first = common_prefix(ids, before)
         if not 0 < first < len(ids):
             raise SourceError("the last message has no tokens", where=pair.where)
         return first

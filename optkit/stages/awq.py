@@ -159,8 +159,7 @@ class Awq(InputScaling, Backed):
             return self._packed(job, {HEAD: self._round(HEAD, weight, packed_grid(job, HEAD), importance)})[HEAD]
 
     def _round(self, name: str, weight: Tensor, grid: Grid, importance: Tensor | None) -> QuantizedWeight:
-        from optkit.algorithms.grid import minmax_scales
-        from optkit.algorithms.rounding import round_to_nearest
+        from optkit.algorithms.grid import minmax_scales, round_to_nearest
         from optkit.algorithms.scale_search import search_scales
 
         if self.scale_search == "minmax" or self._rounds_to_nearest(name):

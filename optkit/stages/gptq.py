@@ -208,8 +208,7 @@ class Gptq(GptqFields, Backed):
         The Hessian is None if the weight was rounded to nearest.
         """
         from optkit.algorithms.gptq import GptqOptions, gptq
-        from optkit.algorithms.grid import minmax_scales
-        from optkit.algorithms.rounding import round_to_nearest
+        from optkit.algorithms.grid import minmax_scales, round_to_nearest
         from optkit.stages.quantizing.hessians import finite_matrix
 
         grid = packed_grid(job, name)

@@ -62,8 +62,7 @@ class Rtn(Backed):
             return self._packed(job, {name: self._round(job, name) for name in names})
 
     def _round(self, job: QuantizationJob, name: str) -> QuantizedWeight:
-        from optkit.algorithms.grid import minmax_scales
-        from optkit.algorithms.rounding import round_to_nearest
+        from optkit.algorithms.grid import minmax_scales, round_to_nearest
         from optkit.algorithms.scale_search import search_scales
 
         stored = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device).float()

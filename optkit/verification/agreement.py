@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,8 +162,3 @@ def verdict_of(near: Agreement, limit: float, stepped: Agreement | None = None) 
             reason = f"the {what} is {each.mean_kl:.2g}, and rounding explains {limit:g}"
             return {**fields, "verdict": "disagrees", "reason": reason}
     return {**fields, "verdict": "agrees"}
-
-
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return how many elements are the same from the first on."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))

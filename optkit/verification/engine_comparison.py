@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.artifact import Artifact
+from optkit.common.grouping import common_prefix
 from optkit.model.adapter import ADAPTER
 from optkit.model.attention_choice import attention_options
 from optkit.model.task import PHRASES, Task, loader_of
@@ -95,7 +96,7 @@ def judged(
             found = compare_encoded(reference, answer.said, logits, weights.rounds_activations)
         else:
             generated = answer.said["generated"]
-            same = agreement.common_prefix(reference.generated, generated)
+            same = common_prefix(reference.generated, generated)
             facts |= {"same_tokens": same, "text": tokenizer.decode(generated)}
             found = _compared(engine, weights, answer.said, reference, logits)
     return Loading.model_validate({**facts, **found})

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from optkit.algorithms.awq import InputScales, Reader, search_input_scales
 from optkit.algorithms.gptq import GptqOptions, gptq
-from optkit.algorithms.grid import Grid, minmax_scales
-from optkit.algorithms.rounding import round_to_nearest
+from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 
 OUTPUTS, INPUTS, TOKENS = 96, 64, 512

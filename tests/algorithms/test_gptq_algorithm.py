@@ -8,11 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from optkit.algorithms import refinement
 from optkit.algorithms.gptq import GptqOptions, gptq, relative_error
-from optkit.algorithms.grid import Grid, minmax_scales
+from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.importance import compensated
 from optkit.algorithms.refinement import descend_codes_, refit_scales
-from optkit.algorithms.rounding import round_to_nearest
 
 PLAIN = GptqOptions(activation_order=False, scale_search="minmax", refinements=0)
 

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales
-from optkit.algorithms.rounding import round_to_nearest
+from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales, round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 
 

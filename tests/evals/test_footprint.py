@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from optkit_evals.footprint import Footprint
-from optkit_evals.zeros import share_of_zeros
+from optkit_evals.footprint import Footprint, share_of_zeros
 from safetensors.torch import save_file
 
 from optkit.common.own_files import OWN_FILES

@@ -3,8 +3,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from optkit_evals.generation import Generation, common_prefix, repeated
+from optkit_evals.generation import Generation, repeated
 
+from optkit.common.grouping import common_prefix
 from optkit.errors import EvalError, RecipeError, SourceError
 from optkit.measure import Attachment, EvalContext, Found
 from optkit.recipe.recipe import load_recipe

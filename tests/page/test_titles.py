@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from optkit.page.titles import Titles
+from optkit.page.table import Titles
 from tests.support.full_scorecards import count
 
 

@@ -14,7 +14,7 @@ import torch
 from optkit import pipeline
 from optkit.errors import ArtifactError, SourceError
 from optkit.reports.reproduction import reproduce
-from optkit.reports.reproduction.tensors import differing_tensors
+from optkit.reports.reproduction.reproduce import differing_tensors
 from optkit.stages.rtn import Rtn
 from tests.support.command_line import spoken
 

@@ -10,8 +10,7 @@ import torch
 from torch.nn.functional import kl_div
 from transformers.pytorch_utils import Conv1D
 
-from optkit.algorithms.grid import Grid
-from optkit.algorithms.rounding import round_to_nearest
+from optkit.algorithms.grid import Grid, round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 from optkit.algorithms.sensitivity import fisher_probe
 from optkit.errors import StageError

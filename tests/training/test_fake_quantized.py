@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optkit.algorithms.grid import Grid, minmax_scales
-from optkit.algorithms.rounding import round_to_nearest
+from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 from optkit.training.fake_quantization import FakeQuantized, within_cells
 

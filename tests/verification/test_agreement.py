@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from optkit.common.grouping import common_prefix
 from optkit.errors import OptkitError
 from optkit.verification.agreement import (
     TEXT,
-    common_prefix,
     compare_likeliest,
     compare_logits,
     measure_reference,

@@ -14,10 +14,9 @@ from torch import Tensor
 from docs.benchmarks.drawing import drawn
 from optkit.algorithms.eight_bit import FLOAT8, INT8, rounded_inputs
 from optkit.algorithms.gptq import GptqOptions, gptq
-from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales
+from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales, round_to_nearest
 from optkit.algorithms.hadamard import random_rotation
 from optkit.algorithms.pruning import kept, wanda_scores
-from optkit.algorithms.rounding import round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 from optkit.algorithms.smoothing import smoothing_scales
 from optkit.algorithms.sparsegpt import curvature, sparsegpt

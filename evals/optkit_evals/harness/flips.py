@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -34,12 +33,12 @@ def contrasts(found: Found, baseline: Found) -> Iterator[Metric | Attachment]:
     if pairs and all(theirs.value > 0 for _, theirs in pairs):
         yield _recovery(pairs)
     turned = list(_listed(listed, _items(found), _items(baseline)))
-    yield Attachment(FLIPS, _lines(turned), "application/jsonl")
+    yield Attachment.of_records(FLIPS, turned)
 
 
 def items_file(items: Sequence[Mapping[str, Any]]) -> Attachment:
     """Return the file of all items."""
-    return Attachment(ITEMS, _lines(items), "application/jsonl")
+    return Attachment.of_records(ITEMS, items)
 
 
 def _pairs(ours: Sequence[Metric], theirs: Sequence[Metric]) -> list[tuple[Metric, Metric]]:
@@ -95,8 +94,7 @@ def _items(found: Found) -> dict[str, list[dict[str, Any]]]:
     """Return the items of each task, in their order."""
     file = next((each for each in found.attachments if each.name == ITEMS), None)
     by_task: dict[str, list[dict[str, Any]]] = {}
-    for line in file.content.decode().splitlines() if file else ():
-        said = json.loads(line)
+    for said in file.records() if file else ():
         by_task.setdefault(said["task"], []).append(said)
     return by_task
 
@@ -131,7 +129,3 @@ def _listed(
 
 def _answer(item: Mapping[str, Any], normed: bool) -> Any:
     return item["answer_normed"] if normed and "answer_normed" in item else item["answer"]
-
-
-def _lines(records: Sequence[Mapping[str, Any]]) -> bytes:
-    return "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in records).encode()

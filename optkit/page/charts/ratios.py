@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from optkit.page.charts.chart import CHANGES, Chart, Key, Mark, estimates, paint, reference
-from optkit.page.titles import Titles
+from optkit.page.table import Titles
 from optkit.recipe.gates import parse_gate
 from optkit.scorecard import Measured, Scorecard, change_of, format_ratio, metric_label, value_text
 

@@ -23,9 +23,8 @@ from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS, UNUSABLE, installed
 from optkit.onnx.builds import problems as problems_of_builds
 from optkit.recipe.registry import eval_class, eval_names, stage_class, stage_names
 from optkit.reports.doctor.gpu_links import LinkRate
-from optkit.reports.doctor.part import Part, Role
 from optkit.reports.doctor.shapes import ShapeProblem
-from optkit.reports.doctor.usable_kernels import kernel_parts
+from optkit.reports.doctor.usable_kernels import Part, Role, kernel_parts
 from optkit.stage import Stage
 
 PACKAGES = (

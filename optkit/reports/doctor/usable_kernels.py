@@ -1,11 +1,27 @@
-"""Which fast kernels can run here, and what is used without them."""
+"""What the doctor says of one part, and of the fast kernels: which can run here, and what is used without them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Literal, TypeAlias
 
-from optkit.reports.doctor.part import Part
+Role: TypeAlias = Literal["stage", "eval", "engine", "backend", "kernel"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage, eval, engine, backend or kernel."""
+
+    role: Role
+    name: str
+    works: bool
+    """It can run here."""
+    note: str = ""
+    """Its version or purpose, or why it cannot run."""
+    remedy: str = ""
+    """What to type so that it can."""
 
 
 def kernel_parts(compiler: str | None) -> Iterator[Part]:

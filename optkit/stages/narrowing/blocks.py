@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.narrowing import Left, is_norm
+from optkit.model.skeleton import Skeleton
 from optkit.model.width import Axis
+from optkit.model.writer import CheckpointWriter
+from optkit.progress import Task
 from optkit.stages.narrowing.choice import WidthChooser
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from optkit.model.skeleton import Skeleton
-    from optkit.model.writer import CheckpointWriter
-    from optkit.progress import Task
 
 
 @dataclass

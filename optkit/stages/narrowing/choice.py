@@ -6,22 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.importance import channel_energy, compensated, head_energy, highest
+from optkit.model.blocks import BlockInputs
 from optkit.model.narrowing import Left
+from optkit.model.skeleton import Projection, Skeleton
 from optkit.model.width import Axis, Role, Widths
 from optkit.stages.quantizing.hessians import S, finite_matrix, watch_inputs
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from optkit.model.blocks import BlockInputs
-    from optkit.model.skeleton import Projection, Skeleton
 
 
 class _Squares:

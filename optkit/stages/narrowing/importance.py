@@ -10,19 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from optkit.algorithms.importance import block_influence, lowest
+from optkit.model.blocks import BlockInputs
 from optkit.model.head import logits_behind
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from optkit.model.blocks import BlockInputs
-    from optkit.model.skeleton import Skeleton
-    from optkit.progress import Progress
+from optkit.model.skeleton import Skeleton
+from optkit.progress import Progress
 
 Measure = Literal["block_influence", "perplexity"]
 Search = Literal["at_once", "one_by_one", "contiguous"]

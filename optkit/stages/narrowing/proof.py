@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.head import logits_behind
 from optkit.model.skeleton import Skeleton
+from optkit.stage import Context
 from optkit.stages.narrowing.blocks import only
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from optkit.stage import Context
 
 TOKENS = 64
 """Tokens that run through both models."""

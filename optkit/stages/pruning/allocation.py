@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,12 +24,10 @@ from optkit.model.linear_layers import Layer
 from optkit.model.prompts import Prompts
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight
+from optkit.stage import Context
 from optkit.stages.pruning.blocks import FEW_TOKENS, LESS_MEMORY, input_squares
 from optkit.stages.pruning.fitting import LEVELS
 from optkit.stages.sensitivity.measure import layer_gradients
-
-if TYPE_CHECKING:
-    from optkit.stage import Context
 
 Method = Literal["magnitude", "wanda", "sparsegpt"]
 

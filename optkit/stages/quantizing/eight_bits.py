@@ -166,7 +166,7 @@ class EightBitQuantizer(LayerQuantizer):
         """Return the inputs of each layer; of an expert that saw no token, those of the others.
         Raises StageError if they are NaN.
         """
-        from optkit.stages.quantizing.hessians import watch_inputs, without_indices
+        from optkit.stages.quantizing.hessians import refuse_infinite, watch_inputs, without_indices
         from optkit.stages.quantizing.input_ranges import InputRange
 
         rows = -(-self.sampled_rows // len(inputs.batches))
@@ -176,13 +176,7 @@ class EightBitQuantizer(LayerQuantizer):
 
         seen = watch_inputs(job.skeleton, index, inputs, modules, start)
         for name, each in seen.items():
-            if not bool(each.amax.isfinite().all()):
-                raise StageError(
-                    "the inputs of the layer are NaN or Inf on the calibration text",
-                    where=name,
-                    why=f"Activations do not fit {str(job.skeleton.dtype).removeprefix('torch.')}",
-                    remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
-                )
+            refuse_infinite(each.amax, name, job.skeleton)
         for name in [name for name in modules if name not in seen or not seen[name].tokens]:
             alike = [
                 each for other, each in seen.items() if without_indices(other) == without_indices(name) and each.tokens

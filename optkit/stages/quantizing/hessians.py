@@ -9,20 +9,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor, nn
 
 from optkit.algorithms.hessian import Hessian
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
+from optkit.model.blocks import BlockInputs
 from optkit.model.output_layer import HEAD
 from optkit.model.replaced_forward import hooked
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from optkit.model.blocks import BlockInputs
-    from optkit.model.skeleton import Skeleton
-    from optkit.stages.quantizing.streaming import QuantizationJob
+from optkit.model.skeleton import Skeleton
+from optkit.stages.quantizing.streaming import QuantizationJob
 
 
 class Sum(Protocol):

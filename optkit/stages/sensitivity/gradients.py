@@ -9,19 +9,16 @@ everything that a layer sees at once, an expert's share of the tokens too, is of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from optkit.algorithms.sensitivity import Seen, fisher_probe
+from optkit.model.blocks import Call
 from optkit.model.head import logits_behind
 from optkit.model.replaced_forward import hooked
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from optkit.model.blocks import Call
-    from optkit.model.skeleton import Skeleton
+from optkit.model.skeleton import Skeleton
 
 POSITIONS_AT_ONCE = 256
 """Positions whose logits are held together."""

@@ -6,22 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn.functional import kl_div
 
 from optkit.kernels.quant_methods import quantized_layers
+from optkit.kernels.stored_layer import QuantizedLayer
+from optkit.model.checkpoint import Checkpoint
 from optkit.model.head import logits_behind
 from optkit.model.replaced_forward import replaced_forward
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from optkit.kernels.stored_layer import QuantizedLayer
-    from optkit.model.checkpoint import Checkpoint
-    from optkit.model.skeleton import Projection, Skeleton
-    from optkit.progress import Progress
+from optkit.model.skeleton import Projection, Skeleton
+from optkit.progress import Progress
 
 POSITIONS_AT_ONCE = 256
 """Positions whose logits are held together."""

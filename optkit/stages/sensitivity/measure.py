@@ -9,24 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from torch import Tensor
 
 from optkit.algorithms.grid import Grid
 from optkit.algorithms.sensitivity import Seen, rounding_divergences
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.model.skeleton import TORCH_DTYPES
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.skeleton import TORCH_DTYPES, Skeleton
 from optkit.model.skeleton_layers import float_weight
+from optkit.packed_tensors.integers import PackQuantized
+from optkit.progress import Progress
 from optkit.stages.sensitivity.gradients import BlockGradients
 from optkit.stages.sensitivity.needed_memory import PROBES
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from optkit.model.checkpoint import Checkpoint
-    from optkit.model.skeleton import Skeleton
-    from optkit.packed_tensors.integers import PackQuantized
-    from optkit.progress import Progress
 
 Rounding = Literal["gptq", "rtn"]
 
