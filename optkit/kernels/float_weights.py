@@ -4,6 +4,10 @@ Formats that optkit opens itself are read by their layers; here are those that t
 
     fp8 (DeepSeek)      weight           float8 [out, in]
                         weight_scale_inv float: one, one for each output, or for each tile (`weight_block_size`)
+                        NAME, NAME_scale_inv the same of experts in one tensor, float8 [experts, rows, columns]
+    modelopt            weight           float8 [out, in], or uint8 [out, in / 2]: two codes a byte, the low half first
+                        weight_scale     float32 of all, or float8 [out, in / 16]
+                        weight_scale_2   float32, which the float8 scales are multiplied by
     mxfp4 (gpt-oss)     NAME_blocks      uint8 [experts, out, in / 32, 16]: two codes a byte, the low half first
                         NAME_scales      uint8 [experts, out, in / 32]: E8M0
                         which stand for NAME, float [experts, in, out]
@@ -30,7 +34,7 @@ from optkit.kernels.stored_layer import StoredLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import CONV1D_MODELS
 from optkit.model.output_layer import HEAD
-from optkit.model.packed_floats import BLOCKS, SCALES, packed_floats, unreadable
+from optkit.model.packed_floats import BLOCKS, SCALES, TILES, packed_floats, unreadable
 from optkit.model.shape import TensorInfo
 
 TILE = (128, 128)
@@ -94,6 +98,24 @@ class TiledLayer(StoredLayer):
         return int(rows), int(columns)
 
 
+class DoublyScaledLayer(StoredLayer):
+    """A layer of NVFP4 as ModelOpt stores it."""
+
+    leaves = ("weight", "weight_scale", "weight_scale_2")
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
+        parts = self.read(self.leaves, device, required=self.leaves)
+        packed, scales = parts["weight"], parts["weight_scale"]
+        if packed.shape[1] != 8 * scales.shape[1] or len(packed) != len(scales):
+            raise SourceError(
+                f"scales {list(scales.shape)} are not those of {list(packed.shape)} bytes in nvfp4", where=self.where
+            )
+        ones = torch.ones(scales.shape, device=device).to(torch.float8_e4m3fn)
+        values = MicroscaledLinear(packed, ones, None, None, torch.float32).dequantize()
+        return dequantize(values, scales.float() * parts["weight_scale_2"].float(), (1, 16)).to(dtype)
+
+
 class NaiveLayer(StoredLayer):
     """naive-quantized of compressed-tensors: float-quantized or int-quantized, as the type says."""
 
@@ -152,6 +174,31 @@ class MicroscaledExperts:
         return floats
 
 
+@dataclass(frozen=True)
+class TiledExperts:
+    """The weights of a layer of experts in FP8."""
+
+    checkpoint: Checkpoint
+    name: str
+    scheme: Mapping[str, Any]
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [experts, rows, columns]."""
+        codes, scales = (self.checkpoint.read(f"{self.name}{part}").to(device) for part in ("", TILES))
+        rows, columns = self.scheme.get("weight_block_size") or TILE
+        tiles = [len(codes), -(-codes.shape[1] // rows), -(-codes.shape[2] // columns)]
+        if list(scales.shape) != tiles:
+            raise SourceError(
+                f"scales {list(scales.shape)} are not those of tiles of {rows} x {columns} of {list(codes.shape)}",
+                where=f"{self.checkpoint.directory}: {self.name}",
+                remedy="See that config.json and the weights belong together",
+            )
+        floats = torch.empty(codes.shape, dtype=dtype)
+        for index, (expert, steps) in enumerate(zip(codes, scales, strict=True)):
+            floats[index] = dequantize(expert.float(), steps.float(), (rows, columns))
+        return floats
+
+
 def float_weights(checkpoint: Checkpoint) -> dict[str, Packed]:
     """Return tensor of the float checkpoint -> what stands for it in a packed one.
 
@@ -163,7 +210,8 @@ def float_weights(checkpoint: Checkpoint) -> dict[str, Packed]:
     if not found:
         raise unreadable(config, str(checkpoint.directory))
     transposed = checkpoint.config.get("model_type") in CONV1D_MODELS
-    named = {each.name if isinstance(each, MicroscaledExperts) else f"{each.name}.weight": each for each in found}
+    whole = (MicroscaledExperts, TiledExperts)
+    named = {each.name if isinstance(each, whole) else f"{each.name}.weight": each for each in found}
     return {name: Transposed(each) if transposed and name != f"{HEAD}.weight" else each for name, each in named.items()}
 
 
@@ -180,8 +228,17 @@ def _bitsandbytes(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Sequence
 
 
 def _fp8(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Sequence[Any]:
-    names = (name.removesuffix(".weight") for name in packed_floats(checkpoint.shape))
-    return [TiledLayer(checkpoint, name, config) for name in names]
+    return [
+        TiledLayer(checkpoint, name.removesuffix(".weight"), config)
+        if name.endswith(".weight")
+        else TiledExperts(checkpoint, name, config)
+        for name in packed_floats(checkpoint.shape)
+    ]
+
+
+def _modelopt(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Sequence[Any]:
+    kind = TiledLayer if config["quant_algo"] == "FP8" else DoublyScaledLayer
+    return [kind(checkpoint, name.removesuffix(".weight"), {}) for name in packed_floats(checkpoint.shape)]
 
 
 def _mxfp4(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Sequence[Any]:
@@ -194,6 +251,7 @@ READERS: dict[str, Callable[[Checkpoint, Mapping[str, Any]], Sequence[Any] | Non
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
     "gptq": gptq_layers,
     "awq": awq_layers,
     "bitsandbytes": _bitsandbytes,

@@ -44,15 +44,21 @@ PARTS = (
 )  # fmt: skip
 """Objects, if they are there and not null."""
 NESTED = ("text_config",)
+BESIDE = "hf_quant_config.json"
 HEAD_WIDTHS = ("head_dim", "kv_channels", "d_kv", "attention_head_size")
 """How keys end that say how wide a head is; without any, the heads divide the hidden size."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return a parsed config.json whose numbers can be computed with. Raises SourceError if it
-    is damaged.
+    is damaged. What NVIDIA's ModelOpt did to weights may stand in a file beside it.
     """
     config = read_object(path, remedy=AGAIN)
+    beside = path.with_name(BESIDE)
+    if beside.is_file() and not config.get("quantization_config"):
+        told = read_object(beside, remedy=f"Take {BESIDE} from the model's source again").get("quantization")
+        if isinstance(told, Mapping) and told.get("quant_algo"):
+            config["quantization_config"] = {"quant_method": "modelopt", **told}
     check_values(config, str(path))
     return config
 

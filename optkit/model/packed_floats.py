@@ -16,7 +16,11 @@ from optkit.model.shape import ModelShape, TensorInfo
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """How the names of gpt-oss's packed experts end: `experts.gate_up_proj_blocks` is `experts.gate_up_proj`."""
-METHODS = (*METHODS_WITH_CODES, "fp8", "mxfp4")
+TILES = "_scale_inv"
+"""How the name of the scales of FP8 experts in one tensor ends: `experts.gate_up_proj_scale_inv`."""
+ALGORITHMS = ("FP8", "NVFP4")
+"""What NVIDIA's ModelOpt may have done to weights, as it says it: one scale, or two in a row."""
+METHODS = (*METHODS_WITH_CODES, "fp8", "mxfp4", "modelopt")
 """The values of `quant_method` whose weights become floats here."""
 INTO_HIDDEN = ("o_proj", "out_proj", "c_proj", "down_proj", "w2", "wo", "fc2", "dense_4h_to_h", "dense", "fc_out")
 """Last names of layers that lead back into the hidden states."""
@@ -46,10 +50,11 @@ def packed_floats(shape: ModelShape) -> dict[str, PackedFloat]:
     for name, info in shape.tensors.items():
         module, leaf = split_tensor(name)
         modules.setdefault(module, {})[leaf] = info
-    if words.get("quant_method") not in METHODS:
+    method = words.get("quant_method")
+    if method not in METHODS or (method == "modelopt" and words.get("quant_algo") not in ALGORITHMS):
         raise unreadable(words, where)
     try:
-        if words["quant_method"] in METHODS_WITH_CODES:
+        if method in METHODS_WITH_CODES:
             scheme_of_layers(words)
         found = dict(each for name, leaves in modules.items() for each in _floats(name, leaves, shape))
     except (
@@ -94,12 +99,14 @@ def refuse_unsaid_codes(shape: ModelShape, where: str) -> None:
 def unreadable(words: Mapping[str, Any], where: str) -> SourceError:
     """Return what to raise for packed weights that nobody here makes floats of."""
     formats = {str(each.get("format")) for each in (words.get("config_groups") or {}).values()}
-    formats |= {str(words[key]) for key in ("format", "version", "checkpoint_format") if words.get(key)}
+    formats |= {str(words[key]) for key in ("format", "version", "checkpoint_format", "quant_algo") if words.get(key)}
     said = ", ".join(sorted(formats - {"None"}))
     return SourceError(
         f"no float weights can be made of quant_method {words.get('quant_method')}{f' ({said})' if said else ''}",
         where=where,
-        why=f"optkit reads {', '.join(METHODS)}; of compressed-tensors {', '.join(sorted(LAYOUTS.keys() - {'dense'}))}",
+        why=f"optkit reads {', '.join(METHODS)}; "
+        f"of compressed-tensors {', '.join(sorted(LAYOUTS.keys() - {'dense'}))}; "
+        f"of modelopt {', '.join(ALGORITHMS)}",
         remedy="Start from the model's float weights",
     )
 
@@ -111,6 +118,8 @@ def _floats(module: str, leaves: Mapping[str, TensorInfo], shape: ModelShape) ->
             experts, outputs, groups, half = info.shape
             parts = tuple(f"{module}.{name}{part}" for part in (BLOCKS, SCALES))
             yield f"{module}.{name}", PackedFloat((experts, groups * half * 2, outputs), parts)
+        if info.dtype.startswith("F8") and len(info.shape) == 3 and leaf + TILES in leaves:
+            yield f"{module}.{leaf}", PackedFloat(info.shape, (f"{module}.{leaf}", f"{module}.{leaf}{TILES}"))
     if not any(leaf in CODED or leaf.startswith(FOUR_BIT_STATE) for leaf in leaves):
         return
     outputs, inputs = _outputs_and_inputs(module, leaves, shape)
@@ -137,7 +146,7 @@ def _outputs_and_inputs(module: str, leaves: Mapping[str, TensorInfo], shape: Mo
         other = weight.elements * 2 // wide
         return (wide, other) if module.rpartition(".")[2] in INTO_HIDDEN else (other, wide)
     outputs, inputs = weight.shape
-    return outputs, inputs
+    return outputs, 2 * inputs if "weight_scale_2" in leaves else inputs
 
 
 def _words_of(module: str, shape: ModelShape) -> Mapping[str, Any]:

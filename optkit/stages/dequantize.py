@@ -101,7 +101,7 @@ class Dequantize(Transform):
     def _notes(self, shape: ModelShape) -> tuple[str, ...]:
         words = shape.config["quantization_config"]
         said = f"the weights, packed by {words.get('quant_method')}, are {self._dtype(shape)} for the stages behind it"
-        if rounds_activations(words) or words.get("activation_scheme"):
+        if rounds_activations(words) or words.get("activation_scheme") or words.get("quant_algo"):
             said += "; the packed model rounds what goes into its layers too, the float one does not"
         return (said,)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from optkit.algorithms.grid import QuantizedWeight
@@ -128,6 +128,75 @@ def test_mxfp4_experts_are_what_transformers_makes_of_them(tiny_model: TinyModel
     blocks, scales = stored[f"{name}_blocks"].int(), stored[f"{name}_scales"].int()
     values = torch.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], -1).flatten(3) * 2.0 ** (scales - 127).unsqueeze(-1)
     assert torch.equal(found[name].float(), values.flatten(2).transpose(1, 2))
+
+
+def nvfp4(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Return random weights as ModelOpt stores NVFP4."""
+    outputs, inputs = weight.shape
+    scales = (torch.rand(outputs, inputs // 16) * 400).to(torch.float8_e4m3fn)
+    beside = {f"{name}_scale": scales, f"{name}_scale_2": torch.rand(()) / 1000}
+    codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8)
+    return {name: codes, **beside, name.replace("weight", "input_scale"): torch.tensor(1.0)}
+
+
+def tensorwise_fp8(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Return random weights as ModelOpt stores FP8."""
+    parts = fp8(name, weight, tuple(weight.shape))
+    return {name: parts[name], f"{name}_scale": parts[f"{name}_scale_inv"].view(())}
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_weights_of_modelopt_are_what_their_codes_say(
+    tiny_model: TinyModel, tmp_path: Path, algorithm: str, beside: bool
+) -> None:
+    change = nvfp4 if algorithm == "NVFP4" else tensorwise_fp8
+    told = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    source = rewritten(tiny_model("llama"), tmp_path / "packed", change, quant_method="modelopt", **told)
+    if beside:
+        config = json.loads((source / "config.json").read_text())
+        del config["quantization_config"]
+        (source / "config.json").write_text(json.dumps(config))
+        said = {"producer": {"name": "modelopt"}, "quantization": told}
+        (source / "hf_quant_config.json").write_text(json.dumps(said))
+    found, stored = dequantized(source, tmp_path / "floats"), load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    codes, scales = stored[name], stored[f"{name}_scale"].float()
+    if algorithm == "NVFP4":
+        codes = torch.stack([E2M1[codes.int() & 15], E2M1[codes.int() >> 4]], -1).flatten(1)
+        scales = (scales * stored[f"{name}_scale_2"]).repeat_interleave(16, 1)
+    assert torch.equal(found[name], (codes.float() * scales).bfloat16())
+    assert not [name for name in found if "scale" in name]
+    assert not (tmp_path / "floats" / "hf_quant_config.json").exists()
+
+
+def test_other_algorithms_of_modelopt_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    told = {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}
+    source = rewritten(tiny_model("llama"), tmp_path / "packed", nvfp4, **told)
+    with pytest.raises(SourceError, match=r"quant_method modelopt \(W4A8_AWQ\)\. .*of modelopt FP8, NVFP4\."):
+        Dequantize().run(source, tmp_path, Context())
+
+
+def test_fp8_experts_in_one_tensor(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """As Qwen3-VL's mixtures are published; transformers keeps them so for gpt-oss, too."""
+
+    def change(name: str, weight: Tensor) -> dict[str, Tensor]:
+        if weight.dim() != 3:
+            return {name: weight.bfloat16()}
+        each = [fp8(name, expert) for expert in weight]
+        return {part: torch.stack([parts[part] for parts in each]) for part in each[0]}
+
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    source = rewritten(tiny_model("gpt_oss"), tmp_path / "fp8", change, **config)
+    found, stored = dequantized(source, tmp_path / "floats"), load_file(source / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    spread = stored[f"{name}_scale_inv"].repeat_interleave(32, 1).repeat_interleave(32, 2)
+    assert torch.equal(found[name], (stored[name].float() * spread).bfloat16())
+    assert not [name for name in found if "scale" in name]
+    stored[f"{name}_scale_inv"] = stored[f"{name}_scale_inv"][:, :1].contiguous()
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SourceError, match=r"scales \[4, 1, 2\] are not those of tiles of 32 x 32 of \[4, 128, 64\]"):
+        Dequantize().run(source, tmp_path / "floats", Context())
 
 
 @pytest.mark.parametrize(
