@@ -151,8 +151,8 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
                 earlier=[asdict(each) for each in _outcomes(plan.steps[:index], store, set())],
             )
             told(seconds=seconds, bytes=sum(path.stat().st_size for path in draft.model.rglob("*") if path.is_file()))
-        # Only now: a kill before the step lies in the store loses it, however many of its blocks
-        # were done.
+        # Only now: a kill before the step lies in the store leaves it unfinished, however many of its
+        # blocks were done.
         context.progress.say(f"{step.kind}: kept in the store")
         read = plan.steps[max(0, index - 1)].size_bytes
         Durations(store.root, plan.device).note(step.kind, step.stage or plan.recipe.model, read, seconds)

@@ -50,7 +50,7 @@ class Context:
     """
     workspace: Path | None = None
     """Directory, perhaps not there yet, whose files outlive a run that fails or is killed:
-    checkpoints of a training. It belongs to this step alone and goes when the step is finished."""
+    checkpoints of a training, finished blocks. It belongs to this step alone and goes with its end."""
     may_link: bool = False
     """A stage may link the files of its source: they are the store's own, and not the user's or the
     hub's.

@@ -85,6 +85,8 @@ class BlockInputs:
     """Puts what goes into the decoder's first block in their place, once they left the encoder's last;
     None without a decoder behind.
     """
+    encoded: Tensor | None = None
+    """What left the encoder's last block, once it was followed."""
 
 
 def find_chains(model: PreTrainedModel) -> tuple[tuple[Block, ...], ...]:

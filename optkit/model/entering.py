@@ -45,7 +45,8 @@ def _enter_decoder_(
     inputs: BlockInputs, skeleton: Skeleton, prompts: Tensor | Prompts, device: str | torch.device
 ) -> None:
     behind = _entered(skeleton, prompts, device, 1, inputs)
-    inputs.hidden, inputs.batches, inputs.following = behind.hidden, behind.batches, None
+    inputs.encoded, inputs.following = inputs.hidden, None
+    inputs.hidden, inputs.batches = behind.hidden, behind.batches
 
 
 def _entered(

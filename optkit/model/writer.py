@@ -58,9 +58,7 @@ class CheckpointWriter:
             raise StageError(
                 "the tensor is written twice", where=f"{self.target}: {name}", why="A checkpoint holds each name once"
             )
-        tensor = tensor.detach().to("cpu").contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()
+        tensor = own_copy(tensor)
         storage = tensor.untyped_storage().data_ptr()
         if tensor.nbytes and (other := self._storages.get(storage)):
             raise StageError(
@@ -97,15 +95,9 @@ class CheckpointWriter:
         _write_json(self.target / INDEX, index)
 
     def _flush(self) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         path = self.target / f".shard-{len(self._shards) + 1:05d}.partial"
         with disk_space_for(path, self._pending_bytes):
-            try:
-                save_file(self._pending, path, metadata={"format": "pt"})
-            except SafetensorError as error:
-                raise room_error(error, path) or error from error
+            save_tensors(path, self._pending, {"format": "pt"})
         self._shards.append((path, tuple(self._pending)))
         self._pending, self._pending_bytes, self._storages = {}, 0, {}
 
@@ -120,19 +112,41 @@ class CheckpointWriter:
             path.unlink()
 
 
+def own_copy(tensor: Tensor) -> Tensor:
+    """Return a tensor in main memory, contiguous and alone in its storage."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; raises OSError if there is no room."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise room_error(error, path) or error from error
+
+
 def write_blocks(skeleton: Skeleton, target: Path, changed: Iterable[Mapping[str, Tensor]], task: Task) -> None:
     """Write every tensor of a model, block after block; `changed` yields those of each that are others.
     Raises SourceError for weights that are NaN or Inf, ResourceError when the disk is full.
     """
-    checkpoint = skeleton.checkpoint
     with CheckpointWriter(target) as writer:
         for name in skeleton.outside_tensors:
-            writer.add(name, checkpoint.read_finite(name))
-        for block, tensors in zip(skeleton.blocks, changed, strict=True):
-            left = dict(tensors)
-            for name in skeleton.block_tensors(block):
-                writer.add(name, left.pop(name) if name in left else checkpoint.read_finite(name))
-            task.advance(note=block.name)
+            writer.add(name, skeleton.checkpoint.read_finite(name))
+        add_blocks(writer, skeleton, changed, task)
+
+
+def add_blocks(
+    writer: CheckpointWriter, skeleton: Skeleton, changed: Iterable[Mapping[str, Tensor]], task: Task
+) -> None:
+    """Write the blocks of a model alone; otherwise as `write_blocks`."""
+    for block, tensors in zip(skeleton.blocks, changed, strict=True):
+        for name in skeleton.block_tensors(block):
+            writer.add(name, tensors[name] if name in tensors else skeleton.checkpoint.read_finite(name))
+        task.advance(note=block.name)
 
 
 def copy_companions(source: Path, target: Path, trusted: bool = False) -> None:

@@ -18,6 +18,7 @@ from pydantic import model_validator
 from optkit.common.field_types import Amount, AtLeastOne, Bits, Bytes, Count, Distinct, Name
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Selection, layers_of, select
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
@@ -140,7 +141,9 @@ class AutoBits(Transform):
         problem = self._problem(Checkpoint(source).shape)
         tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
         held_out = self._held_out(source, tokens, context) if self.held_out_samples else None
-        costs = self._costs(source, problem.items, _spread(tokens, self.sensitivity_samples), context)
+        kept = KeptBlocks(context.workspace, context.device, context.progress, KIND, 0)
+        windows = _spread(tokens, self.sensitivity_samples)
+        costs = kept.measured("sensitivities", lambda: self._costs(source, problem.items, windows, context))
         picked = choose(costs, [item.sizes for item in problem.items], problem.budget.size_bytes)
         mixed = {
             layer.name: item.choices[index]
@@ -151,7 +154,7 @@ class AutoBits(Transform):
             choice: sum(row[item.choices.index(choice)] for item, row in zip(problem.items, costs, strict=True))
             for choice in problem.uniform()
         }
-        report = self._stage(mixed).run(source, target, context)
+        report = self._stage(mixed).run(source, target, _beside(context, "chosen"))
         details: dict[str, Any] = {
             "choices": {name: choice.form.label for name, choice in mixed.items()},
             "not_offered": problem.unfit(self.choices),
@@ -255,7 +258,7 @@ class AutoBits(Transform):
         context.progress.say(f"{KIND}: quantizing with {label} throughout, to compare")
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.uniform-") as directory:
             other = Path(directory)
-            simpler = self._stage(uniform).run(source, other, context)
+            simpler = self._stage(uniform).run(source, other, _beside(context, "uniform"))
             copies = [Checkpoint(target), Checkpoint(other)]
             chosen, single = mean_divergences(
                 _skeleton(source, context), copies, windows, context.device, context.progress
@@ -296,6 +299,11 @@ def _skeleton(source: Path, context: Context) -> Skeleton:
     from optkit.model.skeleton import Skeleton
 
     return Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
+
+
+def _beside(context: Context, name: str) -> Context:
+    """Return the context of one of the two quantizations, each with finished blocks of its own."""
+    return replace(context, workspace=context.workspace and context.workspace / name)
 
 
 def _override(choice: Choice) -> Override:

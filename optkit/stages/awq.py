@@ -99,7 +99,7 @@ class Awq(InputScaling, Backed):
         job.details |= {"losses": {}, "gains": {}, "unscaled": {}, "rounded_without_inputs": []}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             scaler = BlockScaler(skeleton, tokens, device, self)
-        for index in range(len(skeleton.blocks)):
+        for index in job.resume(scaler.inputs):
             yield self._block(job, index, scaler)
         job.inputs = scaler.inputs
         if few := job.details["rounded_without_inputs"]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from optkit.common.field_types import GroupSize
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Layer, layers_of, select
 from optkit.model.shape import ModelShape
 from optkit.model.writer import SHARD_BYTES, copy_companions, write_blocks, write_config
@@ -62,30 +63,33 @@ class AwqScale(InputScaling, Transform):
         layers = self._layers(skeleton.checkpoint.shape)
         details: dict[str, Any] = {"gains": {}}
         refused: dict[str, str] = {}
-        changed: set[str] = set()
+        changed: list[str] = []
+        size = skeleton.checkpoint.shape.size_bytes
+        kept = KeptBlocks(context.workspace, context.device, context.progress, STAGE, size)
 
         def scaled_blocks() -> Iterator[dict[str, Tensor]]:
             with out_of_memory("in front of the first block", context.device, LESS_MEMORY):
                 tokens = self.calibration.inputs(source, context.data, context.trust_remote_code)
                 scaler = BlockScaler(skeleton, tokens, context.device, self)
-            for index, block in enumerate(skeleton.blocks):
-                with skeleton.loaded(block, context.device, LESS_MEMORY):
+            facts = {"details": details, "refused": refused, "changed": changed}
+            for index in kept.resume(len(skeleton.blocks), scaler.inputs, facts):
+                with skeleton.loaded(skeleton.blocks[index], context.device, LESS_MEMORY):
                     scaled = scaler.scale_(index, self._grids(skeleton, index, layers), self.rounding, STAGE)
                     scaled.hessians.clear()
                     if index + 1 < len(skeleton.blocks):
                         skeleton.advance_(index, scaler.inputs)
                 details["gains"].update(scaled.gains)
                 refused.update(scaled.refused)
-                changed.update(scaled.changed)
+                changed.extend(scaled.changed)
                 yield scaled.changed
 
         with context.progress.task(STAGE, len(skeleton.blocks), "blocks") as task:
-            write_blocks(skeleton, target, scaled_blocks(), task)
+            write_blocks(skeleton, target, kept.each(scaled_blocks()), task)
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, skeleton.checkpoint.config)
         details["seconds"] = round(time.monotonic() - started, 2)
         return Report(
-            len(changed), {**refused, **skeleton.fused}, details, calibrated_on=(self.calibration.identity(),)
+            len(set(changed)), {**refused, **skeleton.fused}, details, calibrated_on=(self.calibration.identity(),)
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:

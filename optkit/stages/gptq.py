@@ -109,8 +109,8 @@ class Gptq(GptqFields, Backed):
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
-        for index, block in enumerate(skeleton.blocks):
-            with skeleton.loaded(block, device, LESS_MEMORY):
+        for index in job.resume(inputs):
+            with skeleton.loaded(skeleton.blocks[index], device, LESS_MEMORY):
                 modules = job.modules(index)
                 quantized: dict[str, QuantizedWeight] = {}
                 whole = [list(modules)]

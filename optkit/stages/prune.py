@@ -15,6 +15,7 @@ from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.common.field_types import AtLeastOne, BatchSize, Count, Damping, Distinct, Name, Share
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
@@ -180,7 +181,9 @@ class Prune(Transform):
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
         selection = self._select(*layers_of_skeleton(skeleton))
         tokens = self.calibration.inputs(source, context.data, context.trust_remote_code) if self.calibration else None
-        sparsities = self._allocate(selection.layers, source, tokens, context)
+        size = skeleton.checkpoint.shape.size_bytes
+        kept = KeptBlocks(context.workspace, context.device, context.progress, KIND, size)
+        sparsities = kept.measured("sparsities", lambda: self._allocate(selection.layers, source, tokens, context))
         options = PruneOptions(
             self.method,
             self._pattern,
@@ -191,7 +194,7 @@ class Prune(Transform):
         )
         pruner = BlockPruner(skeleton, sparsities, options, context)
         with context.progress.task(KIND, len(skeleton.blocks), "blocks") as task:
-            write_blocks(skeleton, target, pruner.blocks(tokens), task)
+            write_blocks(skeleton, target, kept.each(pruner.blocks(tokens, kept)), task)
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, skeleton.checkpoint.config)
         if few := pruner.by_magnitude:

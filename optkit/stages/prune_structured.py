@@ -20,6 +20,7 @@ from optkit.model.attention_choice import eager_bytes
 from optkit.model.calibration_memory import refuse_unreached
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import block_count, dropped_parts, hidden_size, shallower_config, shallower_tensors
+from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.memory import return_freed_memory
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.text_config import text_config
@@ -136,22 +137,20 @@ class PruneStructured(WidthFields, Transform):
         checkpoint = Checkpoint(source)
         planned = self._planned(checkpoint.shape)
         skeleton = Skeleton(checkpoint, trust_remote_code=context.trust_remote_code)
-        tokens = (
-            self.calibration.tokens(source, context.data, context.trust_remote_code)
-            if self._reads_text(planned)
-            else None
-        )
-        chosen = self._choose(skeleton, planned.count, tokens, context)
+        reads = self._reads_text(planned)
+        tokens = self.calibration.tokens(source, context.data, context.trust_remote_code) if reads else None
+        saved = KeptBlocks(context.workspace, context.device, context.progress, KIND, checkpoint.shape.size_bytes)
+        chosen = self._choose(skeleton, planned.count, tokens, context, saved)
         return_freed_memory()
         kept = [index for index in range(len(skeleton.blocks)) if index not in chosen.removed]
         names = shallower_tensors(checkpoint.shape, kept, planned.narrows)
         refuse_shared(skeleton, chosen.removed)
         resolved = skeleton.model.config.get_text_config(decoder=True).to_dict()
         config = shallower_config(checkpoint.config, kept, resolved)
-        blocks = self._narrower(skeleton, planned, kept, names, tokens, context) if planned.narrows else None
+        blocks = self._narrower(skeleton, planned, kept, names, tokens, context, saved) if planned.narrows else None
         with context.progress.task(KIND, len(kept), "blocks") as task, CheckpointWriter(target) as writer:
             if blocks:
-                blocks.write(kept, writer, task)
+                blocks.write(kept, writer, task, saved)
             else:
                 for name, new in names.items():
                     writer.add(new, checkpoint.read_finite(name))
@@ -208,8 +207,11 @@ class PruneStructured(WidthFields, Transform):
         names: Mapping[str, str],
         tokens: Tensor | None,
         context: Context,
+        saved: KeptBlocks,
     ) -> NarrowerBlocks:
         """Return the blocks to be written, with the channels of the hidden states chosen."""
+        import torch
+
         from optkit.stages.narrowing.blocks import NarrowerBlocks
         from optkit.stages.narrowing.choice import WidthChooser
 
@@ -222,7 +224,8 @@ class PruneStructured(WidthFields, Transform):
             chooser = WidthChooser(skeleton, inputs(), axes, before, after, self.pools(before))
             hidden = None
             if before.hidden != after.hidden:
-                hidden = chooser.hidden(kept, context.device)
+                channels = saved.measured("hidden", lambda: chooser.hidden(kept, context.device).tolist())
+                hidden = torch.tensor(channels)
                 chooser.inputs = inputs()
         return NarrowerBlocks(chooser, names, context.device, self.compensate, LESS_MEMORY, hidden)
 
@@ -254,7 +257,9 @@ class PruneStructured(WidthFields, Transform):
             )
         return count
 
-    def _choose(self, skeleton: Skeleton, count: int, tokens: Tensor | None, context: Context) -> Chosen:
+    def _choose(
+        self, skeleton: Skeleton, count: int, tokens: Tensor | None, context: Context, saved: KeptBlocks
+    ) -> Chosen:
         from optkit.stages.narrowing.importance import BlockImportance, Chosen
 
         if tokens is None or count == 0 or isinstance(self.remove_layers, tuple):
@@ -263,7 +268,8 @@ class PruneStructured(WidthFields, Transform):
             importance = BlockImportance(
                 skeleton, tokens, context.device, self.batch_size, POSITIONS_AT_ONCE, context.progress
             )
-            return importance.choose(count, self.layer_importance, self.layer_search)
+            how = self.layer_importance, self.layer_search
+            return Chosen(**saved.measured("chosen", lambda: asdict(importance.choose(count, *how))))
 
     def _told(self, chosen: Chosen, blocks: Sequence[str]) -> dict[str, Any]:
         told: dict[str, Any] = {"removed_layers": chosen.removed} if chosen.removed else {}
@@ -294,11 +300,8 @@ class PruneStructured(WidthFields, Transform):
         widest = max(max(info.shape) for name, info in shape.tensors.items() if info.shape and shape.block(name))
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * widest) * 4
         batch += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
-        solving = (
-            (4 + 4 + 3 * 8) * planned.before.ffn**2
-            if planned.narrows and planned.before.ffn != planned.after.ffn
-            else 0
-        )
+        narrower = planned.narrows and planned.before.ffn != planned.after.ffn
+        solving = (4 + 4 + 3 * 8) * planned.before.ffn**2 if narrower else 0
         logits = self._logit_bytes(shape, element) if planned.count and self.layer_importance == "perplexity" else 0
         return (
             streams * tokens * width * element
@@ -311,9 +314,8 @@ class PruneStructured(WidthFields, Transform):
         If the logits have another dtype, their float32 form counts too.
         """
         vocabulary = text_config(shape.config).get("vocab_size") or 0
-        return (
-            min(POSITIONS_AT_ONCE, self.calibration.sequence_length) * vocabulary * (8 if element == 4 else element + 8)
-        )
+        positions = min(POSITIONS_AT_ONCE, self.calibration.sequence_length)
+        return positions * vocabulary * (8 if element == 4 else element + 8)
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:

@@ -5,6 +5,7 @@ Its weights have no outliers there and quantize better.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,20 +13,21 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.calibration_memory import refuse_unreached
 from optkit.model.checkpoint import Checkpoint, all_finite
+from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.output_layer import tied_embedding, with_own_head
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import STREAM, refuse_multi_modal
-from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.model.writer import SHARD_BYTES, CheckpointWriter, add_blocks, copy_companions, write_config
 from optkit.stage import Context, Cost, Report, Transform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optkit.algorithms.hadamard import Rotation
+    from optkit.model.blocks import BlockInputs
     from optkit.model.skeleton import Skeleton
 
 TOKENS = 32
@@ -41,10 +43,10 @@ class _Job:
     writer: CheckpointWriter
     rotation: Rotation
     context: Context
-    changed: set[str] = field(default_factory=set)
+    changed: list[str] = field(default_factory=list)
     """Tensors of the checkpoint."""
     unrotated_heads: dict[str, str] = field(default_factory=dict)
-    difference: float = 0.0
+    differences: list[float] = field(default_factory=list)
 
 
 class Rotate(Transform):
@@ -108,18 +110,16 @@ class Rotate(Transform):
             torch.no_grad(),
         ):
             job = _Job(skeleton, writer, rotation, context)
-            hidden, calls = _run_up_to_blocks(job)
+            inputs = skeleton.capture_inputs(_tokens(job), context.device)
             if self.residual:
-                _rotate_embedding(job, hidden)
+                _rotate_embedding(job, inputs.hidden)
             task.advance(note="embedding")
-            for index, block in enumerate(skeleton.blocks):
-                with out_of_memory(
-                    block.name, context.device, "Use a device with more memory: a block is there twice, in float32"
-                ):
-                    hidden = self._rotate_block(job, index, hidden, calls[index])
-                task.advance(note=block.name)
+            kept = KeptBlocks(
+                context.workspace, context.device, context.progress, "rotate", checkpoint.shape.size_bytes
+            )
+            add_blocks(writer, skeleton, kept.each(self._rotated_blocks(job, inputs, kept)), task)
             if self.residual:
-                _rotate_head(job, hidden)
+                _rotate_head(job, inputs.hidden)
             else:
                 for name in skeleton.outside_tensors:
                     _write(job, name, None)
@@ -136,7 +136,7 @@ class Rotate(Transform):
         write_config(target, with_own_head(checkpoint.config) if self.residual else checkpoint.config)
         lm_head_bytes = checkpoint.tensors[skeleton.tensor_name(LM_HEAD)].size_bytes if untied else 0
         details: dict[str, Any] = {
-            "largest_difference": job.difference,
+            "largest_difference": max(job.differences),
             "seconds": round(time.monotonic() - started, 2),
         }
         if self.residual:
@@ -149,7 +149,7 @@ class Rotate(Transform):
             if untied
             else ()
         )
-        return Report(changed=len(job.changed), skipped=job.unrotated_heads, details=details, notes=notes)
+        return Report(changed=len(set(job.changed)), skipped=job.unrotated_heads, details=details, notes=notes)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves: a tied model gets an `lm_head` of its own."""
@@ -173,10 +173,19 @@ class Rotate(Transform):
         gpu = work if device.startswith("cuda") else 0
         return Cost(disk_bytes=left.size_bytes, ram_bytes=work + min(left.size_bytes, SHARD_BYTES), gpu_bytes=gpu), left
 
-    def _rotate_block(self, job: _Job, index: int, hidden: Tensor, call: Any) -> Tensor:
-        """Write a block rotated.
-        Return what it makes of hidden states that are not, float [1, tokens, hidden].
+    def _rotated_blocks(self, job: _Job, inputs: BlockInputs, kept: KeptBlocks) -> Iterator[dict[str, Tensor]]:
+        """Yield the rotated tensors of each block that is not kept.
+        The inputs become those behind it, not rotated.
         """
+        blocks, remedy = job.skeleton.blocks, "Use a device with more memory: a block is there twice, in float32"
+        facts = {"changed": job.changed, "unrotated": job.unrotated_heads, "differences": job.differences}
+        for index in kept.resume(len(blocks), inputs, facts):
+            with job.skeleton.loaded(blocks[index], job.context.device, remedy):
+                rotated = self._rotate_block(job, index, inputs)
+            job.changed.extend(rotated)
+            yield rotated
+
+    def _rotate_block(self, job: _Job, index: int, inputs: BlockInputs) -> dict[str, Tensor]:
         import torch
 
         from optkit.algorithms.hadamard import random_rotation
@@ -189,9 +198,8 @@ class Rotate(Transform):
         )
         from optkit.model.residual_stream import stream_parts
 
-        skeleton, block = job.skeleton, job.skeleton.blocks[index]
-        skeleton.load_(block.name, job.context.device)
-        run = partial(skeleton.run_block, index, call=call)
+        skeleton, block, hidden = job.skeleton, job.skeleton.blocks[index], inputs.hidden
+        run = partial(skeleton.run_block, index, call=inputs.batches[0].calls[index])
         output: Tensor = run(hidden=hidden)
         modules = dict(block.module.named_modules(prefix=block.name))
         changed: set[str] = set()
@@ -200,7 +208,7 @@ class Rotate(Transform):
         def compare(remedy: str = "") -> None:
             given, expected = run(hidden=basis(hidden)), basis(output)
             difference = refuse_difference(block.name, expected, given, basis(output - hidden), remedy)
-            job.difference = max(job.difference, difference)
+            job.differences.append(difference)
 
         if self.residual:
             parts = stream_parts(modules, job.rotation.size, lambda: run(hidden=hidden), block.name)
@@ -222,18 +230,9 @@ class Rotate(Transform):
                 compare("Set rotate.heads to false")
         names = {skeleton.tensor_name(name): name for name in changed}
         parameters = dict(block.module.named_parameters(prefix=block.name))
-        for tensor in skeleton.block_tensors(block):
-            _write(job, tensor, parameters[names[tensor]] if tensor in names else None)
-        skeleton.release_(block.name)
-        return output
-
-
-def _run_up_to_blocks(job: _Job) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return what enters the first block for some tokens, and the calls of all blocks.
-    The hidden states are float [1, tokens, hidden].
-    """
-    inputs = job.skeleton.capture_inputs(_tokens(job), job.context.device)
-    return inputs.hidden, inputs.batches[0].calls
+        inputs.hidden = output
+        own = (tensor for tensor in skeleton.block_tensors(block) if tensor in names)
+        return {tensor: _stored(job, tensor, parameters[names[tensor]]) for tensor in own}
 
 
 def _tokens(job: _Job) -> Tensor:
@@ -285,7 +284,7 @@ def _rotate_head(job: _Job, hidden: Tensor) -> None:
     logits = run(hidden)
     parts = stream_parts(modules, job.rotation.size, lambda: run(hidden), "lm_head")
     changed = [*fold_norms_(parts), *rotate_stream_(parts, job.rotation)]
-    job.difference = max(job.difference, refuse_difference("lm_head", logits, run(job.rotation.apply(hidden)), logits))
+    job.differences.append(refuse_difference("lm_head", logits, run(job.rotation.apply(hidden)), logits))
     written = {skeleton.tensor_name(embedding)}
     parameters = dict(skeleton.model.named_parameters(remove_duplicate=False))
     for name in dict.fromkeys(changed):
@@ -302,10 +301,15 @@ def _write(job: _Job, tensor: str, rotated: Tensor | None, like: str | None = No
     """Write a tensor of the checkpoint: what it became, or as it is.
     It has the dtype that it (or `like`) is stored in.
     """
-    checkpoint = job.skeleton.checkpoint
     if rotated is None:
-        job.writer.add(tensor, checkpoint.read_finite(tensor))
-        return
+        job.writer.add(tensor, job.skeleton.checkpoint.read_finite(tensor))
+    else:
+        job.writer.add(tensor, _stored(job, tensor, rotated, like))
+        job.changed.append(tensor)
+
+
+def _stored(job: _Job, tensor: str, rotated: Tensor, like: str | None = None) -> Tensor:
+    """Return a rotated tensor as it is written. Raises StageError if its dtype has no room for it."""
     stored = job.skeleton.stored_dtype(like or tensor)
     cast = rotated.detach().to("cpu", stored, copy=True)
     if not all_finite(cast):
@@ -315,8 +319,7 @@ def _write(job: _Job, tensor: str, rotated: Tensor | None, like: str | None = No
             where=f"rotate: {tensor}",
             remedy="Put `- cast: {dtype: bfloat16}` in front of this stage",
         )
-    job.writer.add(tensor, cast)
-    job.changed.add(tensor)
+    return cast
 
 
 def _embedding(skeleton: Skeleton) -> str:

@@ -6,7 +6,7 @@
     ROOT/counts/DIGEST.json       how many tokens a text has, for plans
     ROOT/history/DIGEST.json      an artifact that a run made, for `optkit history`
     ROOT/drafts/KEY-RANDOM/       work under way; a draft whose process is gone is deleted by the next run
-    ROOT/work/KEY/...             what a step under way keeps for the case that it is killed: checkpoints of a training
+    ROOT/work/KEY/...             what a step under way keeps for the case that it is killed: checkpoints, blocks
     ROOT/work/answers-DIGEST/...  what a teacher said about a text, for any student (generated-DIGEST: what it wrote)
     ROOT/locks/KEY.lock           held (flock) by the process that works on KEY; the kernel frees it when that
                                   process dies

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from optkit.common.files import object_if_any
-from optkit.common.out_of_resources import room_error
-from optkit.model.writer import disk_space_for
+from optkit.model.writer import disk_space_for, save_tensors
 
 KEPT = 2
 STATE = "state.json"
@@ -127,10 +126,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] |
         ready = tensor.detach().to("cpu").contiguous()
         written[name] = ready.clone() if ready.data_ptr() in seen else ready
         seen.add(ready.data_ptr())
-    try:
-        save_file(written, path, metadata)
-    except SafetensorError as error:
-        raise room_error(error, path) or error from error
+    save_tensors(path, written, metadata)
 
 
 def _flat(state: Mapping[Any, Any], prefix: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from optkit.errors import ResourceError, StageError
 from optkit.progress import SilentProgress
@@ -127,14 +128,14 @@ class TestResume:
         assert set_to == {0: [7, 0], 1: [7, 0]}
 
     def test_a_full_disk_leaves_the_checkpoint_before(self, tiny_model, tmp_path, monkeypatch):
-        written = checkpoints.save_file
+        written = save_file
 
         def full(tensors, path, metadata=None):
             if "00000009" in str(path):
                 raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
             written(tensors, path, metadata)
 
-        monkeypatch.setattr(checkpoints, "save_file", full)
+        monkeypatch.setattr("safetensors.torch.save_file", full)
         with pytest.raises(
             ResourceError,
             match=r"step-00000009: the disk is full: [\d,]+ "

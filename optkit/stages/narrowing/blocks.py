@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
+from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.narrowing import Left, is_norm
 from optkit.model.skeleton import Skeleton
 from optkit.model.width import Axis
@@ -32,15 +34,30 @@ class NarrowerBlocks:
     """What to lower if memory runs out."""
     hidden: Tensor | None = None
     """int64: channels of the hidden states that are left; None if they all are."""
-    lefts: list[Left] = field(default_factory=list)
-    """What is left of each block that was written."""
+    choices: list[dict[str, Any]] = field(default_factory=list)
+    """What is left of each block that was written, as JSON values."""
 
     @property
     def skeleton(self) -> Skeleton:
         return self.chooser.skeleton
 
-    def write(self, kept: Sequence[int], writer: CheckpointWriter, task: Task) -> None:
-        """Write these of the blocks and everything outside.
+    @property
+    def lefts(self) -> list[Left]:
+        """What is left of each block that was written."""
+        return [self._left(**choice) for choice in self.choices]
+
+    def _left(self, ffn: list[int] | None, heads: list[int] | None, pools: list[list[int]] | None) -> Left:
+        return Left(
+            self.chooser.before,
+            self.chooser.after,
+            self.hidden,
+            None if ffn is None else torch.tensor(ffn),
+            None if heads is None else tuple(heads),
+            None if pools is None else tuple(map(tuple, pools)),
+        )
+
+    def write(self, kept: Sequence[int], writer: CheckpointWriter, task: Task, finished: KeptBlocks) -> None:
+        """Write these of the blocks and everything outside; those that are finished are not made again.
         Raises StageError for weights that no longer fit their dtype.
         """
         outside = Left(self.chooser.before, self.chooser.after, self.hidden)
@@ -48,39 +65,50 @@ class NarrowerBlocks:
             writer.add(self.names[tensor], self._left_of(tensor, self.skeleton.checkpoint.read_finite(tensor), outside))
         if self.hidden is not None and self.chooser.inputs:
             self.chooser.inputs.hidden = only(self.chooser.inputs.hidden, self.hidden)
-        for index in kept:
-            block = self.skeleton.blocks[index]
-            with out_of_memory(block.name, self.device, self.less_memory):
-                self._write_block(index, writer)
-            task.advance(note=block.name)
+        for index, tensors in zip(kept, finished.each(self._narrowed(kept, finished)), strict=True):
+            for name, narrowed in tensors.items():
+                writer.add(name, narrowed)
+            task.advance(note=self.skeleton.blocks[index].name)
 
     def masked_(self, skeleton: Skeleton, target: Checkpoint, index: int, number: int) -> None:
         """Put what was written of a block into the loaded block of another skeleton of the source.
         0 takes the place of what was removed.
         """
         prefix = f"{skeleton.blocks[index].name}."
+        left = self._left(**self.choices[number])
         for name, tensor in skeleton.tensor_names.items():
-            if name.startswith(prefix) and self._is_spread(tensor, self.lefts[number]):
-                self._spread_(skeleton, name, tensor, target.read(self.names[tensor]), self.lefts[number])
+            if name.startswith(prefix) and self._is_spread(tensor, left):
+                self._spread_(skeleton, name, tensor, target.read(self.names[tensor]), left)
 
-    def _write_block(self, index: int, writer: CheckpointWriter) -> None:
+    def _narrowed(self, kept: Sequence[int], finished: KeptBlocks) -> Iterator[dict[str, Tensor]]:
+        """Yield the tensors of each block that is not finished by their new names."""
+        for number in finished.resume(len(kept), self.chooser.inputs, {"choices": self.choices}):
+            block = self.skeleton.blocks[kept[number]]
+            with out_of_memory(block.name, self.device, self.less_memory):
+                tensors = self._narrowed_block(kept[number])
+            yield tensors
+
+    def _narrowed_block(self, index: int) -> dict[str, Tensor]:
         skeleton, block, inputs = self.skeleton, self.skeleton.blocks[index], self.chooser.inputs
         if inputs:
             skeleton.load_(block.name, self.device)
         left, readers = self.chooser.choose(index, self.hidden)
         made = {f"{reader.name}.weight": reader.making_up(left) for reader in readers if self.compensate}
-        self.lefts.append(left)
+        ffn = None if left.ffn is None else left.ffn.tolist()
+        self.choices.append({"ffn": ffn, "heads": left.heads, "pools": left.pools})
+        tensors = {}
         places = {tensor: name for name, tensor in skeleton.tensor_names.items() if name.startswith(f"{block.name}.")}
         for tensor in skeleton.block_tensors(block):
             whole = made.get(tensor)
             stored = skeleton.checkpoint.read_finite(tensor) if whole is None else whole
             written = self._left_of(tensor, stored, left)
-            writer.add(self.names[tensor], written)
+            tensors[self.names[tensor]] = written
             if inputs and self._is_spread(tensor, left):
                 self._spread_(skeleton, places[tensor], tensor, written, left)
         if inputs:
             skeleton.advance_(index, inputs)
             skeleton.release_(block.name)
+        return tensors
 
     def _left_of(self, tensor: str, stored: Tensor, left: Left) -> Tensor:
         """Return what is left of a tensor, in the dtype that the checkpoint has it in."""

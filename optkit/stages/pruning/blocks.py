@@ -19,6 +19,7 @@ from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.blocks import BlockInputs
+from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.prompts import Prompts
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
@@ -61,16 +62,19 @@ class BlockPruner:
     """Layers that saw too few tokens -> how many."""
     raised_damping: dict[str, float] = field(default_factory=dict)
 
-    def blocks(self, tokens: Tensor | Prompts | None) -> Iterator[dict[str, Tensor]]:
-        """Yield the pruned weights of each block by tensor, as they are stored. tokens: int64
-        [sequences, sequence_length], or prompts with images.
+    def blocks(self, tokens: Tensor | Prompts | None, keep: KeptBlocks) -> Iterator[dict[str, Tensor]]:
+        """Yield the pruned weights by tensor, as they are stored, of each block that is not kept.
+        tokens: int64 [sequences, sequence_length], or prompts with images.
         """
         skeleton, device = self.skeleton, self.context.device
-        inputs = None
+        inputs, left = None, range(len(skeleton.blocks))
         if tokens is not None and self.options.method != "magnitude":
             with out_of_memory("in front of the first block", device, LESS_MEMORY):
                 inputs = skeleton.capture_inputs(tokens, device, self.options.batch_size)
-        for index, block in enumerate(skeleton.blocks):
+            found = {"losses": self.losses, "few": self.by_magnitude, "raised": self.raised_damping}
+            left = keep.resume(len(skeleton.blocks), inputs, found)
+        for index in left:
+            block = skeleton.blocks[index]
             with skeleton.loaded(block, device, LESS_MEMORY):
                 modules = {name: module for name, module in skeleton.linears(block).items() if name in self.sparsities}
                 self._prune_(modules, index, inputs)

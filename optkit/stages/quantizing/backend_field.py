@@ -37,7 +37,7 @@ from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.backend_support import OFFERS, Offer
 from optkit.stages.quantizing.fitting import either, refuse_unknown
 from optkit.stages.quantizing.integers import WeightQuantizer
-from optkit.stages.quantizing.streaming import recount
+from optkit.stages.quantizing.recounting import recount
 
 OWN = "optkit"
 MODELS_IN_MEMORY = 2

@@ -133,8 +133,8 @@ class EightBitQuantizer(LayerQuantizer):
         with out_of_memory("in front of the first block", device, less):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
             prepare = self.preparation(job, tokens)
-        for index, block in enumerate(skeleton.blocks):
-            with skeleton.loaded(block, device, less):
+        for index in job.resume(inputs):
+            with skeleton.loaded(skeleton.blocks[index], device, less):
                 output = self._calibrated_block(job, index, inputs, prepare)
                 if index + 1 < len(skeleton.blocks):
                     self._advance_(job, index, inputs, output.layers)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from optkit.common.field_types import AtLeastOne, Distinct, Name
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import HEAD, outside_of, tied_embedding, with_own_head
 from optkit.model.shape import ModelShape, TensorInfo
@@ -25,6 +25,7 @@ from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, 
 from optkit.packed_tensors.base import LayerFormat, packable, quantization_config
 from optkit.progress import Task
 from optkit.stage import Context, Cost, Format, Report, Transform
+from optkit.stages.quantizing.recounting import recount
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,6 +47,21 @@ class BlockOutput:
     full names; new names are added.
     """
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Return what `flat` made flat."""
+        layers: dict[str, dict[str, Tensor]] = {}
+        for name in tensors:
+            layer, packed, leaf = name.partition("|")
+            if packed:
+                layers.setdefault(layer, {})[leaf] = tensors[name]
+        return cls(layers, {name: tensor for name, tensor in tensors.items() if "|" not in name})
+
+    def flat(self) -> dict[str, Tensor]:
+        """Return all tensors by one name each."""
+        packed = {f"{name}|{leaf}": each for name, layer in self.layers.items() for leaf, each in layer.items()}
+        return {**self.replaced, **packed}
+
 
 @dataclass
 class QuantizationJob:
@@ -59,6 +75,7 @@ class QuantizationJob:
     context: Context
     task: Task
     """The bar, one step per block."""
+    kept: KeptBlocks
     details: dict[str, Any] = field(default_factory=dict)
     """Goes into the report."""
     notes: list[str] = field(default_factory=list)
@@ -78,6 +95,13 @@ class QuantizationJob:
     def head(self) -> str | None:
         """The name of the output layer if it is quantized too."""
         return HEAD if HEAD in self.selection.layers else None
+
+    def resume(self, inputs: BlockInputs) -> range:
+        """Return which blocks are left to do, with the inputs in front of the first of them.
+        From here on finished blocks are kept; what is in `details` and `notes` is kept with them.
+        """
+        facts = {"details": self.details, "notes": self.notes}
+        return self.kept.resume(len(self.skeleton.blocks), inputs, facts)
 
     def modules(self, index: int) -> dict[str, nn.Module]:
         """Return the layers to quantize of a block."""
@@ -216,7 +240,9 @@ class LayerQuantizer(Transform):
         selection = self.select_layers(*layers_of_skeleton(skeleton))
         formats = self.layer_formats(selection)
         with context.progress.task(self.kind, len(skeleton.blocks), "blocks") as task:
-            job = QuantizationJob(skeleton, Path(source), selection, formats, context, task)
+            size = skeleton.checkpoint.shape.size_bytes
+            kept = KeptBlocks(context.workspace, context.device, context.progress, self.kind, size)
+            job = QuantizationJob(skeleton, Path(source), selection, formats, context, task, kept)
             self._write(job, target)
         copy_companions(source, target, context.trust_remote_code)
         self.write_model_config(job, target)
@@ -288,7 +314,9 @@ class LayerQuantizer(Transform):
                 for name, tensors in self.rounded_layers(job, names).items():
                     for leaf, tensor in tensors.items():
                         writer.add(f"{name}.{leaf}", tensor)
-            for block, output in zip(blocks, self.quantized_blocks(job), strict=True):
+            produced = (output.flat() for output in self.quantized_blocks(job))
+            for block, tensors in zip(blocks, job.kept.each(produced), strict=True):
+                output = BlockOutput.of(tensors)
                 replaced = dict(output.replaced)
                 for name in job.skeleton.block_tensors(block):
                     module = name.removesuffix(".weight")
@@ -303,30 +331,3 @@ class LayerQuantizer(Transform):
             if job.head:
                 for leaf, tensor in self.quantized_head(job).items():
                     writer.add(f"{HEAD}.{leaf}", tensor)
-
-
-def recount(
-    after: Checkpoint, before: Checkpoint, selection: Selection, formats: Mapping[str, LayerFormat]
-) -> dict[str, Any]:
-    """Return the bits per weight of the whole model and of the quantized layers.
-    They are counted from the headers of the written files.
-    """
-    packed = {
-        name: info for name, info in after.tensors.items() if _layer_of(name) in formats and not name.endswith(".bias")
-    }
-    weights = sum(layer.outputs * layer.inputs for layer in selection.layers.values())
-    packed_bits = 8 * sum(info.size_bytes for info in packed.values())
-    return {
-        "bits_per_weight": round(8 * after.shape.size_bytes / before.shape.elements, 4),
-        "quantized_bits_per_weight": round(packed_bits / weights, 4),
-        "formats": dict(Counter(form.label for form in formats.values())),
-    }
-
-
-def _layer_of(tensor: str) -> str:
-    """Return the layer of a tensor.
-    `model.layers.0.mlp.up_proj` is that of `...up_proj.weight_scale` and of
-    `...up_proj.weight.absmax`.
-    """
-    layer, part_of_weight, _ = tensor.partition(".weight.")
-    return layer if part_of_weight else tensor.rpartition(".")[0]

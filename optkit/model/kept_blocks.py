@@ -1,0 +1,161 @@
+"""What finished blocks of a stage left: a run that was stopped goes on behind the last of them.
+
+PLACE/kept.json                 how many, what was found in them, size and time of each file; written last
+PLACE/block-00003.safetensors   the tensors that the stage made of a block
+PLACE/states-00003              the hidden states behind it, as they lie in memory; of the last block alone
+PLACE/encoded                   those behind the encoder of an encoder-decoder
+PLACE/NAME.json                 what was measured in front of the first block
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from optkit.common.atomic import remember, write_text_atomically
+from optkit.common.files import object_if_any
+from optkit.environment import PACKAGES, describe_environment
+from optkit.errors import ResourceError
+from optkit.model.writer import disk_space_for, own_copy, save_tensors
+from optkit.progress import Progress
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optkit.model.blocks import BlockInputs
+
+KEPT, ENCODED = "kept.json", "encoded"
+DECIDING = "optkit", "device_name", "cuda", *PACKAGES
+"""What decides, beside the key of a step, which bits come out of it."""
+T = TypeVar("T")
+
+
+class KeptBlocks:
+    """The finished blocks of one run of a stage; `place` None keeps nothing."""
+
+    def __init__(self, place: Path | None, device: str, progress: Progress, label: str, reserved_bytes: int) -> None:
+        """`reserved_bytes` of the disk are left free for what the stage itself is going to write."""
+        self._place, self._progress, self._label, self._reserved = place, progress, label, reserved_bytes
+        described = describe_environment(device) if place else {}
+        self._about = {name: value for name, value in described.items() if name in DECIDING}
+        self._inputs: BlockInputs | None = None
+        self._facts: Mapping[str, Any] | None = None
+        """None as long as nothing can be kept."""
+        self._kept: Mapping[str, Any] = self._whole(place) if place else {}
+
+    @property
+    def done(self) -> int:
+        """How many blocks need not be computed."""
+        return int(self._kept.get("done", 0))
+
+    def resume(self, total: int, inputs: BlockInputs | None, facts: Mapping[str, Any]) -> range:
+        """Return which of so many blocks are left to do; from here on each that is done is kept.
+
+        The hidden states of the inputs become those in front of the first of them. `facts` holds
+        dicts and lists of JSON values, which are filled with what was found in the others.
+        """
+        self._inputs, self._facts = inputs, facts
+        if self.done:
+            self._progress.say(f"{self._label}: resumed at block {min(self.done + 1, total)} of {total}")
+            for name, container in facts.items():
+                container.clear()
+                (container.update if isinstance(container, dict) else container.extend)(self._kept["facts"][name])
+            if self._place and inputs:
+                if inputs.following and ENCODED in self._kept["files"]:
+                    _read_states(self._place / ENCODED, inputs.hidden)
+                    inputs.following()
+                _read_states(self._place / _states(self.done - 1), inputs.hidden)
+        return range(self.done, total)
+
+    def each(self, produced: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the tensors of all blocks: of those that are kept, then what is produced of the others,
+        which calls `resume` first. Raises ResourceError for a file that went since.
+        """
+        from safetensors.torch import load_file
+
+        done = self.done
+        for number in range(done):
+            yield load_file(f"{self._place}/{_block(number)}")
+        for number, tensors in enumerate(produced, start=done):
+            ready = {name: own_copy(tensor) for name, tensor in tensors.items()}
+            if self._place and self._facts is not None:
+                self._keep(self._place, number, ready, self._facts)
+            yield ready
+
+    def measured(self, name: str, measure: Callable[[], T]) -> T:
+        """Return JSON values that were measured in front of the first block; if they are kept, those."""
+        path = self._place / f"{name}.json" if self._place else None
+        found = object_if_any(path) if path else {}
+        if path is None or found.get("about") != self._about:
+            found = {"about": self._about, "measured": measure()}
+            if path:
+                remember(path, json.dumps(found))
+        measured: T = found["measured"]
+        return measured
+
+    def _whole(self, place: Path) -> Mapping[str, Any]:
+        """Return what is kept, nothing if any of it was changed or made otherwise."""
+        if not (place / KEPT).exists():
+            return {}
+        found = object_if_any(place / KEPT)
+        changed = [name for name, known in found.get("files", {KEPT: None}).items() if _seen(place / name) != known]
+        if not changed and found["about"] == self._about:
+            return found
+        why = f"{changed[0]} was changed or cut off" if changed else "device or versions are others now"
+        self._progress.warn(f"{self._label}: {why}, so the blocks that were kept are dropped")
+        shutil.rmtree(place, ignore_errors=True)
+        return {}
+
+    def _keep(self, place: Path, number: int, tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
+        states = {} if self._inputs is None else {_states(number): self._inputs.hidden}
+        known = self._kept.get("files", {})
+        if self._inputs and self._inputs.encoded is not None and ENCODED not in known:
+            states[ENCODED] = self._inputs.encoded
+        needed = sum(tensor.nbytes for tensor in (*tensors.values(), *states.values()))
+        try:
+            with disk_space_for(place, needed):
+                place.mkdir(parents=True, exist_ok=True)
+                if shutil.disk_usage(place).free < needed + self._reserved:
+                    raise ResourceError(f"{needed:,} bytes would leave the stage too few", where=str(place))
+                save_tensors(place / _block(number), tensors)
+                for name, hidden in states.items():
+                    _write_states(place / name, hidden)
+                last = _states(number - 1)
+                files = {name: seen for name, seen in known.items() if name != last}
+                files |= {name: _seen(place / name) for name in (_block(number), *states)}
+                self._kept = {"about": self._about, "done": number + 1, "facts": facts, "files": files}
+                write_text_atomically(place / KEPT, json.dumps(self._kept))
+                (place / last).unlink(missing_ok=True)
+        except ResourceError as error:
+            self._progress.warn(f"{self._label}: finished blocks are no longer kept: {error}")
+            self._facts = None
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _block(number: int) -> str:
+    return f"block-{number:05d}.safetensors"
+
+
+def _states(number: int) -> str:
+    return f"states-{number:05d}"
+
+
+def _write_states(path: Path, hidden: Tensor) -> None:
+    import torch
+
+    hidden.cpu().contiguous().view(torch.uint8).numpy().tofile(path)
+
+
+def _read_states(path: Path, hidden: Tensor) -> None:
+    import torch
+
+    hidden.copy_(torch.from_file(str(path), size=hidden.numel(), dtype=hidden.dtype).view(hidden.shape))
+
+
+def _seen(path: Path) -> list[int] | None:
+    """Return size and time of change of a file, None without it."""
+    status = path.stat() if path.is_file() else None
+    return [status.st_size, status.st_mtime_ns] if status else None

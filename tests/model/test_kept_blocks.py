@@ -1,0 +1,186 @@
+"""Stages that were stopped go on behind the last finished block, and leave the same bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from optkit.model import kept_blocks
+from optkit.model.kept_blocks import KeptBlocks
+from optkit.source.calibration import Calibration
+from optkit.stage import Context, Report, Transform
+from optkit.stages.auto_bits import AutoBits
+from optkit.stages.awq import Awq
+from optkit.stages.awq_scale import AwqScale
+from optkit.stages.fp8 import Fp8
+from optkit.stages.gptq import Gptq
+from optkit.stages.prune import Prune
+from optkit.stages.prune_structured import PruneStructured
+from optkit.stages.rotate import Rotate
+from optkit.stages.smoothquant import SmoothQuant
+from tests.conftest import TinyModel, Warnings
+from tests.support.encoder_decoders import write_pairs
+
+STAGES: dict[str, Callable[[Calibration], Transform]] = {
+    "gptq": lambda text: Gptq(group_size=32, calibration=text, lm_head=True),
+    "awq": lambda text: Awq(group_size=32, grid_points=2, calibration=text),
+    "awq_scale": lambda text: AwqScale(group_size=32, grid_points=2, calibration=text),
+    "auto_bits": lambda text: AutoBits(average_bits=5.5, calibration=text, sensitivity_samples=2, held_out_samples=2),
+    "rotate": lambda text: Rotate(),
+    "smoothquant": lambda text: SmoothQuant(calibration=text),
+    "fp8": lambda text: Fp8(rounding="gptq", activations="static", calibration=text),
+    "prune": lambda text: Prune(allocation="owl", refinements=2, calibration=text),
+    "prune_structured": lambda text: PruneStructured(
+        remove_layers=1, intermediate_size=96, attention_heads=2, hidden_size=48, multiple_of=16, calibration=text
+    ),
+}
+
+
+class Stopped(BaseException):
+    """Nothing catches it, as nothing catches a kill."""
+
+
+class Lines(Warnings):
+    """Keeps what is said, too."""
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def run(stage: Transform, source: Path, target: Path, workspace: Path | None, lines: Lines | None = None) -> Report:
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    return stage.run(source, target, Context(workspace=workspace, progress=lines or Lines()))
+
+
+def stop_behind(blocks: int, patched: pytest.MonkeyPatch, stop: Callable[[], Any]) -> None:
+    """Stop a stage as soon as so many blocks are kept."""
+    keep, count = KeptBlocks._keep, [0]
+
+    def kept(self: KeptBlocks, *arguments: Any) -> None:
+        keep(self, *arguments)
+        count[0] += 1
+        if count[0] == blocks:
+            stop()
+
+    patched.setattr(KeptBlocks, "_keep", kept)
+
+
+def stopped() -> None:
+    raise Stopped
+
+
+def interrupted(stage: Transform, source: Path, place: Path, blocks: int = 1) -> Path:
+    """Return the workspace of a stage that was stopped when so many blocks were finished."""
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Stopped):
+        stop_behind(blocks, patched, stopped)
+        run(stage, source, place / "stopped", place / "work")
+    return place / "work"
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def told(report: Report) -> dict[str, Any]:
+    """Return a report without its time."""
+    return {**vars(report), "details": {**report.details, "seconds": 0}}
+
+
+@pytest.fixture(scope="module")
+def few(letters: Path) -> Calibration:
+    return Calibration(dataset=str(letters), samples=2, sequence_length=64)
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_a_stage_goes_on_behind_its_last_finished_block(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str
+) -> None:
+    stage, source, lines = STAGES[kind](few), tiny_model("llama"), Lines()
+    whole = run(stage, source, tmp_path / "whole", None)
+    blocks = 2 if kind == "prune_structured" else 3
+    for finished in (1, 3) if kind == "gptq" else (blocks - 1,):
+        work = interrupted(stage, source, tmp_path / str(finished), finished)
+        resumed = run(stage, source, tmp_path / "resumed", work, lines)
+        assert f": resumed at block {min(finished + 1, blocks)} of {blocks}" in " ".join(lines.lines)
+        assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+        assert told(resumed) == told(whole)
+
+
+@pytest.mark.parametrize("finished", [2, 3])
+def test_an_encoder_decoder_goes_on(tiny_encoder_decoder: TinyModel, tmp_path: Path, finished: int) -> None:
+    source, pairs = tiny_encoder_decoder("BartForConditionalGeneration"), write_pairs(tmp_path / "pairs", False)
+    text = Calibration(dataset=str(pairs), samples=6, sequence_length=40, input="input", field="target")
+    stage = Gptq(group_size=32, calibration=text)
+    run(stage, source, tmp_path / "whole", None)
+    run(stage, source, tmp_path / "resumed", interrupted(stage, source, tmp_path, finished))
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+
+
+def test_a_killed_process_loses_one_block_at_most(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
+    stage, source, lines = STAGES["prune"](few), tiny_model("llama"), Lines()
+
+    def work() -> None:
+        torch.set_num_threads(1)
+        stop_behind(2, pytest.MonkeyPatch(), lambda: os.kill(os.getpid(), signal.SIGKILL))
+        run(stage, source, tmp_path / "killed", tmp_path / "work")
+
+    killed = multiprocessing.get_context("fork").Process(target=work)
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    run(stage, source, tmp_path / "resumed", tmp_path / "work", lines)
+    assert lines.lines == ["prune: resumed at block 3 of 3"]
+    run(stage, source, tmp_path / "whole", None)
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damaged", ["block-00000.safetensors", "states-00001", "kept.json"])
+def test_what_was_damaged_is_dropped_and_said(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, damaged: str
+) -> None:
+    stage, source, lines = STAGES["prune"](few), tiny_model("llama"), Lines()
+    work = interrupted(stage, source, tmp_path, 2)
+    content = (work / damaged).read_bytes()
+    (work / damaged).write_bytes(content[: len(content) // 2])
+    run(stage, source, tmp_path / "resumed", work, lines)
+    assert lines.lines == [f"prune: {damaged} was changed or cut off, so the blocks that were kept are dropped"]
+    run(stage, source, tmp_path / "whole", None)
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+
+
+def test_blocks_of_other_versions_are_dropped(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, source, lines = STAGES["prune"](few), tiny_model("llama"), Lines()
+    work = interrupted(stage, source, tmp_path)
+    monkeypatch.setattr(kept_blocks, "describe_environment", lambda device: {"torch": "another"})
+    run(stage, source, tmp_path / "resumed", work, lines)
+    assert lines.lines == ["prune: device or versions are others now, so the blocks that were kept are dropped"]
+
+
+def test_room_on_the_disk_is_the_stages_own(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, source, lines = STAGES["prune"](few), tiny_model("llama"), Lines()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000))
+    run(stage, source, tmp_path / "made", tmp_path / "work", lines)
+    said = lines.lines[0]
+    assert said.startswith("prune: finished blocks are no longer kept: ")
+    assert "would leave the stage too few" in said
+    assert len(lines.lines) == 1
+    assert not (tmp_path / "work").exists()
+
+
+def test_rounding_to_nearest_keeps_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
+    run(Fp8(), tiny_model("llama"), tmp_path / "made", tmp_path / "work")
+    assert not (tmp_path / "work").exists()
