@@ -24,6 +24,7 @@ from optkit.errors import MissingPackageError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.formats.base import Format
 from optkit.model.inventory import extra_heads, take_inventory
+from optkit.model.size_notes import notes_on_size
 from optkit.plan import Plan, Step
 from optkit.processes import signals
 from optkit.recipe.recipe import UNPACKING
@@ -183,6 +184,9 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
     reader = Reader(source, context.data, context.trust_remote_code)
     read = with_sketches(report.calibrated_on, step.stage, reader)
     notes = (*report.notes, *_blindness(step, source)) if read else report.notes
+    if step.format is Format.QUANTIZED:
+        left = (Checkpoint(each).shape for each in (source, target))
+        notes = (*notes, *notes_on_size(plan.steps[0].shape, *left))
     report = replace(report, notes=notes, calibrated_on=(*read, *_lineage(*models_in(step.stage))))
     return check_inventory(step, source, target, report)
 

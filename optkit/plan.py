@@ -21,6 +21,7 @@ from optkit.model.cost import Cost
 from optkit.model.packed_floats import refuse_unsaid_codes
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
+from optkit.model.size_notes import notes_on_size
 from optkit.model.task import Task
 from optkit.recipe.gates import foreseen_failure, parse_gate
 from optkit.recipe.recipe import UNPACKING, EvalEntry, Recipe, SettingEntry
@@ -247,7 +248,8 @@ def _plan_steps(
     for entry in recipe.transforms:
         before = steps[-1]
         key = make_step_key(entry, before.key, recipe.seed)
-        cost, shape = entry.value.predict_beside(shape, device, origin)
+        cost, left = entry.value.predict_beside(shape, device, origin)
+        cost, shape = cost.noting(notes_on_size(steps[0].shape, shape, left)), left
         made: dict[str, Any] = {"kind": entry.kind, "stage": entry.value, "key": key, "source_key": before.key}
         steps.append(_step(store, store.get(key), shape, **made, format=entry.value.leaves(before.format), cost=cost))
         origin = shape if before is steps[0] and entry.kind == UNPACKING else origin

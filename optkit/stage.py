@@ -127,13 +127,13 @@ class Transform(Stage):
     """Needs the model that the recipe starts from beside its input: `Context.origin`."""
 
     sees_images: ClassVar[bool] = False
-    """Its calibration may be prompts with images (`Calibration.inputs`)."""
+    """Its calibration may be prompts with images, or show all of it to every expert."""
 
     @model_validator(mode="after")
     def _read_text_unless_seeing(self) -> Self:
         for name, part in vars(self).items():
-            if isinstance(part, Calibration) and part.images is not None and not self.sees_images:
-                raise ValueError(f"{name}.images: {self.kind} reads text alone. Leave it out.")
+            if isinstance(part, Calibration) and not self.sees_images and (why := part.unread_by(self.kind)):
+                raise ValueError(f"{name}.{why}. Leave it out.")
         return self
 
     @classmethod

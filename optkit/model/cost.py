@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Self
+
 from optkit.common.frozen import Frozen
 
 
@@ -20,3 +23,7 @@ class Cost(Frozen):
     """
     notes: tuple[str, ...] = ()
     """Of the notes of its `Report` those that are known before it runs."""
+
+    def noting(self, notes: Iterable[str]) -> Self:
+        """Return it with further notes."""
+        return self.model_copy(update={"notes": (*self.notes, *notes)})

@@ -10,7 +10,8 @@ itself fuses from (`transformers.conversion_mapping`); the arithmetic is that of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +45,35 @@ class Expert(nn.Module):
 class Experts(nn.ModuleList):
     """The experts of one block; each sees only the tokens that the router sends to it."""
 
+    see_all = False
+    """Each sees all tokens; what the router did not send to it leaves no trace in the output."""
+
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
         total = torch.zeros_like(hidden)
         for index, expert in enumerate(self):
             token, place = torch.where(chosen == index)
-            if len(token):
-                output = expert(hidden[token]) * weights[token, place, None]
-                total.index_add_(0, token, output.to(total.dtype))
+            if len(token) or self.see_all:
+                output = expert(hidden)[token] if self.see_all else expert(hidden[token])
+                total.index_add_(0, token, (output * weights[token, place, None]).to(total.dtype))
         return total
+
+
+def experts_in(module: nn.Module) -> list[Experts]:
+    """Return what holds experts in a module."""
+    return [each for each in module.modules() if isinstance(each, Experts)]
+
+
+@contextmanager
+def seeing_all(experts: Sequence[Experts]) -> Iterator[None]:
+    """Let each expert see all tokens for a while."""
+    for each in experts:
+        each.see_all = True
+    try:
+        yield
+    finally:
+        for each in experts:
+            each.see_all = False
 
 
 @dataclass(frozen=True)

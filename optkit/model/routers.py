@@ -24,7 +24,7 @@ def routers_of(shape: ModelShape) -> frozenset[str]:
     matrices = {
         name.removesuffix(".weight"): info.shape for name, info in shape.tensors.items() if name.endswith(".weight")
     }
-    beside = set(_experts(shape))
+    beside = set(experts_of(shape))
     return frozenset(
         name
         for name, sizes in matrices.items()
@@ -45,7 +45,7 @@ def _is_called_router(name: str) -> bool:
     return any("router" in part for part in path) or ("experts" not in path and not GATES.isdisjoint(path))
 
 
-def _experts(shape: ModelShape) -> Iterator[tuple[str, str, int]]:
+def experts_of(shape: ModelShape) -> Iterator[tuple[str, str, int]]:
     """Yield the module that holds experts, the experts, and how many these are.
     They are modules in a list, or one tensor for all of them.
     """

@@ -58,6 +58,9 @@ class _Slot:
 class Skeleton:
     """A model on the meta device; `load_` and `release_` put parameters there and take them."""
 
+    experts_see_all = False
+    """Every expert sees every token if the inputs of layers are watched."""
+
     def __init__(
         self,
         checkpoint: Checkpoint,

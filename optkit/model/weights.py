@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from optkit.errors import SourceError
+from optkit.model.fewer_experts import CHOSEN, COUNTS
 from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE, split_tensor
 from optkit.model.routers import routers_of
 from optkit.model.schemes import PLAIN, Scheme, scheme_of_layers
@@ -67,13 +68,10 @@ def weights_of(shape: ModelShape) -> list[Weights]:
 
 def expert_counts(config: Mapping[str, Any]) -> tuple[int, int]:
     """Return a layer's experts, and to how many a token is sent; (0, 0) for a dense model."""
-    text = text_config(config)
-    counts = (text.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"))
-    chosen = (
-        text.get(key) for key in ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_top_k")
-    )
-    count, each = next(filter(None, counts), 0), next((each for each in chosen if isinstance(each, int) and each), 0)
-    return (int(count), int(each)) if count and each else (0, 0)
+    numbers = [(key, value) for key, value in text_config(config).items() if isinstance(value, int) and value]
+    count = next((value for key, value in numbers if COUNTS.fullmatch(key)), 0)
+    chosen = next((value for key, value in numbers if CHOSEN.fullmatch(key) or key == "top_k"), 0)
+    return (count, chosen) if count and chosen else (0, 0)
 
 
 def _is_text(shape: ModelShape, name: str) -> bool:

@@ -67,6 +67,8 @@ REMEDIES: Mapping[str, str] = {
     Read.REPLACED: "Take a stage that packs nothing, such as prune or cast",
 }
 """What to do if no layer of a model can be packed, and fp8, int8 and nf4 are no way out."""
+WHOLE_REASONS = (Read.REPLACED, Read.SHARED)
+"""Why layers cannot be packed whatever reads their weight."""
 
 
 def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: str) -> Selection:
@@ -84,7 +86,7 @@ def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: 
         raise StageError(
             f"none of the {len(missed):,} layers can be packed so ({name}, ...)",
             where=stage,
-            why=f"{why[0].upper()}{why[1:]}; a packed layer has no plain weight",
+            why=f"{why[0].upper()}{why[1:]}{'' if why in WHOLE_REASONS else '; a packed layer has no plain weight'}",
             remedy=REMEDIES.get(why, "Use the stage fp8, int8 or nf4"),
         )
     return selection.without(missed, stage)

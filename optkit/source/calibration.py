@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import Field
+
 from optkit.common.field_types import Count, SequenceLength
 from optkit.errors import SourceError
 from optkit.source.conditioned import ConditionedText
@@ -39,10 +41,20 @@ class Calibration(ImageText, ConditionedText):
     evenly over the joined text. `auto`: documents if a record is a document (c4, .jsonl, hub),
     joined if the text runs on."""
 
+    experts: Literal["routed", "all"] = Field(default="routed", exclude_if=lambda value: value == "routed")
+    """Which tokens each expert of a mixture is calibrated on. `routed`: those that the router sends to
+    it. `all`: every token; rare experts then see enough, and more time is taken."""
+
     @property
     def packs_documents(self) -> bool:
         """Whether a window is the start of a document."""
         return holds_documents(self.dataset) if self.packing == "auto" else self.packing == "documents"
+
+    def unread_by(self, stage: str) -> str:
+        """Return what a stage ignores that has one text for all layers; empty if that is nothing."""
+        if self.images is not None:
+            return f"images: {stage} reads text alone"
+        return f"experts: {stage} watches no expert by itself" if self.experts == "all" else ""
 
     @property
     def limit(self) -> tuple[str, int]:

@@ -93,8 +93,10 @@ class Awq(InputScaling, Backed):
             refuse_unfit(selection, formats, self.kind)
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
+        from optkit.stages.quantizing.hessians import read_text
+
         device, skeleton = job.context.device, job.skeleton
-        tokens = self.calibration.inputs(job.source, job.context.data, job.context.trust_remote_code)
+        tokens = read_text(skeleton, self.calibration, job.context, self.kind)
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "gains": {}, "unscaled": {}, "rounded_without_inputs": []}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):

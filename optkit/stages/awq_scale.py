@@ -57,6 +57,7 @@ class AwqScale(InputScaling, Transform):
         ResourceError when memory runs out.
         """
         from optkit.model.skeleton import Skeleton
+        from optkit.stages.quantizing.hessians import read_text
 
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
@@ -69,7 +70,7 @@ class AwqScale(InputScaling, Transform):
 
         def scaled_blocks() -> Iterator[dict[str, Tensor]]:
             with out_of_memory("in front of the first block", context.device, LESS_MEMORY):
-                tokens = self.calibration.inputs(source, context.data, context.trust_remote_code)
+                tokens = read_text(skeleton, self.calibration, context, STAGE)
                 scaler = BlockScaler(skeleton, tokens, context.device, self)
             facts = {"details": details, "refused": refused, "changed": changed}
             for index in kept.resume(len(skeleton.blocks), scaler.inputs, facts):

@@ -21,6 +21,7 @@ from optkit.model.task import GENERATING, Task
 from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
+from optkit.stages.quantizing.fitting import EXPERTS
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.streaming import QuantizationJob
 
@@ -36,6 +37,8 @@ inputs.
 """
 HEAD_ROWS = 1 << 14
 """Rows of lm_head that are quantized at a time."""
+EXPERTS_AT_ONCE = 1 << 26
+"""Weights of experts that are quantized at a time."""
 LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
 
 
@@ -101,12 +104,12 @@ class Gptq(GptqFields, Backed):
 
     def calibrated_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield each block's quantized layers, and count the zeros of pruned ones in the details."""
-        from optkit.stages.quantizing.hessians import collect_hessians, turns_of
+        from optkit.stages.quantizing.hessians import collect_hessians, read_text, tokens_of_experts, turns_of
 
         device, skeleton = job.context.device, job.skeleton
-        tokens = self.calibration.inputs(job.source, job.context.data, job.context.trust_remote_code)
+        tokens = read_text(skeleton, self.calibration, job.context, self.kind)
         job.calibrated_on = (self.calibration.identity(),)
-        job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}}
+        job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}, "expert_tokens": {}}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
         for index in job.resume(inputs):
@@ -116,20 +119,23 @@ class Gptq(GptqFields, Backed):
                 whole = [list(modules)]
                 for turn in turns_of(skeleton, index, inputs, modules) if self.true_sequential else whole:
                     layers = {name: modules[name] for name in turn}
-                    # the Hessians of a turn are gone before the next one's are made
-                    quantized |= self._quantize_turn(
-                        job, layers, collect_hessians(skeleton, index, inputs, layers, self.equal_tokens)
-                    )
+                    hessians = collect_hessians(skeleton, index, inputs, layers, self.equal_tokens)
+                    job.details["expert_tokens"] |= tokens_of_experts(layers, hessians)
+                    quantized |= self._quantize_turn(job, layers, hessians)
+                    del hessians  # before the next turn's are made
                 if index + 1 < len(skeleton.blocks) or job.head:
                     skeleton.advance_(index, inputs)
             yield quantized
         job.inputs = inputs
+        if not job.details["expert_tokens"]:
+            del job.details["expert_tokens"]
         if few := job.details["rounded_to_nearest"]:
             name, tokens = next(iter(few.items()))
             job.context.progress.warn(
                 f"{len(few):,} layers are rounded to nearest: they saw fewer than the {FEW_TOKENS} "
                 "calibration tokens that GPTQ needs"
                 f" ({name}: {tokens}); raise gptq.calibration.samples"
+                + (", or set gptq.calibration.experts: all" if EXPERTS in name else "")
             )
 
     def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
@@ -238,7 +244,8 @@ class Gptq(GptqFields, Backed):
             seen = id(hessians[name]) if name in hessians else name
             return seen, job.formats[name], self._rounds_to_nearest(name)
 
-        return list(grouped(layers, key).values())
+        alike = grouped(layers, key).values()
+        return [part for names in alike for part in _parts({name: job.selection.layers[name] for name in names})]
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         tokens = self.calibration.samples * self.calibration.sequence_length
@@ -248,6 +255,19 @@ class Gptq(GptqFields, Backed):
         work = max(_work_bytes(stack) for block in blocks for stack in block)
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + max(batch, work)
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
+
+
+def _parts(layers: Mapping[str, Layer]) -> list[list[str]]:
+    """Return layers in parts of few enough weights; experts that see all tokens are many."""
+    parts: list[list[str]] = []
+    room = 0
+    for name, layer in layers.items():
+        room -= layer.outputs * layer.inputs
+        if not parts or (room < 0 and EXPERTS in name):
+            parts.append([])
+            room = EXPERTS_AT_ONCE - layer.outputs * layer.inputs
+        parts[-1].append(name)
+    return parts
 
 
 def _count_zeros(job: QuantizationJob, weight: Tensor, rounded: Tensor) -> None:

@@ -176,11 +176,12 @@ class Prune(Transform):
         from optkit.model.skeleton import Skeleton
         from optkit.model.skeleton_layers import layers_of_skeleton
         from optkit.stages.pruning.blocks import FEW_TOKENS, BlockPruner, PruneOptions
+        from optkit.stages.quantizing.hessians import read_text
 
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
         selection = self._select(*layers_of_skeleton(skeleton))
-        tokens = self.calibration.inputs(source, context.data, context.trust_remote_code) if self.calibration else None
+        tokens = read_text(skeleton, self.calibration, context, KIND) if self.calibration else None
         size = skeleton.checkpoint.shape.size_bytes
         kept = KeptBlocks(context.workspace, context.device, context.progress, KIND, size)
         sparsities = kept.measured("sparsities", lambda: self._allocate(selection.layers, source, tokens, context))

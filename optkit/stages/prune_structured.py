@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -15,21 +15,23 @@ from pydantic import model_validator
 from optkit.common.field_types import Amount, BatchSize, Distinct
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.model.attention import attention_of
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.calibration_memory import refuse_unreached
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import block_count, dropped_parts, hidden_size, shallower_config, shallower_tensors
+from optkit.model.fewer_experts import with_fewer_experts
+from optkit.model.inventory import FLOATS
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.memory import return_freed_memory
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.text_config import text_config
 from optkit.model.vllm_heads import notes_on_heads
-from optkit.model.width import Role, Widths, axes_of, changing, narrower_config, narrower_tensors
+from optkit.model.width import Role, axes_of, changing, narrower_config, narrower_tensors
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report, Transform
 from optkit.stages.narrowing.fields import KIND, WidthFields
+from optkit.stages.narrowing.told import Planned, note, sizes, widths_told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,22 +45,7 @@ POSITIONS_AT_ONCE = 256
 """Positions whose logits are held together if perplexity says what matters."""
 MOST_BLOCKS = 100_000
 """No model has more."""
-FLOATS = ("F64", "F32", "BF16", "F16")
 LESS_MEMORY = f"Lower {KIND}.batch_size, {KIND}.calibration.samples or {KIND}.calibration.sequence_length"
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """What goes, known before anything runs."""
-
-    count: int
-    """Decoder blocks."""
-    before: Widths
-    after: Widths
-
-    @property
-    def narrows(self) -> bool:
-        return self.before != self.after
 
 
 class PruneStructured(WidthFields, Transform):
@@ -66,7 +53,7 @@ class PruneStructured(WidthFields, Transform):
     A smaller plain checkpoint is left.
 
     Whole decoder blocks, channels of the feed-forward layers, heads of the attention, heads of keys
-    and values, channels of the hidden states. Nothing is retrained, so a stage that distills
+    and values, channels of the hidden states, experts. Nothing is retrained, so a stage that distills
     belongs behind this one. What was written is opened anew and compared, block by block, with the
     parts that it was made of.
     """
@@ -93,10 +80,13 @@ class PruneStructured(WidthFields, Transform):
 
     @model_validator(mode="after")
     def _something(self) -> Self:
-        if self.remove_layers is None and not self.narrows:
+        if self.remove_layers is None and not self.narrows and self.experts is None:
             raise ValueError(
-                "nothing is asked: set remove_layers, intermediate_size, attention_heads, kv_heads or hidden_size"
+                "nothing is asked: set remove_layers, intermediate_size, attention_heads, kv_heads, hidden_size or "
+                "experts"
             )
+        if self.experts is not None and (self.narrows or self.remove_layers is not None):
+            raise ValueError("experts go by themselves: remove other parts in a prune_structured of its own behind it")
         if self.remove_layers is None and {"layer_importance", "layer_search"} & self.model_fields_set:
             raise ValueError("layer_importance and layer_search choose blocks to remove: set remove_layers too")
         if self.kv_method and self.kv_heads is None:
@@ -131,8 +121,13 @@ class PruneStructured(WidthFields, Transform):
         runs out.
         """
         from optkit.model.skeleton import Skeleton
+        from optkit.stages.narrowing.experts import remove_experts
         from optkit.stages.narrowing.proof import prove, refuse_shared
 
+        if self.experts is not None:
+            return remove_experts(
+                source, target, context, self.calibration, self.batch_size, self.experts_left, LESS_MEMORY
+            )
         started = time.monotonic()
         checkpoint = Checkpoint(source)
         planned = self._planned(checkpoint.shape)
@@ -160,12 +155,12 @@ class PruneStructured(WidthFields, Transform):
         before, after = sizes(checkpoint.shape), sizes(Checkpoint(target).shape)
         details: dict[str, Any] = {"before": before, "after": after, "largest_difference": proof}
         details |= self._told(chosen, [block.name for block in skeleton.blocks])
-        details |= _widths_told(planned, blocks) if blocks else {}
+        details |= widths_told(planned, blocks) if blocks else {}
         details["seconds"] = round(time.monotonic() - started, 2)
         return Report(
             changed=len(chosen.removed) + (len(kept) if blocks else 0),
             details=details,
-            notes=(_note(before, after), *notes_on_heads(Checkpoint(target).config)),
+            notes=(note(before, after), *notes_on_heads(Checkpoint(target).config)),
             calibrated_on=() if tokens is None else (self.calibration.identity(),),
             dropped=dropped_parts(checkpoint.shape, kept, planned.narrows),
         )
@@ -181,28 +176,31 @@ class PruneStructured(WidthFields, Transform):
         if planned.narrows:
             narrower = narrower_tensors(left, planned.before, planned.after)
             left = ModelShape(config=narrower_config(left.config, planned.before, planned.after), tensors=narrower)
+        if self.experts is not None:
+            left = with_fewer_experts(shape, self.experts_left)
         work = max(self._measuring_bytes(shape, planned), 4 * max(shape.block_bytes, shape.outside_bytes))
         ram, notes = min(left.size_bytes, SHARD_BYTES), notes_on_heads(left.config)
         if device.startswith("cuda"):
             return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=work, notes=notes), left
         return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + work, notes=notes), left
 
-    def _planned(self, shape: ModelShape) -> _Planned:
+    def _planned(self, shape: ModelShape) -> Planned:
         """Return what goes; raises StageError for what the model does not have or cannot lose."""
         count = 0 if self.remove_layers is None else self._count(shape)
-        return _Planned(count, *self.widths(shape))
+        return Planned(count, *self.widths(shape))
 
-    def _reads_text(self, planned: _Planned) -> bool:
-        if planned.narrows and (
+    def _reads_text(self, planned: Planned) -> bool:
+        narrows = planned.narrows and (
             not self.pools(planned.before) or changing(planned.before, planned.after) != {Role.KEY}
-        ):
+        )
+        if narrows or self.experts is not None:
             return True
         return planned.count > 0 and not isinstance(self.remove_layers, tuple)
 
     def _narrower(
         self,
         skeleton: Skeleton,
-        planned: _Planned,
+        planned: Planned,
         kept: Sequence[int],
         names: Mapping[str, str],
         tokens: Tensor | None,
@@ -284,7 +282,7 @@ class PruneStructured(WidthFields, Transform):
             told["calibration_perplexity"] = chosen.perplexity
         return told | ({"rounds": chosen.rounds} if chosen.rounds else {})
 
-    def _measuring_bytes(self, shape: ModelShape, planned: _Planned) -> int:
+    def _measuring_bytes(self, shape: ModelShape, planned: Planned) -> int:
         """Return the bytes of the hidden states, of the largest part, and of a batch in a block.
         Hessians or logits count too.
         """
@@ -316,35 +314,3 @@ class PruneStructured(WidthFields, Transform):
         vocabulary = text_config(shape.config).get("vocab_size") or 0
         positions = min(POSITIONS_AT_ONCE, self.calibration.sequence_length)
         return positions * vocabulary * (8 if element == 4 else element + 8)
-
-
-def sizes(shape: ModelShape) -> dict[str, int]:
-    """Return parameters, bytes, and the KV cache's bytes for each token.
-    The cache is in the dtype of the weights.
-    """
-    attending, _ = attention_of(shape.config, block_count(shape.config))
-    bits = next(DTYPE_BITS[info.dtype] for info in shape.tensors.values() if info.dtype in FLOATS)
-    cache = sum(layer.cache_width for layer in attending) * bits // 8
-    return {"parameters": shape.elements, "bytes": shape.size_bytes, "kv_cache_bytes_per_token": cache}
-
-
-def _widths_told(planned: _Planned, blocks: NarrowerBlocks) -> dict[str, Any]:
-    """Return the widths before and after.
-    Which heads and channels of the hidden states are left is told too.
-    """
-    told: dict[str, Any] = {"widths_before": asdict(planned.before), "widths_after": asdict(planned.after)}
-    if planned.before.heads != planned.after.heads:
-        told["heads"] = [left.heads for left in blocks.lefts]
-    if planned.before.key_heads != planned.after.key_heads:
-        told["kv_heads"] = [left.pools for left in blocks.lefts]
-    return told | ({} if blocks.hidden is None else {"hidden_channels": blocks.hidden.tolist()})
-
-
-def _note(before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    names = {
-        "parameters": "parameters",
-        "bytes": "bytes of weights",
-        "kv_cache_bytes_per_token": "bytes of KV cache a token",
-    }
-    changes = (f"{before[key]:,} -> {after[key]:,} {name}" for key, name in names.items() if before[key])
-    return f"{', '.join(changes)}; distill it before it is used"

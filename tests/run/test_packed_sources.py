@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,32 @@ def test_float_models_are_left_alone(tiny_model: TinyModel, tmp_path: Path) -> N
         plan(tmp_path, tiny_model("llama"), "dequantize")
     with pytest.raises(RecipeError, match="rtn reads a checkpoint with float weights and mx leaves one with packed"):
         plan(tmp_path, tiny_model("llama"), "mx", "rtn")
+
+
+def test_a_result_that_is_no_smaller_asks_to_act(tiny_model: TinyModel, tmp_path: Path) -> None:
+    def mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            return {name: weight.bfloat16()}
+        experts, inputs, outputs = weight.shape
+        codes = torch.full((experts, outputs, inputs // 32, 16), 0x22, dtype=torch.uint8)
+        scales = torch.full(codes.shape[:3], 121, dtype=torch.uint8)
+        return {f"{name}_blocks": codes, f"{name}_scales": scales}
+
+    model = rewritten(tiny_model("gpt_oss"), tmp_path / "mxfp4", mxfp4, quant_method="mxfp4")
+    recipe = {"name": "r", "model": str(model), "stages": [{"rtn": {"group_size": 16}}], "evals": ["footprint"]}
+    notes = plan(tmp_path, model, *recipe["stages"]).steps[-1].cost.notes
+    assert re.match(
+        r"most weights stay float: 398 kB of the \d+ kB that it leaves, such as "
+        r"model\.layers\.0\.mlp\.experts\.gate_up_proj \[4, 64, 256\], are those of no linear layer",
+        notes[-2],
+    )
+    assert re.match(
+        r"it is larger than the model that the recipe starts from: \d+ kB beside \d+ kB in mxfp4; deploy", notes[-1]
+    )
+    scorecard = optkit.run(recipe, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    assert {f"rtn: {note}" for note in notes[-2:]} <= set(scorecard.warnings)
+    whole = plan(tmp_path, tiny_model("mixtral"), {"rtn": {"group_size": 16}}).steps[-1].cost.notes
+    assert not [note for note in whole if "most weights" in note or "larger" in note]
 
 
 def test_a_run_names_the_step_and_measures_the_source_as_it_is(deepseek: Path, tmp_path: Path) -> None:

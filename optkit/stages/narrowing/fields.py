@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from optkit.common.field_types import LARGEST_WIDTH, Width
 from optkit.common.frozen import Frozen
@@ -61,12 +61,15 @@ class WidthFields(Frozen):
     """What `intermediate_size` and `hidden_size` have to be multiples of, for the matrix units of
     the hardware.
     """
+    experts: int | float | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Experts that are left in each block of a mixture: how many, or a fraction below 1. Those stay
+    whose outputs, times the router's weights, are longest on the text (REAP, arXiv:2510.13999)."""
     compensate: bool = True
     """Compensate for removed feed-forward channels and heads in the layers that read the others, by
     least squares on the text.
     """
 
-    @field_validator("intermediate_size", "hidden_size")
+    @field_validator("intermediate_size", "hidden_size", "experts")
     @classmethod
     def _number(cls, value: float | None) -> float | None:
         if isinstance(value, float) and not 0 < value < 1:
@@ -110,6 +113,18 @@ class WidthFields(Frozen):
             )
         _refuse_architecture(shape, before, after)
         return before, after
+
+    def experts_left(self, count: int) -> int:
+        """Return how many of the experts of a block stay; raises StageError if that is one or all."""
+        asked = self.experts or 0
+        left = round(asked * count) if isinstance(asked, float) else asked
+        if not 1 < left < count:
+            raise StageError(
+                f"{asked:g} of {count} experts leaves {left}",
+                where=f"{KIND}.experts",
+                remedy=f"Take 2 to {count - 1}, or a fraction between",
+            )
+        return left
 
     def _channels(self, field: str, size: int) -> int:
         asked = getattr(self, field)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ def prove(
     context: Context,
     masked_: Callable[[Skeleton, Checkpoint, int, int], None] | None = None,
     channels: Tensor | None = None,
+    beside: Callable[[Skeleton, Skeleton, int], AbstractContextManager[None]] = lambda *_: nullcontext(),
 ) -> float:
     """Return the largest difference between the model in `target` and the source's kept blocks.
     It is relative to a token's vector.
@@ -38,7 +40,8 @@ def prove(
     Both are run block by block in float32 on the same tokens. `masked_(skeleton, target, index,
     number)` puts what block `number` of the target is into the loaded block `index` of the source,
     in the source's shape (None: nothing was changed inside of blocks). `channels` are those of the
-    hidden states that are left, int64 [hidden]. Raises StageError if a block computes something
+    hidden states that are left, int64 [hidden]. Both run block `number` inside of `beside(whole,
+    smaller, number)`, the smaller one first. Raises StageError if a block computes something
     else or logits are not finite, SourceError if transformers does not open the target.
     """
     whole = Skeleton(source, torch.float32, trust_remote_code=context.trust_remote_code)
@@ -55,8 +58,9 @@ def prove(
         smaller.load_(smaller.blocks[number].name, context.device)
         if masked_:
             masked_(whole, smaller.checkpoint, index, number)
-        expected.hidden = whole.run_block(index, expected.hidden, expected.batches[0].calls[index])
-        found.hidden = smaller.run_block(number, found.hidden, found.batches[0].calls[number])
+        with beside(whole, smaller, number):
+            found.hidden = smaller.run_block(number, found.hidden, found.batches[0].calls[number])
+            expected.hidden = whole.run_block(index, expected.hidden, expected.batches[0].calls[index])
         whole.release_(whole.blocks[index].name)
         smaller.release_(smaller.blocks[number].name)
         wanted = expected.hidden if channels is None else expected.hidden[..., channels.to(expected.hidden.device)]

@@ -57,6 +57,8 @@ class Backed(WeightQuantizer):
                 f"`{'`, `'.join(without)}`: {offer.library} has nothing like it. Leave it out, or take backend: {OWN}; "
                 f"it has {', '.join(sorted(offer.fields - {'backend'}))}"
             )
+        if (calibration := getattr(self, "calibration", None)) and (why := calibration.unread_by(offer.library)):
+            raise ValueError(f"calibration.{why}. Leave it out, or take backend: {OWN}")
         for name, values in offer.values.items():
             if (value := self._default(name, getattr(self, name))) not in values:
                 raise ValueError(

@@ -124,11 +124,13 @@ class EightBitQuantizer(LayerQuantizer):
         """Quantize block after block.
         Each sees what the quantized blocks before it make of the calibration text.
         """
+        from optkit.stages.quantizing.hessians import read_text
+
         device, skeleton = job.context.device, job.skeleton
         less = (
             f"Lower {self.kind}.batch_size, {self.kind}.calibration.samples or {self.kind}.calibration.sequence_length"
         )
-        tokens = text.inputs(job.source, job.context.data, job.context.trust_remote_code)
+        tokens = read_text(skeleton, text, job.context, self.kind)
         job.calibrated_on = (text.identity(),)
         with out_of_memory("in front of the first block", device, less):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size)

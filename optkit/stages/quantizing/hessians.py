@@ -5,7 +5,7 @@ Layers with the same input share it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,9 +17,13 @@ from optkit.algorithms.hessian import Hessian
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
 from optkit.model.blocks import BlockInputs
+from optkit.model.experts import experts_in, seeing_all
 from optkit.model.output_layer import HEAD
 from optkit.model.replaced_forward import hooked
 from optkit.model.skeleton import Skeleton
+from optkit.source.calibration import Calibration
+from optkit.stage import Context
+from optkit.stages.quantizing.fitting import EXPERTS
 from optkit.stages.quantizing.streaming import QuantizationJob
 
 
@@ -52,6 +56,32 @@ def collect_hessians(
     )
 
 
+def read_text(skeleton: Skeleton, text: Calibration, context: Context, stage: str) -> Tensor | Any:
+    """Return what a stage is calibrated on, as `Calibration.inputs` does, and let every expert see
+    all of it if the text says so. Raises StageError if the model has none that can.
+    """
+    skeleton.experts_see_all = text.experts == "all"
+    if skeleton.experts_see_all and not experts_in(skeleton.model):
+        raise StageError(
+            "the model has no experts that could see all tokens",
+            where=f"{stage}.calibration.experts",
+            why=next(iter(skeleton.fused.values()), "It is dense"),
+            remedy="Leave it out",
+        )
+    return text.inputs(skeleton.checkpoint.directory, context.data, context.trust_remote_code)
+
+
+def tokens_of_experts(layers: Iterable[str], seen: Mapping[str, Hessian]) -> dict[str, list[int]]:
+    """Return the tokens that each expert saw, by what holds the experts, of the layers of a block."""
+    found: dict[str, dict[str, int]] = {}
+    for name in layers:
+        holder, experts, rest = name.partition(EXPERTS)
+        if experts:
+            tokens = seen[name].tokens if name in seen else 0
+            found.setdefault(f"{holder}{EXPERTS}".rstrip("."), {}).setdefault(rest.partition(".")[0], tokens)
+    return {holder: list(each.values()) for holder, each in found.items()}
+
+
 def turns_of(skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module]) -> list[list[str]]:
     """Return the layers of a loaded block in the order of true-sequential GPTQ.
     Those whose input does not depend on each other are together.
@@ -81,13 +111,14 @@ def watch_inputs(
     """Run a loaded block on all batches, and return the sums of the inputs of its layers.
     `start` begins them with a layer's first input; a layer that saw no token has none.
 
-    The very same sum is kept for layers that were given the same tensor. A run ends once every
-    layer was called.
+    The very same sum is kept for layers that were given the same tensor, one after another or in
+    experts that see all tokens. A run ends once every layer was called.
     """
     sums: dict[str, S] = {}
-    for batch in inputs.batches if layers else ():
-        run = partial(skeleton.run_block, index, inputs.hidden[batch.rows], batch.calls[index])
-        _watch_run(run, layers, sums, start)
+    with seeing_all(experts_in(skeleton.blocks[index].module) if skeleton.experts_see_all else ()):
+        for batch in inputs.batches if layers else ():
+            run = partial(skeleton.run_block, index, inputs.hidden[batch.rows], batch.calls[index])
+            _watch_run(run, layers, sums, start)
     return sums
 
 
@@ -95,18 +126,22 @@ def _watch_run(
     run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]
 ) -> None:
     seen: set[str] = set()
-    last: list[tuple[Tensor, S]] = []
+    latest: dict[str, tuple[Tensor, S]] = {}
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        alike = without_indices(name) if EXPERTS in name else ""
+
         def observe(_module: nn.Module, arguments: tuple[Any, ...]) -> None:
             inputs: Tensor = arguments[0]
-            if last and last[0][0] is inputs and sums.get(name, last[0][1]) is last[0][1]:
-                sums[name] = last[0][1]
+            for given, total in (latest[key] for key in ("", alike) if key in latest):
+                if given is inputs and sums.get(name, total) is total:
+                    sums[name] = total
+                    break
             else:
                 if name not in sums:
                     sums[name] = start(inputs)
                 sums[name].add(inputs)
-                last[:] = [(inputs, sums[name])]
+            latest[""] = latest[alike] = (inputs, sums[name])
             seen.add(name)
             if len(seen) == len(layers):
                 raise _AllSeenError

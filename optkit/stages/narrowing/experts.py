@@ -1,0 +1,189 @@
+"""Remove the experts of each block that add least to its output on a text (REAP).
+
+After Lasby et al. 2025, arXiv:2510.13999: an expert counts by the mean, over the tokens that the
+router sends to it, of the router's weight times the length of what the expert makes of the token.
+The experts that are left stay as they are, and the router loses the outputs of the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optkit.algorithms.importance import highest
+from optkit.common.out_of_resources import out_of_memory
+from optkit.errors import StageError
+from optkit.model.blocks import BlockInputs
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.experts import Experts
+from optkit.model.fewer_experts import WHERE, Mixture, fewer_config, mixture_of
+from optkit.model.inventory import extra_heads
+from optkit.model.replaced_forward import hooked, replaced_forward
+from optkit.model.skeleton import Skeleton
+from optkit.model.writer import CheckpointWriter, copy_companions, write_config
+from optkit.source.calibration import Calibration
+from optkit.stage import Context, Report
+from optkit.stages.narrowing.fields import KIND
+from optkit.stages.narrowing.proof import prove
+from optkit.stages.narrowing.told import note, sizes
+
+REMOVED = "an expert that adds little"
+FEW = 0.01
+"""The share of choices that rounding may change, of experts that are all but equal."""
+
+
+def remove_experts(
+    source: Path,
+    target: Path,
+    context: Context,
+    text: Calibration,
+    batch_size: int,
+    left_of: Callable[[int], int],
+    less: str,
+) -> Report:
+    """Score the experts of each block on the text, write as many as are left of them, and compare the
+    blocks.
+
+    Raises StageError and SourceError as `PruneStructured.run`, ResourceError, which says what is `less`.
+    """
+    started = time.monotonic()
+    checkpoint = Checkpoint(source)
+    mixture = mixture_of(checkpoint.shape)
+    left = left_of(mixture.count)
+    skeleton = Skeleton(checkpoint, trust_remote_code=context.trust_remote_code)
+    tokens = text.tokens(source, context.data, context.trust_remote_code)
+    with out_of_memory("in front of the first block", context.device, less):
+        inputs = skeleton.capture_inputs(tokens, context.device, batch_size)
+    heads = tuple(f"{head}." for head in extra_heads(checkpoint.shape))
+    kept: dict[int, list[int]] = {}
+    details: dict[str, Any] = {"kept_experts": {}, "expert_scores": {}, "expert_tokens": {}}
+    with context.progress.task(KIND, len(skeleton.blocks), "blocks") as task, CheckpointWriter(target) as writer:
+        for name in skeleton.outside_tensors:
+            if not name.startswith(heads):
+                writer.add(name, checkpoint.read_finite(name))
+        for index, block in enumerate(skeleton.blocks):
+            with skeleton.loaded(block, context.device, less):
+                scores, counts = _advance_(skeleton, index, inputs, mixture)
+            if scores is not None:
+                kept[index] = highest(scores, left).tolist()
+                told = {"kept_experts": kept[index], "expert_scores": scores.tolist(), "expert_tokens": counts.tolist()}
+                for key, value in told.items():
+                    details[key][block.name] = value
+            for name in skeleton.block_tensors(block):
+                if (new := mixture.name(name, kept)) is not None:
+                    writer.add(new, _left_of(checkpoint.read_finite(name), name, mixture, kept))
+            task.advance(note=block.name)
+    copy_companions(source, target, context.trust_remote_code)
+    write_config(target, fewer_config(checkpoint.config, mixture.count, left))
+    details["largest_difference"] = prove(
+        checkpoint, target, range(len(skeleton.blocks)), context, beside=partial(_alike, kept=kept)
+    )
+    before, after = sizes(checkpoint.shape), sizes(Checkpoint(target).shape)
+    details |= {"before": before, "after": after, "experts_before": mixture.count, "experts_after": left}
+    details["seconds"] = round(time.monotonic() - started, 2)
+    unseen = sum(tokens.count(0) for tokens in details["expert_tokens"].values())
+    notes = [note(before, after)]
+    notes += [f"no token of the text reached {unseen} experts, which went first"] if unseen else []
+    return Report(
+        changed=len(kept),
+        details=details,
+        notes=tuple(notes),
+        calibrated_on=(text.identity(),),
+        dropped={
+            **_removed(mixture, kept),
+            **dict.fromkeys(extra_heads(checkpoint.shape), "it proposes tokens with as many experts as there were"),
+        },
+    )
+
+
+def _advance_(skeleton: Skeleton, index: int, inputs: BlockInputs, mixture: Mixture) -> tuple[Tensor | None, Tensor]:
+    """Run a loaded block on the text; return the score of each of its experts, float64 [experts], and
+    how many tokens each saw. Without experts the score is None.
+    """
+    scores, counts = torch.zeros(mixture.count, dtype=torch.float64), torch.zeros(mixture.count, dtype=torch.int64)
+
+    def add(experts: nn.Module, given: tuple[Any, ...]) -> None:
+        hidden, chosen, weights = given
+        for expert in chosen.unique().tolist():
+            token, place = torch.where(chosen == expert)
+            alone = torch.full_like(token, expert)[:, None].to(chosen.dtype), torch.ones_like(weights[token, :1])
+            lengths = experts.forward(hidden[token], *alone).float().norm(dim=-1)
+            scores[expert] += float((weights[token, place].float() * lengths).sum(dtype=torch.float64))
+            counts[expert] += len(token)
+
+    found = index in mixture.holders
+    with torch.no_grad(), hooked([_experts_of(skeleton, index).register_forward_pre_hook(add)] if found else []):
+        skeleton.advance_(index, inputs)
+    return (scores / counts.clamp(min=1) if found else None), counts
+
+
+def _experts_of(skeleton: Skeleton, index: int) -> nn.Module:
+    """Return the module of a block that is called with hidden states, experts and their weights."""
+    named = skeleton.blocks[index].module.named_modules(prefix=skeleton.blocks[index].name)
+    found = [module for name, module in named if isinstance(module, Experts) or name in skeleton.fused]
+    if len(found) != 1 or (not hasattr(found[0], "_apply_gate") and not isinstance(found[0], Experts)):
+        raise StageError(
+            f"the experts of {skeleton.blocks[index].name} are not called as one with the router's choice",
+            where=WHERE,
+            why="Nobody can tell what each adds",
+            remedy="Take remove_layers",
+        )
+    module: nn.Module = found[0]
+    return module
+
+
+def _left_of(stored: Tensor, name: str, mixture: Mixture, kept: Mapping[int, Sequence[int]]) -> Tensor:
+    place = mixture.places.get(name)
+    if place is None or place.index is not None:
+        return stored
+    return stored.index_select(place.axis, torch.tensor(kept[place.block]))
+
+
+def _removed(mixture: Mixture, kept: Mapping[int, Sequence[int]]) -> dict[str, str]:
+    """Return the experts that are gone and have tensors of their own."""
+    apart = {(place.block, place.experts, place.index) for place in mixture.places.values() if place.index is not None}
+    return {f"{experts}.{index}": REMOVED for block, experts, index in sorted(apart) if index not in kept[block]}
+
+
+@contextmanager
+def _alike(whole: Skeleton, smaller: Skeleton, index: int, kept: Mapping[int, Sequence[int]]) -> Iterator[None]:
+    """Let a loaded block of the whole model send tokens to the experts that the same block of the
+    smaller one chose, which runs first.
+
+    Raises StageError if the smaller one left out an expert that is there and that the whole one chose.
+    """
+    if index not in kept:
+        yield
+        return
+    ours, theirs = _experts_of(whole, index), _experts_of(smaller, index)
+    names = torch.tensor(kept[index])
+    calls: list[tuple[Tensor, Tensor]] = []
+    forward = ours.forward
+
+    def routed(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        places, shares = calls.pop()
+        again = names.to(places.device)[places]
+        missed = torch.isin(chosen, names.to(chosen.device)) & ~(chosen[..., None] == again[:, None]).any(-1)
+        if float(missed.float().mean()) > FEW:
+            raise StageError(
+                "the smaller model sends tokens to other experts",
+                where=f"prune_structured: {whole.blocks[index].name}",
+                why="Its router does not choose from the outputs that are left as it did from all",
+                remedy="Take remove_layers",
+            )
+        output: Tensor = forward(hidden, again, shares)
+        return output
+
+    with ExitStack() as stack:
+        stack.enter_context(
+            hooked([theirs.register_forward_pre_hook(lambda module, given: calls.append((given[1], given[2])))])
+        )
+        stack.enter_context(replaced_forward({ours: routed}))
+        yield
