@@ -1,4 +1,5 @@
-"""The inner loops of GPTQ and of coordinate descent as Triton kernels, one launch per block.
+"""The inner loops of GPTQ and of coordinate descent as Triton kernels, one launch per block; the
+search for scales, one launch for all that are tried.
 
 Outputs do not depend on each other, so each program takes a few of them and walks over the inputs
 of the block one after another; the same loops in torch launch about ten small kernels for each
@@ -14,6 +15,8 @@ from torch import Tensor
 
 OUTPUTS = 16
 """Outputs of a program: 64 bytes of each input's row."""
+WEIGHTS = 4096
+"""Weights of a program that searches scales, if a group has no more."""
 
 
 def usable(tensor: Tensor) -> bool:
@@ -45,6 +48,30 @@ def descend_block(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tens
     better, moved = torch.empty_like(codes), torch.empty_like(codes)
     _launch(descend_kernel, (gradient, codes, scales, hessian, better, moved), top)
     return better, moved
+
+
+def search_groups(
+    grouped: Tensor, importance: Tensor, tried: Tensor, exact: Tensor, shifts: int, top: int
+) -> tuple[Tensor, Tensor]:
+    """Return scales and zero points, float [out, groups], with the least squared error tried.
+
+    grouped: float [out, groups, group_size]; importance: float [1, groups, group_size]; tried:
+    scales, float [candidates, out, groups]; exact: zero points, float [out, groups], of which the
+    first so many of +0, -1 and +1 are tried.
+    """
+    from optkit.algorithms.triton_columns import search_kernel
+
+    scales, zeros = torch.empty_like(exact), torch.empty_like(exact)
+    held = [each.contiguous() for each in (grouped, importance, tried, exact)]
+    rows, size = exact.numel(), grouped.shape[-1]
+    padded = 1 << (size - 1).bit_length()
+    width = max(1, WEIGHTS // padded)
+    with torch.cuda.device_of(grouped):
+        search_kernel[-(-rows // width),](
+            *held, scales, zeros, rows, exact.shape[1], size, len(tried), float((top + 1) // 2), float(top),
+            padded=padded, width=width, shifts=shifts, num_warps=4 if padded <= WEIGHTS else 8,
+        )  # fmt: skip
+    return scales, zeros
 
 
 def _launch(kernel: object, tensors: tuple[Tensor, ...], top: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optkit.algorithms import column_kernels
 from optkit.algorithms.grid import Grid, minmax_scales
 from optkit.algorithms.threads import one_thread
 
@@ -12,7 +13,7 @@ STEPS = 20
 """Scales tried for each sign or zero point by default."""
 SMALLEST = 0.4
 """The smallest scale that is tried, as a fraction of the one that reaches every weight."""
-CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
+CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Weights searched at a time: few enough to stay in a core's cache, enough to fill a GPU."""
 
 
@@ -42,6 +43,10 @@ def _search(weight: Tensor, grid: Grid, importance: Tensor, steps: int) -> tuple
     widest, exact = minmax_scales(weight, grid)
     signs, shifts = ((1, -1), (0,)) if grid.symmetric else ((1,), (0, -1, 1))
     grouped = grid.grouped(weight)
+    if column_kernels.usable(weight):
+        fractions = [fraction * sign for fraction in torch.linspace(1, SMALLEST, steps).tolist() for sign in signs]
+        tried = grid.stored(widest * widest.new_tensor(fractions)[:, None, None])
+        return column_kernels.search_groups(grouped, importance, tried, exact, len(shifts), grid.top)
     scales, zeros, least = widest, exact, torch.full_like(widest, torch.inf)
     for fraction in torch.linspace(1, SMALLEST, steps).tolist():
         for sign in signs:

@@ -66,3 +66,43 @@ def descend_kernel(
         shift = tl.where(here, distance[None, :], shift)
     tl.store(better + place, code, mask=there)
     tl.store(moved + place, shift, mask=there)
+
+
+@triton.jit
+def search_kernel(
+    weights, importance, tried, exact, scales, zeros, rows, groups, size, candidates, middle, top,
+    padded: tl.constexpr, width: tl.constexpr, shifts: tl.constexpr,
+):  # fmt: skip
+    """Find the scale and the zero point of each group of weights with the least squared error.
+
+    weights: [rows, size], one group a row; importance: [groups, size]; tried: [candidates, rows];
+    exact, scales, zeros: [rows].
+    """
+    row = tl.program_id(0) * width + tl.arange(0, width)
+    column = tl.arange(0, padded)
+    here = row < rows
+    there = here[:, None] & (column[None, :] < size)
+    value = tl.load(weights + row[:, None] * size + column[None, :], mask=there, other=0.0)
+    counted = tl.load(importance + (row % groups)[:, None] * size + column[None, :], mask=there, other=0.0)
+    origin = tl.load(exact + row, mask=here, other=0.0)
+    scale, zero = tl.load(tried + row, mask=here, other=1.0), origin
+    least = tl.full((width,), float("inf"), tl.float32)
+    for index in range(candidates):
+        step = tl.load(tried + index * rows + row, mask=here, other=1.0)
+        for turn in tl.static_range(shifts):
+            shift = origin
+            if turn == 1:
+                shift = tl.maximum(origin - 1, 0.0)
+            if turn == 2:
+                shift = tl.minimum(origin + 1, top)
+            code = value / step[:, None] + (shift - middle)[:, None]
+            code = tl.minimum(tl.maximum(code, -middle), top - middle)
+            code = (code + 12582912.0) - 12582912.0 + middle  # 1.5 * 2^23 leaves no place for fractions
+            off = (code - shift[:, None]) * step[:, None] - value
+            error = tl.sum(off * off * counted, 1)
+            better = error < least
+            least = tl.where(better, error, least)
+            scale = tl.where(better, step, scale)
+            zero = tl.where(better, shift, zero)
+    tl.store(scales + row, scale, mask=here)
+    tl.store(zeros + row, zero, mask=here)

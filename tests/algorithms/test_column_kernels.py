@@ -14,7 +14,9 @@ if DEVICE == "cpu":
 
 from optkit.algorithms import column_kernels
 from optkit.algorithms.gptq import _round_block
+from optkit.algorithms.grid import Grid
 from optkit.algorithms.refinement import _descend_block
+from optkit.algorithms.scale_search import search_scales
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="there is no triton")
 
@@ -48,6 +50,20 @@ def test_a_block_descends_as_by_the_loop(inputs, outputs):
     assert (found[0] != expected[0]).float().mean() < 0.01
     same = (found[0] == expected[0]).all(0)
     torch.testing.assert_close(found[1][:, same], expected[1][:, same], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("bits", "group", "symmetric"), [(4, 32, True), (3, 24, False), (4, None, False)])
+def test_scales_are_searched_as_in_torch(monkeypatch, bits, group, symmetric):
+    generator = torch.Generator().manual_seed(bits)
+    weight = torch.randn(40, 96, generator=generator).to(DEVICE)
+    importance = torch.rand(96, generator=generator).to(DEVICE)
+    grid = Grid(bits, group, symmetric, torch.bfloat16)
+    monkeypatch.setattr(column_kernels, "usable", lambda tensor: False)
+    expected = search_scales(weight, grid, importance)
+    monkeypatch.setattr(column_kernels, "usable", lambda tensor: True)
+    found = search_scales(weight, grid, importance)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours != theirs).float().mean() < 0.02, "two may have the same error but for the order of the sum"
 
 
 @pytest.mark.gpu

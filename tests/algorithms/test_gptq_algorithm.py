@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optkit.algorithms import refinement
 from optkit.algorithms.gptq import GptqOptions, gptq, relative_error
 from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
-from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.hessian import Hessian, exact_factors, float_factors
 from optkit.algorithms.importance import compensated
 from optkit.algorithms.refinement import descend_codes_, refit_scales
 
@@ -269,6 +269,27 @@ def test_equal_tokens_forget_the_size_of_a_token() -> None:
     silent = Hessian(8)
     silent.add(torch.zeros(2, 8))
     assert not silent.matrix().any()
+
+
+@pytest.mark.parametrize("equal_tokens", [True, False])
+def test_factors_for_tensor_cores_are_as_good_as_float32(equal_tokens: bool) -> None:
+    sizes = torch.rand(48, generator=torch.Generator().manual_seed(1)) ** 4 * 100
+    rows = (torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * sizes).bfloat16()
+    scaled = rows.double() / (rows.double().square().mean(-1, keepdim=True).sqrt() if equal_tokens else 1)
+    expected, most = scaled.T @ scaled, scaled.abs().T @ scaled.abs()
+    for factors, off in ((exact_factors, 2.0**-17 if equal_tokens else 0), (float_factors, 2.0**-21)):
+        found = sum(left.double().T @ right.double() for left, right in factors(rows, equal_tokens))
+        assert ((found - expected).abs() <= off * most + 1e-12 * most).all()
+
+
+@pytest.mark.gpu
+def test_a_hessian_on_tensor_cores() -> None:
+    rows = torch.randn(4096, 1500, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+    hessian = Hessian(1500, "cuda")
+    hessian.add(rows)
+    scaled = rows.double() / rows.double().square().mean(-1, keepdim=True).sqrt()
+    expected = scaled.T @ scaled / 4096
+    assert (hessian.matrix().double() - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
