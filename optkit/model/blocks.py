@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -26,6 +26,9 @@ a tuple, or no tuple at all.
 """
 Compute = Callable[[int, Tensor, "Call"], Tensor]
 """What a block with an index makes of hidden states, and what it is called with beside them."""
+Between = Callable[[int, Tensor, Tensor], None]
+"""Looks at what a block with an index is given, behind what the one before it left."""
+CHANGED = "the hidden states that enter a block are not those that the block before it returned"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Call:
     """The keyword of the hidden states if the model passes them by one; None if they are the
     first argument.
     """
+    added: Tensor | None = None
+    """What the model adds to them in front of the block (features of images); None if nothing."""
 
     def run(self, module: nn.Module, hidden: Tensor) -> Tensor:
         """float [batch, sequence, hidden] -> float [batch, sequence, hidden], without gradients."""
@@ -56,6 +61,7 @@ class Call:
         """float [batch, sequence, hidden] -> float [batch, sequence, hidden].
         Gradients flow if torch records them.
         """
+        hidden = hidden if self.added is None else hidden + self.added
         if self.hidden_keyword is None:
             output = module(hidden, *self.arguments, **self.keywords)
         else:
@@ -144,6 +150,11 @@ class _AllRecordedError(Exception):
     """Raised by the last block to end the run: nothing after it is needed."""
 
 
+def _unchanged(_index: int, left: Tensor, entering: Tensor) -> None:
+    if entering is not left:
+        raise OtherFormError(CHANGED)
+
+
 def record_calls(
     model: PreTrainedModel, blocks: Sequence[Block], inputs: Mapping[str, Tensor], encoded: Encoded | None = None
 ) -> tuple[Tensor, tuple[Call, ...]]:
@@ -151,21 +162,57 @@ def record_calls(
     `inputs`: `input_ids`, int64 [batch, sequence], and what else it is called with. With what its
     encoder's blocks left, the blocks are those of the decoder.
 
-    Raises SourceError if the model changes the hidden states between two blocks or passes more
-    than them from one to the next.
+    What the model adds between two blocks is what it makes of zeros; it has to add the same to other
+    hidden states. Raises SourceError if it changes them otherwise, or passes more than them from one
+    block to the next.
     """
+    added: dict[int, Tensor] = {}
+    held: list[Tensor] = []
+    before = len(encoded.blocks) if encoded else 0
+
+    def find(index: int, left: Tensor, entering: Tensor) -> None:
+        if entering.shape != left.shape:
+            raise OtherFormError(CHANGED)
+        if index == before + 1:  # another form of blocks is tried
+            added.clear()
+        if entering is not left or entering.any():
+            added[index - before] = entering
+
+    def check(index: int, _left: Tensor, entering: Tensor) -> None:
+        if not torch.equal(entering, held[-1] + added.get(index - before, 0)):
+            raise OtherFormError(CHANGED)
+
+    def keep(hidden: Tensor) -> Tensor:
+        held[:] = [hidden]
+        return hidden.clone()
+
+    first, calls = _record(model, blocks, inputs, encoded, torch.zeros_like, find)
+    if added:
+        _record(model, blocks, inputs, encoded, keep, check)
+    return first, tuple(replace(call, added=added.get(index)) for index, call in enumerate(calls))
+
+
+def _record(
+    model: PreTrainedModel,
+    blocks: Sequence[Block],
+    inputs: Mapping[str, Tensor],
+    encoded: Encoded | None,
+    leave: Callable[[Tensor], Tensor],
+    between: Between,
+) -> tuple[Tensor, tuple[Call, ...]]:
+    """Return what `record_calls` does, of blocks that `leave` something of their hidden states."""
     calls: list[Call] = []
     entered: list[Tensor] = []
     before = len(encoded.blocks) if encoded else 0
 
     def record(index: int, hidden: Tensor, call: Call) -> Tensor:
         if encoded and index < before:
-            return encoded.hidden if index == before - 1 else hidden
+            return encoded.hidden if index == before - 1 else leave(hidden)
         entered.append(hidden)
         calls.append(call)
         if len(calls) == len(blocks):
             raise _AllRecordedError
-        return hidden
+        return leave(hidden)
 
     def run() -> tuple[Tensor, tuple[Call, ...]]:
         calls.clear()
@@ -181,7 +228,8 @@ def record_calls(
         return entered[0], tuple(calls)
 
     impossible = "its blocks cannot be run one by one"
-    return run_with_blocks(model, (*(encoded.blocks if encoded else ()), *blocks), record, run, impossible, before)
+    every = (*(encoded.blocks if encoded else ()), *blocks)
+    return run_with_blocks(model, every, record, run, impossible, before, between)
 
 
 def run_with_blocks(
@@ -191,9 +239,11 @@ def run_with_blocks(
     run: Callable[[], Found],
     impossible: str,
     decoder: int = 0,
+    between: Between = _unchanged,
 ) -> Found:
     """Return what `run` returns if the blocks `compute` something else, of index, hidden states and call.
-    At the index `decoder` a list of blocks begins that is given other hidden states.
+    At the index `decoder` a list of blocks begins that is given other hidden states. `between` looks at
+    what left a block and what enters the next one.
 
     Blocks may return a tensor, or a tuple with it alone or beside the weights of attention: each is
     tried. The first block of a list may also make something for the others (T5's bias of positions);
@@ -203,7 +253,7 @@ def run_with_blocks(
     reason = ""
     firsts = {index: blocks[index].module.forward for index in {0, decoder}}
     for beside in (None, (), (None,), firsts):
-        forward = _checked(compute, beside, decoder)
+        forward = _checked(compute, beside, decoder, between)
         with replaced_forward({block.module: forward for block in blocks}):
             try:
                 return run()
@@ -218,7 +268,7 @@ def _unsupported(model: PreTrainedModel, what: str, why: str) -> SourceError:
     )
 
 
-def _checked(compute: Compute, beside: Beside, decoder: int) -> Callable[..., Any]:
+def _checked(compute: Compute, beside: Beside, decoder: int, between: Between) -> Callable[..., Any]:
     passed: list[Tensor] = []
     made: tuple[Any, ...] = ()
 
@@ -228,8 +278,8 @@ def _checked(compute: Compute, beside: Beside, decoder: int) -> Callable[..., An
         if isinstance(beside, Mapping) and (first := beside.get(len(passed))):
             made = first(*arguments, **keywords)[1:]
         hidden = keywords.pop(keyword) if keyword else arguments[0]
-        if passed and len(passed) != decoder and hidden is not passed[-1]:
-            raise OtherFormError("the hidden states that enter a block are not those that the block before it returned")
+        if passed and len(passed) != decoder:
+            between(len(passed), passed[-1], hidden)
         passed.append(compute(len(passed), hidden, Call(arguments[1:], keywords, keyword)))
         return passed[-1] if beside is None else (passed[-1], *(made if isinstance(beside, Mapping) else beside))
 
@@ -240,7 +290,7 @@ def shared_with(call: Call, reference: Call) -> Call:
     """Return the call with tensors equal to the reference's replaced by those: batches share them."""
     arguments = _shared(call.arguments, reference.arguments)
     keywords = {name: _shared(value, reference.keywords.get(name)) for name, value in call.keywords.items()}
-    return Call(arguments, keywords, call.hidden_keyword)
+    return replace(call, arguments=arguments, keywords=keywords)
 
 
 def _shared(value: Any, reference: Any) -> Any:

@@ -66,7 +66,8 @@ def _entered(
             entered, calls = record_calls(skeleton.model, chain, placed(given, device, skeleton.dtype), encoded)
             length = entered.shape[1]
             if hidden is None:
-                hidden = room_for_states(entered, (len(prompts), max(longest_of(prompts), length), *entered.shape[2:]))
+                longest = length if len(prompts) == 1 else max(longest_of(prompts), length)
+                hidden = room_for_states(entered, (len(prompts), longest, *entered.shape[2:]))
             else:
                 first = batches[0].calls[-len(calls) :]
                 calls = tuple(shared_with(call, other) for call, other in zip(calls, first, strict=True))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from inspect import signature
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from optkit.errors import StageError
 
 
 class Prompts(Protocol):
@@ -24,8 +26,8 @@ class Prompts(Protocol):
     def __iter__(self) -> Iterator[Mapping[str, Tensor]]:
         """Yield keywords of the model: `input_ids`, int64 [1, sequence], pixels and what else it takes."""
 
-    def first(self) -> Self:
-        """Return the first of them alone, with its length as the longest."""
+    def __getitem__(self, rows: slice) -> Self:
+        """Return some of them."""
 
 
 def longest_of(prompts: Tensor | Prompts) -> int:
@@ -35,7 +37,23 @@ def longest_of(prompts: Tensor | Prompts) -> int:
 
 def few_of(prompts: Tensor | Prompts, sequences: int, length: int) -> Tensor | Prompts:
     """Return the start of a text, int64 [sequences, length], or the first prompt with images."""
-    return prompts[:sequences, :length] if isinstance(prompts, Tensor) else prompts.first()
+    return prompts[:sequences, :length] if isinstance(prompts, Tensor) else prompts[:1]
+
+
+P = TypeVar("P", bound=Tensor | Prompts)
+
+
+def spread_over(prompts: P, count: int) -> P:
+    """Return so many of the sequences, evenly spread; all of them if there are fewer."""
+    every: Any = prompts
+    found: P = every[:: max(1, len(every) // count)][:count]
+    return found
+
+
+def tokens_in(prompts: Tensor | Prompts) -> int:
+    """Return how many tokens the sequences have; prompts are made for it."""
+    whole = [prompts] if isinstance(prompts, Tensor) else [inputs["input_ids"] for inputs in prompts]
+    return sum(tokens.numel() for tokens in whole)
 
 
 def in_batches(prompts: Tensor | Prompts, size: int) -> Iterator[tuple[slice, Mapping[str, Tensor]]]:
@@ -49,6 +67,13 @@ def in_batches(prompts: Tensor | Prompts, size: int) -> Iterator[tuple[slice, Ma
     else:
         for index, inputs in enumerate(prompts):
             yield slice(index, index + 1), inputs
+
+
+def refuse_images(model: PreTrainedModel, prompts: Tensor | Prompts, where: str) -> None:
+    """Raise StageError for prompts with images if the model takes none."""
+    if not isinstance(prompts, Tensor) and not model.config.is_encoder_decoder and not takes_images(model):
+        what = f"{type(model).__name__} takes no images"
+        raise StageError(what, where=where, remedy="Leave out calibration.images")
 
 
 def takes_images(model: PreTrainedModel) -> bool:

@@ -35,7 +35,7 @@ from optkit.model.head import given_to_head
 from optkit.model.memory import return_freed_memory
 from optkit.model.names import compute_missing_, match_tensors, planned_dtypes, stored_parameters
 from optkit.model.packed_floats import refuse_unsaid_codes
-from optkit.model.prompts import Prompts, longest_of, takes_images
+from optkit.model.prompts import Prompts, longest_of, refuse_images
 from optkit.model.state_kernels import silence_fallbacks_
 from optkit.model.task import architectures_of, loader_of
 
@@ -224,9 +224,7 @@ class Skeleton:
     def _check_prompts(self, prompts: Tensor | Prompts) -> None:
         config, where = self.model.config.get_text_config(decoder=True), str(self.checkpoint.directory)
         length = longest_of(prompts)
-        if not isinstance(prompts, Tensor) and len(self.chains) == 1 and not takes_images(self.model):
-            what = f"{type(self.model).__name__} takes no images"
-            raise StageError(what, where=where, remedy="Leave out calibration.images")
+        refuse_images(self.model, prompts, where)
         positions = getattr(config, "max_position_embeddings", None)
         if positions and length > positions:
             raise StageError(

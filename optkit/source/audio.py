@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import wave
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from optkit.common.files import reading
 from optkit.errors import SourceError
 from optkit.source.quiet import quiet_transformers
+from optkit.source.text_files import INLINE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,8 +31,8 @@ class Ears:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def heard(self, file: Path) -> Tensor:
-        """Return the features of a WAV file, float [1, bins, frames].
+    def heard(self, file: str | Path) -> Tensor:
+        """Return the features of a WAV file or of its bytes behind `INLINE`, float [1, bins, frames].
 
         Raises SourceError for a file that is no WAV, of another sampling rate or too long.
         """
@@ -54,28 +57,36 @@ class Ears:
         features: Tensor = found["input_features"]
         return features
 
-    def _samples(self, file: Path) -> Samples:
+    def _samples(self, file: str | Path) -> Samples:
         samples, rate = read_wav(file)
         wanted = int(self._extractor.sampling_rate)
         if rate != wanted:
             what = f"{rate:,} samples a second, and the model hears {wanted:,}"
-            raise SourceError(what, where=str(file), remedy=f"Convert it: ffmpeg -i IN -ar {wanted} OUT.wav")
+            raise SourceError(what, where=_place_of(file), remedy=f"Convert it: ffmpeg -i IN -ar {wanted} OUT.wav")
         longest = int(getattr(self._extractor, "n_samples", len(samples)))
         if len(samples) > longest:
             what = f"it lasts {len(samples) / rate:.1f} s, and the model hears {longest / rate:g} s at once"
-            raise SourceError(what, where=str(file), why="The rest would not be heard", remedy="Cut it into pieces")
+            raise SourceError(
+                what, where=_place_of(file), why="The rest would not be heard", remedy="Cut it into pieces"
+            )
         return samples
 
 
-def read_wav(file: Path) -> tuple[Samples, int]:
+def _place_of(file: str | Path) -> str:
+    return "audio in a row" if str(file).startswith(INLINE) else str(file)
+
+
+def read_wav(file: str | Path) -> tuple[Samples, int]:
     """Return the samples of a WAV file, float32 [samples] in -1 to 1, channels averaged, and their rate.
 
     Raises SourceError for what is no WAV file of whole numbers (PCM).
     """
     import numpy as np
 
-    with reading(file, "no WAV file of whole numbers (PCM)", "Convert it: ffmpeg -i IN OUT.wav"):
-        with wave.open(str(file), "rb") as opened:
+    inline = str(file).startswith(INLINE)
+    held = io.BytesIO(base64.b64decode(str(file).removeprefix(INLINE))) if inline else str(file)
+    with reading(_place_of(file), "no WAV file of whole numbers (PCM)", "Convert it: ffmpeg -i IN OUT.wav"):
+        with wave.open(held, "rb") as opened:
             width, channels, rate = opened.getsampwidth(), opened.getnchannels(), opened.getframerate()
             raw = np.frombuffer(opened.readframes(opened.getnframes()), dtype=np.uint8)
         if width == 1:

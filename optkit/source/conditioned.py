@@ -1,13 +1,14 @@
 """Pairs of an input and a target, which encoder-decoders are calibrated and measured on.
 
-A line of a .jsonl file, or a row of a hub data set, is a pair: {"input": "...", "target": "..."},
-or {"audio": "a.wav", "text": "..."} with a path that begins in the folder of the file.
+A line of a .jsonl file, or a row of a .parquet file or a hub data set, is a pair: {"input": "...",
+"target": "..."}, or {"audio": "a.wav", "text": "..."} with a path that begins in the folder of the
+file. Audio may also lie in the row: {"bytes": ..., "path": ...}.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pydantic import Field
 
@@ -17,6 +18,7 @@ from optkit.errors import SourceError
 from optkit.model.task import ENCODER_DECODERS, PHRASES, task_of
 from optkit.source.audio import SUFFIX
 from optkit.source.cut_text import CutText
+from optkit.source.text_files import RECORDS
 from optkit.source.text_place import TextPlace
 from optkit.source.texts import KNOWN, is_file_name
 
@@ -32,7 +34,7 @@ class Example(NamedTuple):
     """What the encoder is given, and what the decoder is to say."""
 
     source: str
-    """A text, or the path of an audio file."""
+    """A text, or the path of an audio file, or its bytes behind `INLINE`."""
     target: str
 
 
@@ -41,7 +43,7 @@ class ConditionedText(CutText):
 
     input: Name | None = Field(default=None, exclude_if=lambda given: given is None)
     """Of encoder-decoders: the field of a record that is the input, a text or the path of a WAV
-    file; `field` names the target, one sequence each.
+    file or its bytes; `field` names the target, one sequence each.
     """
 
     def examples(self, data: Path | None) -> list[Example]:
@@ -79,14 +81,20 @@ class ConditionedText(CutText):
         targets = super()._read(data)
         if self.input is None:
             return targets
-        if self.dataset in KNOWN or (is_file_name(self.dataset) and not self.dataset.endswith(".jsonl")):
-            raise SourceError("it has no pairs", where=self.where, remedy="Name a .jsonl file, or a hub data set")
-        named = self.model_copy(update={"field": self.input, "input": None})
+        if self.dataset in KNOWN or (is_file_name(self.dataset) and not self.dataset.endswith(RECORDS)):
+            remedy = "Name a .jsonl or .parquet file, or a hub data set"
+            raise SourceError("it has no pairs", where=self.where, remedy=remedy)
+        given = {name: getattr(self, name) for name in ("dataset", "split", "revision")}
+        named = _Inputs(**given, field=self.input)
         folder = Path(self.dataset).expanduser().absolute().parent
         return [
             BETWEEN.join((_digest_of(folder / source), source, target))
             for source, target in zip(named._read(data), targets, strict=True)
         ]
+
+
+class _Inputs(CutText):
+    of_files: ClassVar[bool] = True
 
 
 def _digest_of(source: Path) -> str:

@@ -49,7 +49,7 @@ class ExampleReader:
         A text is cut at the positions of the model.
         """
         if self.hears:
-            return {"input_features": self.ears.heard(Path(source))}
+            return {"input_features": self.ears.heard(source)}
         longest = int(min(positions_of(self._config) or MOST_TOKENS, self.tokenizer.model_max_length))
         read = self.tokenizer(source, return_tensors="pt", truncation=True, max_length=longest, verbose=False)
         return {name: read[name] for name in ("input_ids", "attention_mask")}
@@ -106,6 +106,6 @@ class ConditionedPrompts:
                 given = {name: value[:, : self.longest] for name, value in given.items()}
             yield {**given, "decoder_input_ids": self.reader.target(example.target, self.longest)[None]}
 
-    def first(self) -> ConditionedPrompts:
-        """Return the first of them alone."""
-        return replace(self, examples=self.examples[:1])
+    def __getitem__(self, rows: slice) -> ConditionedPrompts:
+        """Return some of them."""
+        return replace(self, examples=self.examples[rows])

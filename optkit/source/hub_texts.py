@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from optkit.errors import MissingPackageError, SourceError, did_you_mean, first_line
+from optkit.errors import MissingPackageError, SourceError, first_line
 from optkit.source.hub import HubRepo, without_bars
 
 FIRST_ROWS = 10_000
@@ -17,11 +17,6 @@ WHOLE = ("Salesforce/wikitext",)
 """Data sets that are read whole, because their protocols ask for the whole text; the others are
 streamed from the start.
 """
-
-
-def read_hub_text(repo: HubRepo, name: str, split: str, field: str, revision: str | None, where: str) -> list[str]:
-    """Return one field of the rows of a split; raises as `read_hub_rows` does."""
-    return read_hub_rows(repo, name, split, revision, where, lambda row: _field(row, field, where))
 
 
 def read_hub_rows(
@@ -61,14 +56,3 @@ def read_hub_rows(
                 remedy="Check split and configuration (org/name:configuration) at "
                 f"https://huggingface.co/datasets/{identifier}",
             ) from error
-
-
-def _field(row: dict[str, Any], field: str, where: str) -> str:
-    if field not in row:
-        raise SourceError(
-            f"a row has no field '{field}'.{did_you_mean(field, row)}", where=where, remedy="Set `field:`"
-        )
-    value = row[field]
-    if not isinstance(value, str):
-        raise SourceError(f"the field '{field}' is not a text but {str(value)[:40]}", where=where)
-    return value

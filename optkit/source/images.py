@@ -32,7 +32,7 @@ class ImageText(CutText):
     """A text cut into windows, or conversations about images, each a prompt of its own length."""
 
     images: Name | None = Field(default=None, exclude_if=lambda value: value is None)
-    """Which field of a record (.jsonl, hub) names its image or images. `field` is then a text,
+    """Which field of a record (.jsonl, .parquet, hub) has its image or images. `field` is then a text,
     which answers the images, or a list of messages with `role` and `content`. The model's own
     processor and chat template make a prompt of each record."""
 
@@ -41,7 +41,9 @@ class ImageText(CutText):
         if self.images is None:
             return self
         if self.dataset in KNOWN or self.dataset.endswith(".txt"):
-            raise ValueError(f"'{self.dataset}' has no images. Name a .jsonl file, or a hub data set as org/name.")
+            raise ValueError(
+                f"'{self.dataset}' has no images. Name a .jsonl or .parquet file, or a hub data set as org/name."
+            )
         others = {"bos": "tokenizer", "packing": "auto", "input": None}
         if found := next((name for name, usual in others.items() if getattr(self, name, usual) != usual), None):
             raise ValueError(f"with `images` the chat template makes each prompt. Leave out {found}.")
@@ -121,10 +123,9 @@ class Prompts:
         """Yield what the model is called with, a batch of one: token ids, pixels, sizes of grids."""
         return map(self.inputs, self.pairs)
 
-    def first(self) -> Prompts:
-        """Return the first of them alone, as long as it is."""
-        length = self.inputs(self.pairs[0])["input_ids"].shape[1]
-        return replace(self, pairs=self.pairs[:1], longest=length)
+    def __getitem__(self, rows: slice | Sequence[int]) -> Prompts:
+        """Return some of them."""
+        return replace(self, pairs=self.pairs[rows] if isinstance(rows, slice) else [self.pairs[row] for row in rows])
 
     def inputs(self, pair: Pair) -> dict[str, Tensor]:
         """Return what the model is called with for a pair.

@@ -1,10 +1,9 @@
-"""Pairs of images and text: the records of a .jsonl file or a hub data set as conversations."""
+"""Pairs of images and text: the records of a file or a hub data set as conversations."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from optkit.common.files import reading
 from optkit.common.frozen import canonical_json
 from optkit.errors import MissingPackageError, SourceError
-from optkit.source.text_files import read_objects, value_of
+from optkit.source.text_files import bytes_in, read_objects, value_of
 
 REPLACE = "Replace it, or take its record out of the data set"
 IMAGE = {"type": "image"}
@@ -62,28 +61,30 @@ class Pair:
 
 
 def read_pairs(path: Path, text: str, images: str) -> Iterator[Pair]:
-    """Yield the records of a .jsonl file; paths of images count from its directory.
-    `text` and `images` are fields: a text or a list of messages; a path, a list of them or null.
+    """Yield the records of a file; paths of images count from its directory.
+    `text` and `images` are fields: a text or a list of messages; an image, a list of them or null.
 
     Raises SourceError with the line for a record that is none, with the file for a missing image.
     """
     for where, record in read_objects(path):
-        named = _listed(value_of(record, images, where, "images"))
-        if not all(isinstance(name, str) for name in named):
-            raise SourceError(f"the field '{images}' is no path but {json.dumps(named)[:40]}", where=where)
-        files = [path.parent / Path(name).expanduser() for name in named]
-        yield _pair(where, value_of(record, text, where), [_read(file, where) for file in files], text)
+        yield pair_of_row(record, text, images, where, path.parent)
 
 
-def pair_of_row(row: dict[str, Any], text: str, images: str, where: str) -> Pair:
-    """Return a row of a hub data set, whose images are `{"bytes": ..., "path": ...}`.
+def pair_of_row(row: dict[str, Any], text: str, images: str, where: str, folder: Path | None = None) -> Pair:
+    """Return a record, whose images are `{"bytes": ..., "path": ...}`, or paths in a folder.
     Raises SourceError as `read_pairs` does.
     """
     listed = _listed(value_of(row, images, where, "images"))
-    if not all(isinstance(each, dict) and isinstance(each.get("bytes"), bytes) for each in listed):
-        raise SourceError(f"the field '{images}' is no image but {str(listed)[:40]}", where=where)
-    pictures = [Picture(f"{where}: {each.get('path') or images}", each["bytes"]) for each in listed]
+    pictures = [_picture(each, images, where, folder) for each in listed]
     return _pair(where, value_of(row, text, where), pictures, text)
+
+
+def _picture(value: Any, field: str, where: str, folder: Path | None) -> Picture:
+    if (content := bytes_in(value)) is not None:
+        return Picture(f"{where}: {value.get('path') or field}", content)
+    if folder is None or not isinstance(value, str):
+        raise SourceError(f"the field '{field}' is no image but {str(value)[:40]}", where=where)
+    return _read(folder / Path(value).expanduser(), where)
 
 
 def _listed(value: Any) -> list[Any]:

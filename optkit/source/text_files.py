@@ -1,18 +1,24 @@
-"""Read local texts: .txt, .jsonl and the raw WikiText files.
-Every complaint names the file and, if there is one, the line.
+"""Read local texts: .txt, .jsonl, .parquet and the raw WikiText files.
+Every complaint names the file and, if there is one, the line or row.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from optkit.common.files import read_text, reading
-from optkit.errors import SourceError, did_you_mean
+from optkit.common.files import check_regular, read_text, reading
+from optkit.errors import MissingPackageError, SourceError, did_you_mean
 
+SUFFIXES = ".txt", ".jsonl", ".parquet"
+RECORDS = SUFFIXES[1:]
+"""Of files with records."""
+INLINE = "data:;base64,"
+"""Begins what stands for the bytes of a file in a row, as a URI of RFC 2397."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -24,17 +30,18 @@ def read_rows(path: Path) -> list[str]:
     return [f"{line}\n" if line.strip() else "" for line in lines]
 
 
-def read_records(paths: Iterable[Path], field: str) -> list[str]:
-    """Return one field of each line of .jsonl files. Raises SourceError with file and line if it is
-    missing.
-    """
-    return [_text(record, field, where) for path in paths for where, record in read_objects(path)]
+def read_records(paths: Iterable[Path], field: str, files: bool = False) -> list[str]:
+    """Return one field of each record; raises SourceError as `text_of` does, with file and line."""
+    return [text_of(record, field, where, files) for path in paths for where, record in read_objects(path)]
 
 
 def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a .jsonl file, each with file and line. Raises SourceError for other
-    lines.
+    """Yield the objects of a .jsonl file, each with file and line, or the rows of a .parquet file.
+    Raises SourceError for other lines, MissingPackageError without pyarrow.
     """
+    if path.suffix == ".parquet":
+        yield from _rows_of(path)
+        return
     for number, line in enumerate(read_text(path, most_bytes=None).split("\n"), start=1):
         if not line.strip():
             continue
@@ -46,6 +53,17 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, record
 
 
+def _rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    check_regular(path)
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise MissingPackageError("pyarrow", where=str(path), install="optkit[hub]") from error
+    with reading(path, "not a whole Parquet file"):
+        rows = (row for batch in ParquetFile(path).iter_batches(64) for row in batch.to_pylist())
+        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
 def value_of(record: dict[str, Any], field: str, where: str, key: str = "field") -> Any:
     """Return a field of a record; raises SourceError, which names the key of YAML, if it is missing."""
     if field not in record:
@@ -55,10 +73,21 @@ def value_of(record: dict[str, Any], field: str, where: str, key: str = "field")
     return record[field]
 
 
-def _text(record: dict[str, Any], field: str, where: str) -> str:
+def bytes_in(value: Any) -> bytes | None:
+    """Return the bytes of a file that a row holds, `{"bytes": ..., "path": ...}`; None if it holds none."""
+    found = value.get("bytes") if isinstance(value, dict) else None
+    return found if isinstance(found, bytes) else None
+
+
+def text_of(record: dict[str, Any], field: str, where: str, files: bool = False) -> str:
+    """Return a field that is a text; with `files` the bytes of a file too, behind `INLINE`.
+    Raises SourceError if it is missing or something else.
+    """
     text = value_of(record, field, where)
+    if files and (content := bytes_in(text)) is not None:
+        return INLINE + base64.b64encode(content).decode()
     if not isinstance(text, str):
-        raise SourceError(f"the field '{field}' is not a text but {json.dumps(text)[:40]}", where=where)
+        raise SourceError(f"the field '{field}' is not a text but {json.dumps(text, default=str)[:40]}", where=where)
     if SURROGATE.search(text):
         raise SourceError(
             f"the field '{field}' holds half of a surrogate pair", where=where, why="No tokenizer takes that"

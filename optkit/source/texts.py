@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,8 +22,8 @@ from optkit.errors import SourceError, did_you_mean
 from optkit.source import python_reference
 from optkit.source.digests import PREFIX
 from optkit.source.hub import HubRepo
-from optkit.source.hub_texts import read_hub_text
-from optkit.source.text_files import read_records, read_rows
+from optkit.source.hub_texts import read_hub_rows
+from optkit.source.text_files import SUFFIXES, read_records, read_rows, text_of
 
 DATA_VARIABLE = "OPTKIT_DATA"
 SEPARATOR = "\n\n"
@@ -78,16 +79,18 @@ class TextSource(Frozen):
 
     default_splits: ClassVar[Mapping[str, str]] = {"python-reference": "test", "wikitext2": "test", "c4": "validation"}
     default_hub_split: ClassVar[str] = "test"
+    of_files: ClassVar[bool] = False
+    """Its field may hold the bytes of a file."""
 
     dataset: Name
-    """A built-in name (`python-reference`, `wikitext2`, `c4`), a .txt or .jsonl file, or a hub data
-    set, `org/name` or `org/name:configuration`."""
+    """A built-in name (`python-reference`, `wikitext2`, `c4`), a .txt, .jsonl or .parquet file, or a
+    hub data set, `org/name` or `org/name:configuration`."""
     split: Name = ""
     """Part of the data set; left out, the usual one for the purpose: train to calibrate, test to
     measure.
     """
     field: Name = "text"
-    """Which field of a record (.jsonl, hub) is the text."""
+    """Which field of a record (.jsonl, .parquet, hub) is the text."""
     revision: Name | None = None
     """`sha256:...` of the text, or the commit of a hub data set; left out, it is pinned before
     anything runs.
@@ -110,7 +113,7 @@ class TextSource(Frozen):
         if known is None and not is_file_name(self.dataset) and not HUB_ID.fullmatch(self.dataset):
             raise ValueError(
                 f"unknown data set '{self.dataset}'.{did_you_mean(self.dataset, KNOWN)}"
-                " Or name a .txt or .jsonl file, or a hub data set as org/name."
+                " Or name a .txt, .jsonl or .parquet file, or a hub data set as org/name."
             )
         splits = known.splits if known else (WHOLE,) if is_file_name(self.dataset) else None
         if splits and self.split not in splits:
@@ -175,12 +178,14 @@ class TextSource(Frozen):
         if self.dataset == "python-reference":
             return python_reference.read_topics(self.split)
         if not self.is_local(data):
-            return read_hub_text(
-                self._hub_repo(data), hub_name(self.dataset), self.split, self.field, self.revision, self.where
-            )
+            repo, name = self._hub_repo(data), hub_name(self.dataset)
+            take = partial(text_of, field=self.field, where=self.where, files=self.of_files)
+            return read_hub_rows(repo, name, self.split, self.revision, self.where, take)
         if is_file_name(self.dataset):
             path = Path(self.dataset).expanduser()
-            return [read_text(path, most_bytes=None)] if path.suffix == ".txt" else read_records([path], self.field)
+            if path.suffix == ".txt":
+                return [read_text(path, most_bytes=None)]
+            return read_records([path], self.field, self.of_files)
         paths = self._local_files(data)
         if not paths:
             raise SourceError(
@@ -222,7 +227,7 @@ class TextSource(Frozen):
 
 def is_file_name(dataset: str) -> bool:
     """Say whether a data set is named by a path and not by a name."""
-    return dataset.endswith((".txt", ".jsonl"))
+    return dataset.endswith(SUFFIXES)
 
 
 def hub_name(dataset: str) -> str:

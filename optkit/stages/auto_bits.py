@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast
 
 from pydantic import model_validator
 
@@ -24,6 +24,7 @@ from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.packed_tensors.base import packable
 from optkit.source.calibration import Calibration
+from optkit.source.images import Prompts
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.overrides import Override
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from optkit.model.skeleton import Skeleton
+
+    Inputs: TypeAlias = Tensor | Prompts
 
 KIND = "auto_bits"
 DEFAULT_CHOICES = (
@@ -89,6 +92,7 @@ class AutoBits(Transform):
     example: ClassVar[str] = "- auto_bits: {average_bits: 4.5, calibration: {dataset: c4}}"
     produces: ClassVar[Format] = Format.QUANTIZED
     version: ClassVar[int] = 2
+    sees_images: ClassVar[bool] = True
 
     average_bits: Bits | None = None
     """Most bits stored for each weight of the quantized layers, counted with scales and zero
@@ -136,13 +140,14 @@ class AutoBits(Transform):
         SourceError if the text is too short, and what the stages `gptq` and `rtn` raise.
         """
         from optkit.algorithms.allocation import choose
+        from optkit.model.prompts import spread_over
 
         started = time.monotonic()
         problem = self._problem(Checkpoint(source).shape)
-        tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
+        tokens = _inputs(self.calibration, source, context)
         held_out = self._held_out(source, tokens, context) if self.held_out_samples else None
         kept = KeptBlocks(context.workspace, context.device, context.progress, KIND, 0)
-        windows = _spread(tokens, self.sensitivity_samples)
+        windows = spread_over(tokens, self.sensitivity_samples)
         costs = kept.measured("sensitivities", lambda: self._costs(source, problem.items, windows, context))
         picked = choose(costs, [item.sizes for item in problem.items], problem.budget.size_bytes)
         mixed = {
@@ -210,7 +215,7 @@ class AutoBits(Transform):
         budget.refuse_too_small(items, KIND)
         return _Problem(selection, items, budget)
 
-    def _costs(self, source: Path, items: Sequence[Item], tokens: Tensor, context: Context) -> list[list[float]]:
+    def _costs(self, source: Path, items: Sequence[Item], tokens: Inputs, context: Context) -> list[list[float]]:
         """Return the predicted divergence of each item under each of its choices, nats per token."""
         from optkit.stages.sensitivity.measure import grids_of, measure_sensitivity
 
@@ -246,12 +251,13 @@ class AutoBits(Transform):
         context: Context,
         report: Report,
         uniform: Mapping[str, Choice],
-        windows: Tensor,
+        windows: Inputs,
         details: dict[str, Any],
     ) -> Report:
         """Quantize with a single form too, and leave in `target` the model that diverges less.
         Held-out windows decide. Returns its report.
         """
+        from optkit.model.prompts import tokens_in
         from optkit.stages.sensitivity.held_out import mean_divergences
 
         label = next(iter(uniform.values())).form.label
@@ -263,7 +269,7 @@ class AutoBits(Transform):
             chosen, single = mean_divergences(
                 _skeleton(source, context), copies, windows, context.device, context.progress
             )
-            details["held_out_divergence"] = {"chosen": chosen, label: single, "tokens": windows.numel()}
+            details["held_out_divergence"] = {"chosen": chosen, label: single, "tokens": tokens_in(windows)}
             if chosen <= single:
                 return report
             context.progress.warn(
@@ -275,14 +281,14 @@ class AutoBits(Transform):
             shutil.copytree(other, target)
         return simpler
 
-    def _held_out(self, source: Path, tokens: Tensor, context: Context) -> Tensor:
-        """Return windows of the calibration text that nothing was calibrated on.
-        They are int64 [held_out_samples, sequence_length].
+    def _held_out(self, source: Path, tokens: Inputs, context: Context) -> Inputs:
+        """Return windows of the calibration text that nothing was calibrated on, or such prompts.
+        Windows are int64 [held_out_samples, sequence_length].
         """
         more = self.calibration.model_copy(update={"samples": self.calibration.samples + self.held_out_samples})
-        used = {tuple(row) for row in tokens.tolist()}
-        windows = more.tokens(source, context.data, context.trust_remote_code)
-        unseen = [index for index, row in enumerate(windows.tolist()) if tuple(row) not in used]
+        used = {*_contents(tokens)}
+        windows = _inputs(more, source, context)
+        unseen = [index for index, content in enumerate(_contents(windows)) if content not in used]
         if len(unseen) < self.held_out_samples:
             raise StageError(
                 f"{len(unseen)} of {len(windows)} windows are not among those that were calibrated on",
@@ -310,7 +316,11 @@ def _override(choice: Choice) -> Override:
     return Override(bits=choice.bits, group_size=choice.group_size or -1, symmetric=choice.symmetric)
 
 
-def _spread(tokens: Tensor, count: int) -> Tensor:
-    """Return so many of the windows, evenly spread; all of them if there are fewer."""
-    step = max(1, len(tokens) // count)
-    return tokens[::step][:count]
+def _inputs(calibration: Calibration, source: Path, context: Context) -> Inputs:
+    return cast("Inputs", calibration.inputs(source, context.data, context.trust_remote_code))
+
+
+def _contents(inputs: Inputs) -> list[object]:
+    if isinstance(inputs, Prompts):
+        return [pair.content for pair in inputs.pairs]
+    return [tuple(row) for row in inputs.tolist()]

@@ -25,7 +25,10 @@ from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.quantizing.fitting import EXPERTS
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from optkit.kernels.kv_cache import RecordingLayer
+    from optkit.model.prompts import Prompts
 
 FLOAT8_MAX = 448.0
 WITHOUT_GROUPS: Mapping[str, Any] = {
@@ -51,6 +54,7 @@ class KvScales(Transform):
     example: ClassVar[str] = "- gptq: {bits: 4}\n- kv_scales: {calibration: {dataset: c4}}"
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     produces: ClassVar[Format] = Format.QUANTIZED
+    sees_images: ClassVar[bool] = True
 
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose keys and values are measured."""
@@ -67,11 +71,11 @@ class KvScales(Transform):
         started = time.monotonic()
         checkpoint = Checkpoint(source)
         layers = _layers(checkpoint.shape)
-        tokens = self.calibration.tokens(source, context.data, context.trust_remote_code)
+        prompts = self.calibration.inputs(source, context.data, context.trust_remote_code)
         with out_of_memory(
             "kv_scales", context.device, "Lower kv_scales.batch_size or kv_scales.calibration.sequence_length"
         ):
-            recorded = self._record(checkpoint, tokens, context)
+            recorded = self._record(checkpoint, prompts, context)
         if len(recorded) != len(layers):
             raise StageError(
                 f"{len(layers)} layers have a k_proj, and {len(recorded)} keep keys and values", where="kv_scales"
@@ -116,13 +120,14 @@ class KvScales(Transform):
         ram = shape.block_bytes + shape.outside_bytes if on_gpu else needed
         return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=needed if on_gpu else 0), left
 
-    def _record(self, checkpoint: Checkpoint, tokens: Any, context: Context) -> list[RecordingLayer]:
+    def _record(self, checkpoint: Checkpoint, prompts: Tensor | Prompts, context: Context) -> list[RecordingLayer]:
         import torch
 
         from optkit.kernels.kv_cache import recording_cache
         from optkit.kernels.open_packed import load_packed
         from optkit.kernels.quant_methods import quantized_layers
         from optkit.model.carried_state import check_keys_and_values
+        from optkit.model.prompts import in_batches, placed, refuse_images
         from optkit.model.skeleton import stored_dtype
 
         quantized = quantized_layers(checkpoint)
@@ -136,13 +141,13 @@ class KvScales(Transform):
         model, _ = load_packed(
             checkpoint, quantized or {}, context.device, dtype, context.progress, context.trust_remote_code
         )
+        refuse_images(model, prompts, "kv_scales")
         check_keys_and_values(model, "kv_scales")
         cache, layers = recording_cache(model.config, "kv_scales")
-        batches = tokens.split(self.batch_size)
-        with context.progress.task("kv_scales", len(batches), "batches") as task, torch.no_grad():
-            for batch in batches:
-                model.base_model(input_ids=batch.to(context.device), past_key_values=cache, use_cache=True)
-                task.advance()
+        with context.progress.task("kv_scales", len(prompts), "sequences") as task, torch.no_grad():
+            for rows, inputs in in_batches(prompts, self.batch_size):
+                model.base_model(**placed(inputs, context.device, dtype), past_key_values=cache, use_cache=True)
+                task.advance(rows.stop - rows.start)
         return layers
 
 

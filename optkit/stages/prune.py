@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -129,8 +129,8 @@ class Prune(Transform):
                 f"pattern {self.pattern} gives every layer the same sparsity: set allocation: uniform, "
                 "or pattern: unstructured"
             )
-        if self.allocation == "sensitivity" and self.calibration and self.calibration.images is not None:
-            raise ValueError("allocation sensitivity reads text alone: leave out calibration.images, or take owl")
+        if self.allocation == "sensitivity" and self.calibration and self.calibration.input is not None:
+            raise ValueError("allocation sensitivity is for causal language models, which read no pairs: take owl")
         low, high = self._bounds
         if low < 0 or high >= 1:
             raise ValueError(
@@ -248,15 +248,15 @@ class Prune(Transform):
         """Return the share of zeros of each layer."""
         if self.allocation == "uniform" or tokens is None:
             return dict.fromkeys(layers, self._share)
+        from optkit.model.prompts import spread_over
         from optkit.stages.pruning.allocation import by_outliers, by_sensitivity, outlier_shares
 
         spread = self.allocation_spread or DEFAULT_SPREAD
         if self.allocation == "owl":
             shares = outlier_shares(source, layers, tokens, self.outlier_threshold or 0.0, self.batch_size, context)
             return by_outliers(shares, layers, self._share, spread)
-        text, count = cast("Tensor", tokens), self.sensitivity_samples or 1
-        windows = text[:: max(1, len(text) // count)][:count]
-        return by_sensitivity(source, layers, windows, self._share, spread, self.method, context)
+        few = spread_over(tokens, self.sensitivity_samples or 1)
+        return by_sensitivity(source, layers, few, self._share, spread, self.method, context)
 
 
 def recount(written: Checkpoint, layers: Mapping[str, Layer], pattern: Pattern | None) -> dict[str, float]:

@@ -56,9 +56,13 @@ class Custom(nn.Module):
         return hidden
 
 
+def blocks_of(model: Custom) -> tuple[blocks.Block, ...]:
+    return tuple(blocks.Block(f"layers.{index}", layer) for index, layer in enumerate(model.layers))
+
+
 def custom(between: float) -> tuple[Custom, tuple[blocks.Block, ...]]:
     model = Custom(between)
-    return model, tuple(blocks.Block(f"layers.{index}", layer) for index, layer in enumerate(model.layers))
+    return model, blocks_of(model)
 
 
 @pytest.mark.parametrize("form", [tuple, list])
@@ -76,6 +80,32 @@ def test_hidden_states_that_change_between_blocks_are_refused() -> None:
     model, parts = custom(between=0.5)
     with pytest.raises(SourceError, match=r"unsupported architecture Custom: its blocks cannot be run one by one\. "):
         blocks.record_calls(model, parts, {"input_ids": some_tokens(2)})
+
+
+class Adding(Custom):
+    """It adds something between its blocks, to a copy of the hidden states or in their place."""
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Tensor:
+        hidden = self.embed(input_ids)
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden_states=hidden)[0]
+            if index == 0:
+                hidden = hidden + self.embed(input_ids + 1)
+            elif self.between == 1:
+                hidden[:, 3:5] += 1
+        return hidden
+
+
+@pytest.mark.parametrize("between", [0, 1])
+def test_what_a_model_adds_between_blocks_belongs_to_the_call(between: float) -> None:
+    model, tokens = Adding(between), some_tokens(2)
+    hidden, calls = blocks.record_calls(model, blocks_of(model), {"input_ids": tokens})
+    assert [call.added is None for call in calls] == [True, False, between == 0]
+    for block, call in zip(blocks_of(model), calls, strict=True):
+        hidden = call.run(block.module, hidden)
+    if between:  # what it adds behind the last block is the head's
+        hidden[:, 3:5] += 1
+    assert torch.equal(hidden, model(tokens, use_cache=False))
 
 
 def test_hidden_states_of_another_form_are_refused() -> None:

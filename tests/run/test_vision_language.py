@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from optkit import pipeline
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.source.directory import without_processor
+from tests.support.processors import save_processor
 from tests.support.vision_models import save_vision_model
 
 RECIPE = """\
@@ -25,17 +27,23 @@ evals:
   - divergence: {{dataset: {text}, window: 64, windows: 2}}
   - footprint
 """
-PROCESSOR = {
-    "preprocessor_config.json": "{}", "processor_config.json": "{}", "video_preprocessor_config.json": "{}",
-    "chat_template.jinja": "{{ messages }}", "chat_template.json": "{}",
-}  # fmt: skip
+PROCESSOR = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tools.jinja",
+)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save_vision_model("llava", tmp_path_factory.mktemp("llava"))
-    for name, text in PROCESSOR.items():
-        (directory / name).write_text(text, encoding="utf-8")
+    save_processor("llava", directory)
+    (directory / "additional_chat_templates").mkdir()
+    for name in PROCESSOR:
+        if not (directory / name).exists():
+            (directory / name).write_text("{}", encoding="utf-8")
     return directory
 
 
@@ -53,6 +61,14 @@ def test_a_run_leaves_a_model_that_sees_what_it_saw(model: Path, letters: Path, 
     towers = [name for name in source.tensors if source.shape.in_tower(name)]
     assert len(towers) > 60
     assert all(torch.equal(source.read(name), written.read(name)) for name in towers)
+
+    processors = [AutoProcessor.from_pretrained(each, local_files_only=True) for each in (model, out)]
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    picture = Image.new("RGB", (40, 30), "red")
+    before, after = (
+        each(text=each.apply_chat_template(asked), images=picture, return_tensors="pt") for each in processors
+    )
+    assert all(torch.equal(before[name], after[name]) for name in ("input_ids", "pixel_values"))
 
     image = torch.rand(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([[1, *[500] * 4, 7, 8, 9]])

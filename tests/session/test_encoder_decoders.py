@@ -147,6 +147,26 @@ def test_texts_that_do_not_fit_the_model(
         Perplexity(dataset=pairs, **FIELDS[False], window=32).run(session, EvalContext())
 
 
+def test_audio_in_the_rows_of_a_parquet_file(tiny_encoder_decoder: TinyModel, tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    session: Any = open_session(tiny_encoder_decoder(SPEECH))
+    pairs = write_pairs(tmp_path, hears=True)
+    beside = asked(SPEECH, tmp_path)
+    (wanted,) = beside.run(session, EvalContext())
+    rows = [json.loads(line) for line in pairs.read_text(encoding="utf-8").splitlines()]
+    rows = [{**row, "audio": {"bytes": (tmp_path / row["audio"]).read_bytes(), "path": row["audio"]}} for row in rows]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "pairs.parquet")
+    inside = beside.model_copy(update={"dataset": str(tmp_path / "pairs.parquet")})
+    (found,) = inside.run(session, EvalContext())
+    assert found.samples == wanted.samples
+    rows[0]["audio"]["bytes"] = b"fLaC"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "pairs.parquet")
+    with pytest.raises(SourceError, match=r"audio in a row: no WAV file of whole numbers \(PCM\)"):
+        inside.run(session, EvalContext())
+    with pytest.raises(SourceError, match="the field 'audio' is not a text but"):
+        inside.model_copy(update={"field": "audio"}).run(session, EvalContext())
+
+
 def test_another_audio_file_is_another_data_set(tmp_path: Path) -> None:
     text = Perplexity(dataset=str(write_pairs(tmp_path, hears=True)), **FIELDS[True])
     before = text.pinned(None)

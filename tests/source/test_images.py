@@ -92,15 +92,30 @@ class TestRecords:
         assert [pair.text for pair in text.pairs(None, 2)] == ["row 0", "row 1"]
         assert text.pairs(None)[0].pictures[0].decoded().size == (50, 30)
         rows[0]["image"] = "a.png"
-        with pytest.raises(SourceError, match=r"org/name \(train\): the field 'image' is no image but \['a.png'\]"):
+        with pytest.raises(SourceError, match=r"org/name \(train\): the field 'image' is no image but a.png"):
             text.pairs(None)
+
+    def test_rows_of_a_parquet_file(self, file):
+        parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").Table
+        contents = [(file.parent / f"{index}.png").read_bytes() for index in range(3)]
+        rows = [{"image": {"bytes": each, "path": "a"}, "text": f"row {index}"} for index, each in enumerate(contents)]
+        parquet.write_table(table.from_pylist(rows), file.with_suffix(".parquet"))
+        text = calibration(file.with_suffix(".parquet")).pinned(None)
+        assert text.revision.startswith("sha256:")
+        assert [pair.text for pair in text.pairs(None, 2)] == ["row 0", "row 1"]
+        assert [pair.pictures[0].content for pair in text.pairs(None)] == contents
+        with pytest.raises(SourceError, match=r"pairs.parquet: row 1: the field 'text' is neither a text nor a list"):
+            calibration(file.with_suffix(".parquet"), field="image").pairs(None)
+        file.with_suffix(".parquet").write_bytes(b"PAR1")
+        with pytest.raises(SourceError, match=r"pairs.parquet: not a whole Parquet file"):
+            calibration(file.with_suffix(".parquet")).pairs(None)
 
     @pytest.mark.parametrize(
         ("record", "message"),
         [
             ({"text": "a"}, r"pairs.jsonl:1: there is no field 'image'. Known: text. Set `images:`"),
             ({"image": "0.png"}, r"pairs.jsonl:1: there is no field 'text'. Known: image. Set `field:`"),
-            ({"image": 3, "text": "a"}, r"pairs.jsonl:1: the field 'image' is no path but \[3\]"),
+            ({"image": 3, "text": "a"}, "pairs.jsonl:1: the field 'image' is no image but 3"),
             (
                 {"image": "no.png", "text": "a"},
                 r"no.png: the image cannot be read. No such file .* It is named in .*pairs.jsonl:1. Replace it",
@@ -127,7 +142,7 @@ class TestRecords:
 
 class TestFields:
     def test_images_need_records(self):
-        with pytest.raises(ValidationError, match="'c4' has no images. Name a .jsonl file, or a hub data set"):
+        with pytest.raises(ValidationError, match="'c4' has no images. Name a .jsonl or .parquet file, or a hub"):
             calibration("c4")
 
     def test_a_chat_template_leaves_nothing_to_cut(self, file):

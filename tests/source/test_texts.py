@@ -48,7 +48,7 @@ class TestNames:
         [
             (
                 {"dataset": "wikitxt2"},
-                "unknown data set 'wikitxt2'. Did you mean 'wikitext2'? Or name a .txt or .jsonl file, "
+                "unknown data set 'wikitxt2'. Did you mean 'wikitext2'? Or name a .txt, .jsonl or .parquet file, "
                 "or a hub data set as org/name.",
             ),
             ({"dataset": "zzz"}, "unknown data set 'zzz'. Known: c4, python-reference, wikitext2."),
@@ -322,7 +322,7 @@ class TestHub:
                 {"split": "nowhere"},
                 r"org/name \(nowhere\): the data set cannot be read. ValueError: Unknown split .* Check split",
             ),
-            ({"field": "txt"}, r"org/name \(test\): a row has no field 'txt'. Did you mean 'text'\? Set `field:`"),
+            ({"field": "txt"}, r"org/name \(test\): there is no field 'txt'. Did you mean 'text'\? Set `field:`"),
             ({"field": "label"}, r"org/name \(test\): the field 'label' is not a text but 0"),
         ],
     )

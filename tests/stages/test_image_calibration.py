@@ -6,19 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Transform
+from optkit.stages.auto_bits import AutoBits
 from optkit.stages.awq import Awq
 from optkit.stages.fp8 import Fp8
+from optkit.stages.gguf import Gguf
 from optkit.stages.gptq import Gptq
 from optkit.stages.kv_scales import KvScales
 from optkit.stages.prune import Prune
 from optkit.stages.quantizing.hessians import collect_hessians
+from optkit.stages.sensitivity.budget import Choice
 from optkit.stages.smoothquant import SmoothQuant
 from tests.support.processors import save_pairs, save_processor, without_videos
 from tests.support.tiny_models import save_tiny_model
@@ -46,28 +48,6 @@ def _loadable(monkeypatch: pytest.MonkeyPatch) -> None:
     without_videos(monkeypatch)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_block_by_block_computes_what_the_whole_model_does(
-    models: dict[str, Path], pairs: Calibration, kind: str
-) -> None:
-    skeleton, prompts = Skeleton(Checkpoint(models[kind])), pairs.inputs(models[kind], None)
-    inputs = skeleton.capture_inputs(prompts, "cpu")
-    assert all(parameter.is_meta for parameter in skeleton.model.parameters())
-    for index, block in enumerate(skeleton.blocks):
-        with skeleton.loaded(block, "cpu", ""):
-            skeleton.advance_(index, inputs)
-    whole = AutoModelForImageTextToText.from_pretrained(models[kind], dtype=torch.float32).eval()
-    left: list[torch.Tensor] = []
-    whole.get_submodule(skeleton.blocks[-1].name).register_forward_hook(
-        lambda _module, _inputs, output: left.append(output[0] if isinstance(output, tuple) else output)
-    )
-    for prompt, batch in zip(prompts, inputs.batches, strict=True):
-        assert "pixel_values" in prompt
-        with torch.no_grad():
-            whole(**prompt)
-        torch.testing.assert_close(inputs.hidden[batch.rows], left.pop(), atol=1e-6, rtol=0)
-
-
 def test_only_the_tokens_of_prompts_enter_hessians(models: dict[str, Path], pairs: Calibration) -> None:
     skeleton, prompts = Skeleton(Checkpoint(models["gemma3"])), pairs.inputs(models["gemma3"], None)
     lengths = [prompt["input_ids"].shape[1] for prompt in prompts]
@@ -87,10 +67,20 @@ def stages(text: Calibration) -> dict[str, Transform]:
         "fp8": Fp8(activations="static", scales="tensor", calibration=text),
         "wanda": Prune(method="wanda", calibration=text),
         "owl": Prune(method="sparsegpt", allocation="owl", calibration=text),
+        "sensitivity": Prune(method="wanda", allocation="sensitivity", calibration=text),
+        "auto_bits": AutoBits(
+            average_bits=6, choices=FORMS, calibration=text.model_copy(update={"samples": 2}), held_out_samples=1
+        ),
+        "kv_scales": KvScales(calibration=text),
     }
 
 
-CASES = {"gemma3": ("gptq", "awq", "wanda"), "llava": ("gptq", "owl"), "qwen2_5_vl": ("gptq", "smoothquant", "fp8")}
+FORMS = Choice(bits=4, group_size=32), Choice(bits=8, group_size=32)
+CASES = {
+    "gemma3": ("gptq", "awq", "wanda", "kv_scales"),
+    "llava": ("gptq", "owl", "auto_bits"),
+    "qwen2_5_vl": ("gptq", "smoothquant", "fp8", "sensitivity"),
+}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in CASES.items() for name in names])
@@ -105,8 +95,8 @@ def test_stages_see_images_and_leave_what_makes_them(
     assert all(torch.equal(source.read(each), written.read(each)) for each in towers)
     assert report.changed
     assert report.calibrated_on == (pairs.identity(),)
-    assert (tmp_path / "processor_config.json").is_file()
-    assert (tmp_path / "preprocessor_config.json").is_file()
+    read = [next(iter(pairs.inputs(each, None))) for each in (models[kind], tmp_path)]
+    assert all(torch.equal(value, read[1][key]) for key, value in read[0].items())
 
 
 def test_images_make_other_weights_than_their_text_alone(
@@ -124,10 +114,10 @@ def test_images_make_other_weights_than_their_text_alone(
 
 
 def test_a_stage_that_reads_text_alone_says_so(pairs: Calibration) -> None:
-    with pytest.raises(ValueError, match=r"calibration.images: kv_scales reads text alone. Leave it out"):
-        KvScales(calibration=pairs)
-    with pytest.raises(ValueError, match="allocation sensitivity reads text alone: leave out calibration.images"):
-        Prune(method="wanda", allocation="sensitivity", calibration=pairs)
+    with pytest.raises(ValueError, match=r"imatrix.images: gguf reads text alone. Leave it out"):
+        Gguf(type="Q4_K_M", imatrix=pairs)
+    with pytest.raises(ValueError, match="allocation sensitivity is for causal language models, which read no pairs"):
+        Prune(allocation="sensitivity", calibration={"dataset": "pairs.jsonl", "input": "input"})
 
 
 def test_a_model_without_a_tower_takes_no_images(pairs: Calibration, tmp_path: Path) -> None:

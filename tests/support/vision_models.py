@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ VISION_CONFIGS: dict[str, dict[str, Any]] = {
         **QWEN_TOKENS,
     },
     "qwen3_vl": {
-        "text_config": {**SIZES, **MROPE, "head_dim": 16},
+        "text_config": {**SIZES, **MROPE, "head_dim": 16, "num_hidden_layers": 3},
         "vision_config": {**QWEN_SEES, "intermediate_size": 64, "out_hidden_size": 64}
         | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
         **QWEN_TOKENS,
@@ -41,17 +42,18 @@ VISION_CONFIGS: dict[str, dict[str, Any]] = {
         | {"linear_key_head_dim": 2, "linear_value_head_dim": 2}
         | {"linear_num_key_heads": 32, "linear_num_value_heads": 32},
         "vision_config": {**QWEN_SEES, "intermediate_size": 64, "out_hidden_size": 64, "num_position_embeddings": 16},
+        **QWEN_TOKENS,
     },
     "llama4": {
         "text_config": {**SIZES, "head_dim": 16, "intermediate_size_mlp": 128, "num_local_experts": 4}
         | {"interleave_moe_layer_step": 2, "attention_chunk_size": 16},
-        "vision_config": {**SEES, "image_size": 28, "vision_output_dim": 32}
+        "vision_config": {**SEES, "intermediate_size": 128, "image_size": 28, "vision_output_dim": 32}
         | {"projector_input_dim": 32, "projector_output_dim": 32},
         **{f"{name}_token_index": 500 + number for number, name in enumerate(("image", "boi", "eoi"))},
     },
     "mistral3": {
         "text_config": {"model_type": "mistral", **SIZES, "head_dim": 16, "tie_word_embeddings": False},
-        "vision_config": {"model_type": "pixtral", **SEES, "head_dim": 16, "image_size": 28},
+        "vision_config": {"model_type": "pixtral", **SEES, "head_dim": 16, "image_size": 56},
         "image_token_index": 500,
         "tie_word_embeddings": False,
     },
@@ -92,6 +94,46 @@ VISION_CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """`model_type` -> the rest of config.json."""
+
+
+GRID = {"pixel_values": (16, 3 * 2 * 14 * 14), "image_grid_thw": [[1, 4, 4]]}
+SQUARE = {"pixel_values": (1, 3, 28, 28)}
+IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
+    "gemma3": (4, SQUARE),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), (4, GRID)),
+    "llama4": (1, SQUARE),
+    "mistral3": (2, {"pixel_values": (1, 3, 28, 56), "image_sizes": [[28, 56]]}),
+    "llava": (4, SQUARE),
+    "smolvlm": (4, {"pixel_values": (1, 1, 3, 28, 28)}),
+    "internvl": (4, SQUARE),
+}
+"""`model_type` -> the tokens of an image, and what its processor makes of one: pixels have a shape."""
+
+
+class ImagePrompts:
+    """Prompts of different lengths, each with a random image, as the model's processor would make them."""
+
+    def __init__(self, kind: str, lengths: Sequence[int] = (9, 14)) -> None:
+        self.kind, self.lengths, self.longest = kind, lengths, max(lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, rows: slice) -> ImagePrompts:
+        return ImagePrompts(self.kind, self.lengths[rows])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        import torch
+
+        places, made = IMAGES[self.kind]
+        for seed, length in enumerate(self.lengths):
+            draw = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(1, 490, (1, length), generator=draw)
+            tokens[:, 2 : 2 + places] = 500
+            more = {name: torch.tensor(value) for name, value in made.items() if name != "pixel_values"}
+            if self.kind.startswith(("qwen", "gemma")):
+                more["mm_token_type_ids" if self.kind.startswith("qwen") else "token_type_ids"] = (tokens == 500).int()
+            yield {"input_ids": tokens, "pixel_values": torch.rand(made["pixel_values"], generator=draw), **more}
 
 
 def save_vision_model(kind: str, directory: Path) -> Path:

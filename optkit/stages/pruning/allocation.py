@@ -90,7 +90,7 @@ def by_outliers(
 def by_sensitivity(
     source: Path,
     layers: Mapping[str, Layer],
-    tokens: Tensor,
+    tokens: Tensor | Prompts,
     sparsity: float,
     spread: float,
     method: Method,
@@ -99,8 +99,8 @@ def by_sensitivity(
     """Return layer -> its share of zeros, as many zeros in all as asked for.
     The sum of predicted divergences is the least.
 
-    tokens: int64 [sequences, sequence_length]. Experts that no token reaches get `sparsity`. Raises
-    what `layer_gradients` raises.
+    tokens: int64 [sequences, sequence_length], or prompts with images. Experts that no token
+    reaches get `sparsity`. Raises what `layer_gradients` raises.
     """
     skeleton = Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
     levels = [sparsity + spread * (2 * step / (LEVELS - 1) - 1) for step in range(LEVELS)]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from optkit.algorithms.sensitivity import Seen, fisher_probe
 from optkit.model.blocks import Call
 from optkit.model.head import logits_behind
+from optkit.model.prompts import Prompts
 from optkit.model.replaced_forward import hooked
 from optkit.model.skeleton import Skeleton
 
@@ -29,9 +30,9 @@ class BlockGradients:
     These are behind the block that comes next, from the last on.
     """
 
-    def __init__(self, skeleton: Skeleton, tokens: Tensor, device: str, probes: int, seed: int) -> None:
-        """tokens: int64 [sequences, sequence_length]. Nothing is computed yet but what enters the
-        first block.
+    def __init__(self, skeleton: Skeleton, tokens: Tensor | Prompts, device: str, probes: int, seed: int) -> None:
+        """tokens: int64 [sequences, sequence_length], or prompts with images. Nothing is computed yet but
+        what enters the first block.
         """
         self.skeleton, self.device, self.probes = skeleton, device, probes
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -54,8 +55,8 @@ class BlockGradients:
         """
         skeleton, leaving = self.skeleton, self.entering.pop().to(self.device)
         skeleton.load_outside_(self.device)
-        for sequence in leaving:
-            parts = [self._through_head(part) for part in sequence[None].split(POSITIONS_AT_ONCE, dim=1)]
+        for batch in self.inputs.batches:
+            parts = [self._through_head(part) for part in leaving[batch.rows].split(POSITIONS_AT_ONCE, dim=1)]
             self.behind.append(torch.cat(parts, dim=1))
         skeleton.release_outside_()
 

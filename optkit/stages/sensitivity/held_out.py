@@ -15,6 +15,7 @@ from optkit.kernels.quant_methods import quantized_layers
 from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.head import logits_behind
+from optkit.model.prompts import Prompts, tokens_in
 from optkit.model.replaced_forward import replaced_forward
 from optkit.model.skeleton import Projection, Skeleton
 from optkit.progress import Progress
@@ -24,10 +25,10 @@ POSITIONS_AT_ONCE = 256
 
 
 def mean_divergences(
-    skeleton: Skeleton, copies: Sequence[Checkpoint], tokens: Tensor, device: str, progress: Progress
+    skeleton: Skeleton, copies: Sequence[Checkpoint], tokens: Tensor | Prompts, device: str, progress: Progress
 ) -> list[float]:
     """Return the mean KL(model || copy) of the next token for each copy, in nats per token; tokens:
-    int64 [sequences, sequence_length].
+    int64 [sequences, sequence_length], or prompts with images.
 
     A copy differs from the model in its quantized layers alone. At most one block and the hidden
     states of all are in memory.
@@ -46,10 +47,11 @@ def mean_divergences(
             task.advance(note=block.name)
     skeleton.load_outside_(device)
     totals = [
-        sum(_divergence(skeleton, *pair) for pair in zip(streams[0], stream, strict=True)) for stream in streams[1:]
+        sum(_divergence(skeleton, streams[0][batch.rows], stream[batch.rows]) for batch in inputs.batches)
+        for stream in streams[1:]
     ]
     skeleton.release_outside_()
-    return [total / tokens.numel() for total in totals]
+    return [total / tokens_in(tokens) for total in totals]
 
 
 @contextmanager
@@ -69,12 +71,12 @@ def _computing_with(
 @torch.no_grad()
 def _divergence(skeleton: Skeleton, ours: Tensor, theirs: Tensor) -> float:
     """Return the sum of KL(ours || theirs) over the positions of a sequence.
-    What leaves the last block is float [positions, hidden].
+    What leaves the last block is float [1, positions, hidden].
     """
     total = 0.0
-    for pair in zip(ours.split(POSITIONS_AT_ONCE), theirs.split(POSITIONS_AT_ONCE), strict=True):
+    for pair in zip(*(each.split(POSITIONS_AT_ONCE, dim=1) for each in (ours, theirs)), strict=True):
         expected, found = (
-            logits_behind(skeleton.model, skeleton.blocks, hidden[None]).float().log_softmax(-1) for hidden in pair
+            logits_behind(skeleton.model, skeleton.blocks, hidden).float().log_softmax(-1) for hidden in pair
         )
         total += float(kl_div(found, expected, log_target=True, reduction="none").sum(-1).double().sum())
     return total

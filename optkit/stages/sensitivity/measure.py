@@ -18,6 +18,7 @@ from optkit.algorithms.sensitivity import Seen, rounding_divergences
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.prompts import Prompts, tokens_in
 from optkit.model.skeleton import TORCH_DTYPES, Skeleton
 from optkit.model.skeleton_layers import float_weight
 from optkit.packed_tensors.integers import PackQuantized
@@ -30,7 +31,7 @@ Rounding = Literal["gptq", "rtn"]
 
 def measure_sensitivity(
     skeleton: Skeleton,
-    tokens: Tensor,
+    tokens: Tensor | Prompts,
     grids: Mapping[str, Sequence[Grid]],
     rounding: Rounding,
     device: str,
@@ -40,8 +41,8 @@ def measure_sensitivity(
     """Return layer -> the predicted divergence of quantizing it alone to each of its grids.
     In nats per token.
 
-    tokens: int64 [sequences, sequence_length]. A layer that no token reaches (an expert) has 0
-    throughout. Raises what `Skeleton` raises,
+    tokens: int64 [sequences, sequence_length], or prompts with images. A layer that no token reaches
+    (an expert) has 0 throughout. Raises what `Skeleton` raises,
     StageError for a layer that the language model does not run, that GPTQ cannot round or whose
     divergence is NaN or Inf, ResourceError without memory.
     """
@@ -54,9 +55,10 @@ def measure_sensitivity(
             remedy="Exclude them",
         )
     found: dict[str, list[float]] = {}
+    total = tokens_in(tokens)
     for name, weight, seen in layer_gradients(skeleton, tokens, grids, device, progress, seed):
         nats = _divergences(name, weight, seen, grids[name], rounding)
-        found[name] = [each / tokens.numel() for each in nats]
+        found[name] = [each / total for each in nats]
     return {name: found[name] for name in grids}
 
 
@@ -80,7 +82,7 @@ def _divergences(
 
 
 def layer_gradients(
-    skeleton: Skeleton, tokens: Tensor, names: Container[str], device: str, progress: Progress, seed: int
+    skeleton: Skeleton, tokens: Tensor | Prompts, names: Container[str], device: str, progress: Progress, seed: int
 ) -> Iterator[tuple[str, Tensor, list[Seen]]]:
     """Yield layer, its weight, float32 [out, in], and what it saw of each sequence that reached it.
     The last block's layers come first.
