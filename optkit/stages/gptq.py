@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from optkit.common.field_types import BatchSize, Damping
+from optkit.common.field_types import Amount, BatchSize, Damping
 from optkit.common.frozen import Frozen
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
@@ -23,6 +23,7 @@ from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.fitting import EXPERTS
 from optkit.stages.quantizing.integers import packed_grid
+from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros, tell_zeros
 from optkit.stages.quantizing.streaming import QuantizationJob
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     from optkit.algorithms.grid import QuantizedWeight
     from optkit.algorithms.hessian import Hessian
+    from optkit.model.blocks import BlockInputs
+    from optkit.training.block_learning import BlockLearner
 
 FEW_TOKENS = 128
 """A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its
@@ -39,6 +42,14 @@ HEAD_ROWS = 1 << 14
 """Rows of lm_head that are quantized at a time."""
 EXPERTS_AT_ONCE = 1 << 26
 """Weights of experts that are quantized at a time."""
+EFFORTS: Mapping[str, Mapping[str, Any]] = {"fast": {"refinements": 0}, "balanced": {}, "best": {"learn": "blocks"}}
+LEARNING_STEPS = 200
+LEARNING_BYTES = 34
+"""Of a weight of a block that learns: in float32 the weight itself, what it was, its rounded form,
+two gradients, two moments of AdamW, and what the gradient of its scale needs.
+"""
+LEARNING_BATCHES = 4
+"""Activations that lie between the forward and the backward pass, in those of a forward pass alone."""
 LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
 
 
@@ -93,6 +104,22 @@ class Gptq(GptqFields, Backed):
     """Who does the work: optkit, or another library in an environment of its own (`optkit env`),
     with the same tokens.
     """
+    effort: Literal["fast", "balanced", "best"] = Field(default="balanced", exclude=True)
+    """Picks fields that are not written. `fast`: `refinements: 0`. `best`: `learn: blocks`.
+    """
+    learn: Literal["blocks"] | None = Field(default=None, exclude_if=lambda value: value is None)
+    """`blocks`: train the codes and scales, block by block, until each returns what the unmodified
+    model has there.
+    """
+    learning_steps: Amount = Field(default=LEARNING_STEPS, exclude_if=lambda value: value == LEARNING_STEPS)
+    """Steps for each block, each on `batch_size` sequences."""
+
+    @model_validator(mode="after")
+    def _picked(self) -> Self:
+        # what is picked stands in the fields, and so in the key: the word itself is not kept
+        picked = {name: each for name, each in EFFORTS[self.effort].items() if name not in self.model_fields_set}
+        self.__dict__.update(picked, effort="balanced")
+        return self
 
     def layer_format(self, layer: Layer) -> PackedFormat:
         form = super().layer_format(layer)
@@ -112,9 +139,12 @@ class Gptq(GptqFields, Backed):
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}, "expert_tokens": {}}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
+        learner = self._learner(job, inputs)
         for index in job.resume(inputs):
             with skeleton.loaded(skeleton.blocks[index], device, LESS_MEMORY):
                 modules = job.modules(index)
+                if learner:
+                    learner.enter_(index, inputs, modules)
                 quantized: dict[str, QuantizedWeight] = {}
                 whole = [list(modules)]
                 for turn in turns_of(skeleton, index, inputs, modules) if self.true_sequential else whole:
@@ -123,6 +153,8 @@ class Gptq(GptqFields, Backed):
                     job.details["expert_tokens"] |= tokens_of_experts(layers, hessians)
                     quantized |= self._quantize_turn(job, layers, hessians)
                     del hessians  # before the next turn's are made
+                if learner:
+                    quantized |= self._learned(job, learner, index, inputs, quantized)
                 if index + 1 < len(skeleton.blocks) or job.head:
                     skeleton.advance_(index, inputs)
             yield quantized
@@ -138,6 +170,34 @@ class Gptq(GptqFields, Backed):
                 + (", or set gptq.calibration.experts: all" if EXPERTS in name else "")
             )
 
+    def _learner(self, job: QuantizationJob, inputs: BlockInputs) -> BlockLearner | None:
+        if self.learn is None:
+            return None
+        from optkit.training.block_learning import BlockLearner
+
+        job.details["block_losses"] = {}
+        return BlockLearner(job.skeleton, inputs, self.learning_steps, job.context.seed)
+
+    def _learned(
+        self,
+        job: QuantizationJob,
+        learner: BlockLearner,
+        index: int,
+        inputs: BlockInputs,
+        quantized: Mapping[str, QuantizedWeight],
+    ) -> dict[str, QuantizedWeight]:
+        """Return the learned codes of a block; those of layers that were rounded to nearest stay."""
+        rounded = job.details["rounded_to_nearest"]
+        starts = {name: weight for name, weight in quantized.items() if name not in rounded}
+        starts = {name: weight for name, weight in starts.items() if not self._rounds_to_nearest(name)}
+        grids = {name: packed_grid(job, name) for name in starts}
+        held = [name for name in starts if held_zeros([learner.weights[name]], self.keep_zeros) is not None]
+        learned, losses = learner.learn_(index, inputs, job.modules(index), starts, grids, held)
+        job.details["block_losses"][job.skeleton.blocks[index].name] = list(losses)
+        for name, weight in {**quantized, **learned}.items():
+            count_zeros(job, learner.weights[name], weight.dequantize())
+        return learned
+
     def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
         """Quantize the output layer, some rows at a time.
         Its Hessian is small, and it has a row for each token.
@@ -150,7 +210,7 @@ class Gptq(GptqFields, Backed):
             hessian = None if self._rounds_to_nearest(HEAD) else head_hessian(job, self.equal_tokens)
             weight = job.skeleton.checkpoint.read_finite(job.weight(HEAD))
             rows = [each.to(device).float() for each in weight.split(HEAD_ROWS)]
-            parts = [self._rounded(job, HEAD, each, hessian, self._held([each]))[0] for each in rows]
+            parts = [self._rounded(job, HEAD, each, hessian, held_zeros([each], self.keep_zeros))[0] for each in rows]
             return self._packed(job, {HEAD: joined(parts)})[HEAD]
 
     def _quantize_turn(
@@ -175,7 +235,7 @@ class Gptq(GptqFields, Backed):
         stacked = torch.cat([float_weight(module) for module in layers.values()])
         sizes = [job.selection.layers[name].outputs for name in layers]
         weights = stacked.split(sizes)
-        whole, matrix = self._rounded(job, next(iter(layers)), stacked, hessian, self._held(weights))
+        whole, matrix = self._rounded(job, next(iter(layers)), stacked, hessian, held_zeros(weights, self.keep_zeros))
         parts = whole.rows(sizes)
         if matrix is not None:
             for layer, weight, part in zip(layers, weights, parts, strict=True):
@@ -185,27 +245,10 @@ class Gptq(GptqFields, Backed):
         quantized = dict(zip(layers, parts, strict=True))
         for (layer, module), weight in zip(layers.items(), weights, strict=True):
             rounded = quantized[layer].dequantize()
-            _count_zeros(job, weight, rounded)
+            if not self.learn:
+                count_zeros(job, weight, rounded)
             put_weight_(module, rounded)
         return quantized
-
-    def _held(self, weights: Sequence[Tensor]) -> Tensor | None:
-        """Return which weights of stacked layers stay 0, bool [out, in]; None if none has to."""
-        import torch
-
-        from optkit.algorithms.pruning import zeros_of_pruning
-
-        if not self.keep_zeros:
-            return None
-        kept = [each == 0 if self.keep_zeros is True else zeros_of_pruning(each) for each in weights]
-        if all(each is None for each in kept):
-            return None
-        return torch.cat(
-            [
-                torch.zeros_like(weight, dtype=torch.bool) if each is None else each
-                for each, weight in zip(kept, weights, strict=True)
-            ]
-        )
 
     def _rounded(
         self, job: QuantizationJob, name: str, weight: Tensor, hessian: Hessian | None, held: Tensor | None
@@ -254,6 +297,17 @@ class Gptq(GptqFields, Backed):
         hessians = max(sum(stack[0].inputs ** 2 * 4 for stack in block) for block in blocks)
         work = max(_work_bytes(stack) for block in blocks for stack in block)
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + max(batch, work)
+        if self.learn:
+            if shape.config.get("is_encoder_decoder"):
+                raise StageError(
+                    "blocks of encoder-decoders do not learn",
+                    where="gptq.learn",
+                    why="A decoder's targets would be those of another encoder",
+                    remedy="Leave out learn, or effort: best",
+                )
+            weights = max(sum(layer.outputs * layer.inputs for stack in block for layer in stack) for block in blocks)
+            learning = shape.block_bytes + LEARNING_BYTES * weights + LEARNING_BATCHES * batch
+            needed = hidden + max(needed, hidden + learning)
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
 
 
@@ -268,28 +322,6 @@ def _parts(layers: Mapping[str, Layer]) -> list[list[str]]:
             room = EXPERTS_AT_ONCE - layer.outputs * layer.inputs
         parts[-1].append(name)
     return parts
-
-
-def _count_zeros(job: QuantizationJob, weight: Tensor, rounded: Tensor) -> None:
-    """Add the zeros of a pruned layer, before and after, to the job's."""
-    from optkit.algorithms.pruning import zeros_of_pruning
-
-    zeros = zeros_of_pruning(weight)
-    if zeros is not None:
-        counts = job.details.setdefault("zeros", dict.fromkeys(("layers", "weights", "before", "after"), 0))
-        found = {"layers": 1, "weights": weight.numel(), "before": int(zeros.sum()), "after": int((rounded == 0).sum())}
-        counts.update({name: counts[name] + number for name, number in found.items()})
-
-
-def tell_zeros(job: QuantizationJob) -> None:
-    """Turn what was counted of pruned layers into shares, and say what became of their zeros."""
-    if counts := job.details.pop("zeros", None):
-        before, after = (counts[when] / counts["weights"] for when in ("before", "after"))
-        job.details["zeros"] = {"layers": counts["layers"], "before": before, "after": after}
-        became = "and stay so" if after >= before else "which GPTQ fills: keep_zeros: true would keep them"
-        job.notes.append(
-            f"{before:.1%} of the weights of {counts['layers']:,} pruned layers were 0, {became}; {after:.1%} are now"
-        )
 
 
 def _work_bytes(stack: list[Layer]) -> int:

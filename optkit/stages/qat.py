@@ -25,9 +25,10 @@ from optkit.packed_tensors.gptq import GPTQ
 from optkit.packed_tensors.integers import IntQuantized, PackedFormat
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost
-from optkit.stages.gptq import Gptq, GptqFields, tell_zeros
+from optkit.stages.gptq import Gptq, GptqFields
 from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
 from optkit.stages.quantizing.overrides import Override
+from optkit.stages.quantizing.pruned_zeros import tell_zeros
 from optkit.stages.quantizing.streaming import QuantizationJob
 from optkit.stages.rtn import Rtn
 from optkit.stages.teaching.layers import linear_modules

@@ -1,0 +1,136 @@
+"""Learn the codes and scales of one decoder block at a time, so that it returns what the unmodified
+model has there.
+
+    minimize the mean over tokens of |B(x; codes, scales) - y|^2 / |y|^2
+
+x is what the quantized model has in front of the block, and y what the unmodified model has behind
+it. So a block makes up for the errors of those before it (GPTAQ, arXiv:2504.02692). Each token
+counts the same. Gradients go straight through the rounding, as in `fake_quantization` (Block-AP of
+EfficientQAT, arXiv:2407.11062); a step moves a weight by a share of its layer's mean scale, so one
+learning rate serves all layers and bits (SignRound, arXiv:2309.05516).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optkit.algorithms.grid import Grid, QuantizedWeight
+from optkit.model.blocks import Batch, BlockInputs
+from optkit.model.memory import room_for_states
+from optkit.model.replaced_forward import replaced_forward
+from optkit.model.skeleton import Skeleton
+from optkit.model.skeleton_layers import float_weight, put_weight_
+from optkit.training.fake_quantization import FakeQuantized
+from optkit.training.optimizer import BETAS, learning_rate
+from optkit.training.student import ZerosStay
+
+WEIGHT_RATE = 4e-3
+"""Highest learning rate of the weights behind the codes, in mean scales of their layer."""
+SCALE_RATE = 2e-3
+"""Highest learning rate of the logarithms of the scales."""
+WARMUP = 0.05
+"""Share of the steps in which the learning rates rise."""
+
+
+class BlockLearner:
+    """Runs the unmodified model beside the quantized one, block by block, and teaches each block."""
+
+    def __init__(self, skeleton: Skeleton, inputs: BlockInputs, steps: int, seed: int) -> None:
+        """`inputs`: what goes into the first block of both."""
+        self.skeleton, self.steps, self.seed = skeleton, steps, seed
+        self.wanted = room_for_states(inputs.hidden, inputs.hidden.shape).copy_(inputs.hidden)
+        """What the unmodified model has behind the blocks that were entered."""
+        self.weights: dict[str, Tensor] = {}
+        """Of the layers of the block that was entered last, float32 [out, in]."""
+        self._entered = 0
+
+    def enter_(self, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]) -> None:
+        """Keep what a loaded block with its float weights returns, and the weights of its layers.
+        Blocks before it that a run before this one finished are run again.
+        """
+        for finished in range(self._entered, index):
+            with self.skeleton.loaded(self.skeleton.blocks[finished], str(self.wanted.device), ""):
+                self.skeleton.advance_(finished, inputs, self.wanted)
+        self.skeleton.advance_(index, inputs, self.wanted)
+        self.weights = {name: float_weight(module).clone() for name, module in modules.items()}
+        self._entered = index + 1
+
+    def learn_(
+        self,
+        index: int,
+        inputs: BlockInputs,
+        modules: Mapping[str, nn.Module],
+        starts: Mapping[str, QuantizedWeight],
+        grids: Mapping[str, Grid],
+        zeros_stay: Collection[str],
+    ) -> tuple[dict[str, QuantizedWeight], tuple[float, float]]:
+        """Return the codes of the layers in `starts`, and the loss before and after.
+        The modules compute with them from then on. Codes that do not lower the loss are not taken.
+
+        `zeros_stay`: layers whose weights of 0 stay 0.
+        """
+        layers = {
+            name: FakeQuantized(self.weights[name], _bias(modules[name]), start, grids[name], "learned")
+            for name, start in starts.items()
+        }
+        for name in zeros_stay:
+            layers[name].weight.register_hook(ZerosStay(layers[name].weight))
+        with replaced_forward({modules[name]: layer.forward for name, layer in layers.items()}):
+            before = self._mean_loss(index, inputs)
+            self._train_(index, inputs, layers)
+            after = self._mean_loss(index, inputs)
+        if not after < before:
+            return dict(starts), (before, before)
+        learned = {name: layer.codes() for name, layer in layers.items()}
+        for name, weight in learned.items():
+            put_weight_(modules[name], weight.dequantize())
+        return learned, (before, after)
+
+    def _train_(self, index: int, inputs: BlockInputs, layers: Mapping[str, FakeQuantized]) -> None:
+        groups: list[dict[str, Any]] = []
+        for layer in layers.values():
+            step = WEIGHT_RATE * layer.base.abs().mean().item()
+            groups += [
+                {"params": [layer.weight], "peak": step},
+                {"params": [layer.growth], "peak": SCALE_RATE},
+            ]
+        if not groups:
+            return
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
+        for step, batch in enumerate(self._drawn(index, inputs)):
+            share = learning_rate(step / self.steps, 1.0, WARMUP)
+            for group in optimizer.param_groups:
+                group["lr"] = share * group["peak"]
+            with torch.enable_grad():
+                self._loss(index, inputs, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _drawn(self, index: int, inputs: BlockInputs) -> Iterator[Batch]:
+        """Yield a batch for each step: all of them in a random order, again and again."""
+        generator = torch.Generator().manual_seed(self.seed + index)
+        order: list[int] = []
+        for _ in range(self.steps):
+            order = order or torch.randperm(len(inputs.batches), generator=generator).tolist()
+            yield inputs.batches[order.pop()]
+
+    def _loss(self, index: int, inputs: BlockInputs, batch: Batch) -> Tensor:
+        """Return the mean squared error of each token relative to its mean square."""
+        block, half = self.skeleton.blocks[index].module, self.skeleton.dtype is not torch.float32
+        hidden, wanted = inputs.hidden[batch.rows], self.wanted[batch.rows].float()
+        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=half):
+            found = batch.calls[index].graph(block, hidden).float()
+        size = wanted.square().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        return ((found - wanted).square().mean(-1) / size).mean()
+
+    @torch.no_grad()
+    def _mean_loss(self, index: int, inputs: BlockInputs) -> float:
+        return float(torch.stack([self._loss(index, inputs, batch) for batch in inputs.batches]).mean())
+
+
+def _bias(module: nn.Module) -> nn.Parameter | None:
+    return module.bias if isinstance(module.bias, nn.Parameter) else None

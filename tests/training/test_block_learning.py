@@ -1,0 +1,151 @@
+"""`learn: blocks` of `gptq` on tiny models: blocks that return what the unmodified ones do, in the
+same form as without it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+
+from optkit.algorithms.pruning import zeros_of_pruning
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.source.calibration import Calibration
+from optkit.stage import Context, Report
+from optkit.stages.gptq import Gptq
+from optkit.training import block_learning
+from tests.conftest import TinyModel
+from tests.stages.test_gptq_stage import outputs, weights
+from tests.support.predictions import predicted
+from tests.support.pruning import prune
+
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def few(text: Calibration) -> Calibration:
+    """Return four sequences of it."""
+    return text.model_copy(update={"samples": 4})
+
+
+def quantize(source: Path, target: Path, text: Calibration, steps: int | None = STEPS, **fields: Any) -> Report:
+    """Quantize to 2 bits; `seed` is the context's."""
+    target.mkdir()
+    context = Context(seed=fields.pop("seed", 0))
+    fields = {"bits": 2, "group_size": 32, "batch_size": 2, "calibration": text, **fields}
+    learn = {} if steps is None else {"learn": "blocks", "learning_steps": steps}
+    return Gptq(**fields, **learn).run(source, target, context)
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("llama", {"symmetric": False}), ("gpt2", {"format": "gptq", "bits": 3})])
+def test_blocks_come_nearer_to_the_unmodified_ones(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, fields: dict[str, Any]
+) -> None:
+    source, bits = tiny_model(kind), fields.get("bits", 2)
+    report = quantize(source, tmp_path / "learned", few, **fields)
+    quantize(source, tmp_path / "gptq", few, None, **fields)
+    for before, after in report.details["block_losses"].values():
+        assert after < before
+    tokens = few.tokens(source, None)
+    original = outputs(source, tokens)
+    ours, theirs = (
+        (outputs(source, tokens, weights(tmp_path / place, bits)) - original).square().mean()
+        for place in ("learned", "gptq")
+    )
+    assert ours < 0.9 * theirs
+    assert Checkpoint(tmp_path / "learned").tensors == Checkpoint(tmp_path / "gptq").tensors
+    assert (tmp_path / "learned/config.json").read_text() == (tmp_path / "gptq/config.json").read_text()
+
+
+def test_experts_learn(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+    experts = ("*experts*",)
+    report = quantize(tiny_model("mixtral"), tmp_path / "learned", text, include=experts, batch_size=8)
+    assert all(after < before for before, after in report.details["block_losses"].values())
+
+
+def test_without_steps_it_is_gptq_bit_for_bit(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
+    source = tiny_model("llama")
+    quantize(source, tmp_path / "none", few, 0)
+    quantize(source, tmp_path / "gptq", few, None)
+    assert (tmp_path / "none/model.safetensors").read_bytes() == (tmp_path / "gptq/model.safetensors").read_bytes()
+
+
+def test_steps_that_harm_are_not_taken(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_learning, "SCALE_RATE", 3.0)
+    source = tiny_model("llama")
+    report = quantize(source, tmp_path / "wild", few, 3)
+    quantize(source, tmp_path / "gptq", few, None)
+    assert all(after == before for before, after in report.details["block_losses"].values())
+    assert (tmp_path / "wild/model.safetensors").read_bytes() == (tmp_path / "gptq/model.safetensors").read_bytes()
+
+
+def test_the_seed_decides_and_nothing_else(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
+    for name, seed in (("one", 0), ("two", 0), ("other", 1)):
+        quantize(tiny_model("llama"), tmp_path / name, few, 3, seed=seed, include=("model.layers.0.*",))
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two", "other")]
+    assert files[0] == files[1] != files[2]
+
+
+def test_zeros_of_pruning_and_layers_rounded_to_nearest_stay(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration
+) -> None:
+    prune(tiny_model("llama"), tmp_path / "pruned", method="magnitude", sparsity=0.5)
+    kept = "model.layers.1.mlp.down_proj"
+    fields = {"overrides": {kept: {"method": "rtn"}}}
+    quantize(tmp_path / "pruned", tmp_path / "learned", few, **fields)
+    quantize(tmp_path / "pruned", tmp_path / "gptq", few, None, **fields)
+    learned, gptq = (weights(tmp_path / name, 2) for name in ("learned", "gptq"))
+    source = Checkpoint(tmp_path / "pruned")
+    for name, weight in learned.items():
+        zeros = zeros_of_pruning(source.read(f"{name}.weight").float())
+        assert zeros is not None
+        assert not weight[zeros].any() or name == kept
+        assert torch.equal(weight, gptq[name]) == (name == kept)
+
+
+def test_a_model_in_bfloat16_learns(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
+    source = tmp_path / "half"
+    shutil.copytree(tiny_model("llama"), source)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = (source / "config.json").read_text().replace('"float32"', '"bfloat16"')
+    (source / "config.json").write_text(config)
+    report = quantize(source, tmp_path / "learned", few)
+    assert all(after < 0.95 * before for before, after in report.details["block_losses"].values())
+
+
+def test_encoder_decoders_are_refused_in_the_plan(tiny_encoder_decoder: TinyModel, few: Calibration) -> None:
+    shape = Checkpoint(tiny_encoder_decoder("BartForConditionalGeneration")).shape
+    with pytest.raises(StageError, match=r"gptq.learn: blocks of encoder-decoders do not learn. .* Leave out learn"):
+        Gptq(calibration=few, effort="best").predict(shape, "cpu")
+
+
+def test_the_plan_knows_the_form_and_asks_for_more_memory(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration
+) -> None:
+    source = tiny_model("llama")
+    quantize(source, tmp_path / "learned", few, 0)
+    fields = {"bits": 2, "group_size": 32, "batch_size": 2, "calibration": few}
+    learned = predicted(Gptq(**fields, learn="blocks"), source, tmp_path / "learned")
+    assert learned.ram_bytes > predicted(Gptq(**fields), source, tmp_path / "learned").ram_bytes
+
+
+def test_keys_without_it_are_what_they_were(few: Calibration) -> None:
+    assert not {"learn", "learning_steps"} & set(Gptq(calibration=few).model_dump())
+
+
+def test_effort_picks_fields_and_is_in_no_key(few: Calibration) -> None:
+    assert Gptq(calibration=few, effort="best") == Gptq(calibration=few, learn="blocks")
+    assert Gptq(calibration=few, effort="fast").model_dump() == Gptq(calibration=few, refinements=0).model_dump()
+    assert Gptq(calibration=few, effort="fast", refinements=1).refinements == 1
+    assert Gptq(calibration=few, effort="balanced") == Gptq(calibration=few)
+    with pytest.raises(ValidationError, match="effort"):
+        Gptq(calibration=few, effort="most")  # type: ignore[arg-type]
