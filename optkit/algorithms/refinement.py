@@ -6,11 +6,15 @@ transposed here, [in, out], so that what belongs to one input lies together in m
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
 from optkit.algorithms import column_kernels
 from optkit.algorithms.grid import Grid
+from optkit.algorithms.hessian import bfloat16_parts
 from optkit.algorithms.threads import one_thread
 
 BLOCK = 128
@@ -19,6 +23,8 @@ RIDGE = 1e-4
 """How hard a scale is held to where it was, relative to the pull of the data; keeps the equations
 solvable.
 """
+Product: TypeAlias = Callable[[int, Tensor], Tensor]
+"""Multiplies the Hessian's columns of a group by its steps, float [width, out] -> [in, out]."""
 EQUATIONS = 1 << 27
 """Most coefficients, [out, groups, groups], that are held at once: small groups make many."""
 
@@ -33,16 +39,33 @@ def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -
     """
     rows = max(1, EQUATIONS // len(scales) ** 2)
     parts = zip(pull.split(rows, 1), steps.split(rows, 1), scales.split(rows, 1), strict=True)
-    return torch.cat([_refit_scales(part, hessian, step, scale) for part, step, scale in parts], dim=1)
+    product = (_exact_product if hessian.is_cuda else _product)(hessian, len(scales))
+    return torch.cat([_refit_scales(part, product, step, scale) for part, step, scale in parts], dim=1)
 
 
-def _refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -> Tensor:
+def _product(hessian: Tensor, groups: int) -> Product:
+    columns = hessian.chunk(groups, 1)
+    return lambda group, steps: columns[group] @ steps
+
+
+def _exact_product(hessian: Tensor, groups: int) -> Product:
+    """Return the same on tensor cores.
+    Steps are small integers, and three bfloat16 parts of the Hessian are all of it, so no product is
+    rounded.
+    """
+    inputs = len(hessian)
+    parts = torch.stack(bfloat16_parts(hessian, 3)).view(3, inputs, groups, -1)
+    columns = parts.permute(2, 1, 0, 3).flatten(2)  # [groups, in, 3 * width]
+    return lambda group, steps: torch.mm(columns[group], steps.bfloat16().repeat(3, 1), out_dtype=torch.float32)
+
+
+def _refit_scales(pull: Tensor, product: Product, steps: Tensor, scales: Tensor) -> Tensor:
     groups, rows = scales.shape
     width = len(steps) // groups
     normal = steps.new_empty(rows, groups, groups)
     for group in range(groups):
         part = slice(group * width, (group + 1) * width)
-        pulled = (hessian[:, part] @ steps[part]).mul_(steps)  # [in, out]
+        pulled = product(group, steps[part]).mul_(steps)  # [in, out]
         normal[:, group] = pulled.view(groups, width, rows).sum(1).T
     wanted = (pull * steps).view(groups, width, rows).sum(1).T  # [out, groups]
     ridge = RIDGE * normal.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + torch.finfo(normal.dtype).tiny

@@ -93,6 +93,8 @@ class BlockInputs:
     """
     encoded: Tensor | None = None
     """What left the encoder's last block, once it was followed."""
+    settle: Callable[[], None] | None = None
+    """Waits until nobody reads the hidden states any more; called before they change."""
 
 
 def find_chains(model: PreTrainedModel) -> tuple[tuple[Block, ...], ...]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,6 +46,8 @@ class KeptBlocks:
         self._inputs: BlockInputs | None = None
         self._facts: Mapping[str, Any] | None = None
         """None as long as nothing can be kept."""
+        self._writer = ThreadPoolExecutor(1, "kept blocks")
+        self._writing: Future[None] | None = None
         self._kept: Mapping[str, Any] = self._whole(place) if place else {}
 
     @property
@@ -58,6 +62,8 @@ class KeptBlocks:
         dicts and lists of JSON values, which are filled with what was found in the others.
         """
         self._inputs, self._facts = inputs, facts
+        if self._place and inputs:
+            inputs.settle = self._settle
         if self.done:
             self._progress.say(f"{self._label}: resumed at block {min(self.done + 1, total)} of {total}")
             for name, container in facts.items():
@@ -79,11 +85,15 @@ class KeptBlocks:
         done = self.done
         for number in range(done):
             yield load_file(f"{self._place}/{_block(number)}")
-        for number, tensors in enumerate(produced, start=done):
-            ready = {name: own_copy(tensor) for name, tensor in tensors.items()}
-            if self._place and self._facts is not None:
-                self._keep(self._place, number, ready, self._facts)
-            yield ready
+        try:
+            for number, tensors in enumerate(produced, start=done):
+                ready = {name: own_copy(tensor) for name, tensor in tensors.items()}
+                if self._place and self._facts is not None:
+                    self._keep(self._place, number, ready, self._facts)
+                yield ready
+        finally:
+            self._settle()
+            self._writer.shutdown()
 
     def measured(self, name: str, measure: Callable[[], T]) -> T:
         """Return JSON values that were measured in front of the first block; if they are kept, those."""
@@ -110,29 +120,42 @@ class KeptBlocks:
         return {}
 
     def _keep(self, place: Path, number: int, tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Begin to write a block; the hidden states are read until `_settle`."""
+        self._settle()
         states = {} if self._inputs is None else {_states(number): self._inputs.hidden}
         known = self._kept.get("files", {})
         if self._inputs and self._inputs.encoded is not None and ENCODED not in known:
             states[ENCODED] = self._inputs.encoded
         needed = sum(tensor.nbytes for tensor in (*tensors.values(), *states.values()))
-        try:
-            with disk_space_for(place, needed):
+        files = {name: seen for name, seen in known.items() if name != _states(number - 1)}
+        # a copy, since the stage goes on to fill them
+        self._kept = {"about": self._about, "done": number + 1, "facts": json.loads(json.dumps(facts)), "files": files}
+        reading = _beside_computing(next(iter(states.values()), None))
+
+        def write() -> None:
+            with disk_space_for(place, needed), reading:
                 place.mkdir(parents=True, exist_ok=True)
                 if shutil.disk_usage(place).free < needed + self._reserved:
                     raise ResourceError(f"{needed:,} bytes would leave the stage too few", where=str(place))
                 save_tensors(place / _block(number), tensors)
                 for name, hidden in states.items():
                     _write_states(place / name, hidden)
-                last = _states(number - 1)
-                files = {name: seen for name, seen in known.items() if name != last}
-                files |= {name: _seen(place / name) for name in (_block(number), *states)}
-                self._kept = {"about": self._about, "done": number + 1, "facts": facts, "files": files}
+                files.update({name: _seen(place / name) for name in (_block(number), *states)})
                 write_text_atomically(place / KEPT, json.dumps(self._kept))
-                (place / last).unlink(missing_ok=True)
+                (place / _states(number - 1)).unlink(missing_ok=True)
+
+        self._writing = self._writer.submit(write)
+
+    def _settle(self) -> None:
+        """Wait for the block that is being written."""
+        writing, self._writing = self._writing, None
+        try:
+            if writing:
+                writing.result()
         except ResourceError as error:
             self._progress.warn(f"{self._label}: finished blocks are no longer kept: {error}")
             self._facts = None
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(f"{self._place}", ignore_errors=True)
 
 
 def _block(number: int) -> str:
@@ -143,10 +166,23 @@ def _states(number: int) -> str:
     return f"states-{number:05d}"
 
 
+def _beside_computing(hidden: Tensor | None) -> AbstractContextManager[Any]:
+    """Return a context that reads from a GPU what is there now, while it computes on."""
+    if hidden is None or not hidden.is_cuda:
+        return nullcontext()
+    import torch
+
+    stream = torch.cuda.Stream(hidden.device)
+    stream.wait_stream(torch.cuda.current_stream(hidden.device))
+    return torch.cuda.stream(stream)
+
+
 def _write_states(path: Path, hidden: Tensor) -> None:
     import torch
 
-    hidden.cpu().contiguous().view(torch.uint8).numpy().tofile(path)
+    with path.open("wb") as file:
+        for sequence in hidden:
+            file.write(sequence.cpu().contiguous().view(torch.uint8).numpy())
 
 
 def _read_states(path: Path, hidden: Tensor) -> None:

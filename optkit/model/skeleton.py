@@ -191,6 +191,8 @@ class Skeleton:
         They are float [sequences, sequence_length, hidden]; None: those of the inputs.
         """
         states = inputs.hidden if hidden is None else hidden
+        if hidden is None and inputs.settle:
+            inputs.settle()
         for batch in inputs.batches:
             states[batch.rows] = self.run_block(index, states[batch.rows], batch.calls[index])
         if hidden is None and inputs.following and index == len(self.chains[0]) - 1:

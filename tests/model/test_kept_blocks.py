@@ -69,6 +69,7 @@ def stop_behind(blocks: int, patched: pytest.MonkeyPatch, stop: Callable[[], Any
 
     def kept(self: KeptBlocks, *arguments: Any) -> None:
         keep(self, *arguments)
+        self._settle()
         count[0] += 1
         if count[0] == blocks:
             stop()
