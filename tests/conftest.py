@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from filelock import FileLock
 
 from optkit.progress import SilentProgress
 from optkit.source.calibration import Calibration
+from optkit.stage import Context, Report
 from tests.support.tiny_models import save_tiny_model
 
 TinyModel = Callable[[str], Path]
@@ -87,6 +89,10 @@ def pytest_configure() -> None:
 
 def pytest_collection_finish() -> None:
     """Collect garbage again, and leave out what is there."""
+    if "transformers" in sys.modules:
+        from tests.support.kept_tokens import keep_tokens
+
+        keep_tokens()
     gc.freeze()
     gc.enable()
 
@@ -201,6 +207,25 @@ def tiny_onnx(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -
     return make
 
 
+@pytest.fixture(scope="session")
+def torch_gpt2(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
+    """Return the ONNX directory of a tiny GPT-2 that torch exported, and the report; the same ones for every test,
+    so copy the directory before changing it.
+    """
+
+    def save(target: Path) -> None:
+        from optkit.stages.onnx import Onnx
+        from tests.support.warm import warm_pythons
+
+        (target / "onnx").mkdir(parents=True)
+        with warm_pythons():
+            report = Onnx().run(tiny_model("gpt2"), target / "onnx", Context())
+        (target / "report").write_bytes(pickle.dumps(report))
+
+    made = _once(tmp_path_factory, "torch-gpt2", "report", save)
+    return made / "onnx", pickle.loads((made / "report").read_bytes())
+
+
 @pytest.fixture(scope="module")
 def children_here() -> Iterator[None]:
     """Export, time and verify in this process: what children are is tested in their own files."""
@@ -209,6 +234,15 @@ def children_here() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         for module in ("onnx.builder", "measuring.fresh_process", "verification.engines"):
             patched.setattr(f"optkit.{module}.Child", child_of)
+        yield
+
+
+@pytest.fixture
+def warm_children() -> Iterator[None]:
+    """Start Pythons as forks of one that has imported torch and transformers, where that is no part of the test."""
+    from tests.support.warm import warm_pythons
+
+    with warm_pythons():
         yield
 
 

@@ -236,6 +236,7 @@ class ChattyForCausalLM(modeling_llama.LlamaForCausalLM):
 """
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_what_a_models_own_code_prints_is_in_no_document(
     tiny_model: Callable[[str], Path],
     tmp_path: Path,

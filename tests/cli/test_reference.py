@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,31 +17,30 @@ from optkit.devices.datasheets import DEVICES
 from optkit.scorecard.scorecard import Measured, Scorecard
 
 ROOT = Path(__file__).parents[2]
-PAGES = reference_pages()
-MESSAGES = messages()
+pages = cache(reference_pages)
 
 
 def test_every_command_has_its_usage_and_options() -> None:
-    headings = re.findall(r"^## `optkit ([\w ]+)`$", PAGES["cli"], re.MULTILINE)
+    headings = re.findall(r"^## `optkit ([\w ]+)`$", pages()["cli"], re.MULTILINE)
     assert [each for each in headings if " " not in each] == list(COMMANDS)
     assert {"store prune", "env build"} <= {*headings}
-    run = PAGES["cli"].split("## `optkit run`")[1].split("\n## ")[0]
+    run = pages()["cli"].split("## `optkit run`")[1].split("\n## ")[0]
     assert "$ optkit run [OPTIONS] RECIPE" in run
     assert "`--out DIR`\n:   Directory of the artifact" in run
 
 
 def test_the_scorecard_has_every_field() -> None:
     for model in (Scorecard, Measured):
-        assert all(f"`{field.alias or name}`: " in PAGES["scorecard"] for name, field in model.model_fields.items())
+        assert all(f"`{field.alias or name}`: " in pages()["scorecard"] for name, field in model.model_fields.items())
 
 
 def test_every_device_is_told_with_its_source() -> None:
-    assert all(f"`{name}`: {each.name}, " in PAGES["devices"] for name, each in DEVICES.items())
-    assert "141 GB at 4.8 TB/s\n:   TFLOP/s: fp32 66.9, " in PAGES["devices"]
+    assert all(f"`{name}`: {each.name}, " in pages()["devices"] for name, each in DEVICES.items())
+    assert "141 GB at 4.8 TB/s\n:   TFLOP/s: fp32 66.9, " in pages()["devices"]
 
 
 def test_messages_are_read_with_cause_and_cure() -> None:
-    assert len(MESSAGES) > 400
+    assert len(messages()) > 400
     assert (
         Message(
             "StageError",
@@ -48,9 +48,9 @@ def test_messages_are_read_with_cause_and_cure() -> None:
             "It was compiled for one token at a time and a cache as long as the request",
             "Take compile or speculative out of the recipe",
         )
-        in MESSAGES
+        in messages()
     )
-    assert any("‹" in message.what for message in MESSAGES)
+    assert any("‹" in message.what for message in messages())
 
 
 WORDS_OF_ANOTHER = {
@@ -86,11 +86,11 @@ def test_no_error_is_made_of_words_that_are_unknown() -> None:
     ],
 )
 def test_words_are_followed_to_the_error(error: str, what: str) -> None:
-    assert (error, what) in {(each.error, each.what) for each in MESSAGES}
+    assert (error, what) in {(each.error, each.what) for each in messages()}
 
 
 def test_explain_finds_every_message_by_its_own_words() -> None:
-    plain = {each.text: re.sub("‹.*?›|…", "7", each.text) for each in MESSAGES}
+    plain = {each.text: re.sub("‹.*?›|…", "7", each.text) for each in messages()}
     long = {text: words for text, words in plain.items() if sum(map(str.isalpha, words)) > 5 and " " in words}
     assert len(long) > 0.98 * len(plain)
     lost = [text for text, words in long.items() if text not in {each.text for each in found_by(words)}]
@@ -98,7 +98,7 @@ def test_explain_finds_every_message_by_its_own_words() -> None:
 
 
 def test_errors_are_told_by_class_with_their_exit_status() -> None:
-    page = PAGES["errors"]
+    page = pages()["errors"]
     assert re.findall(r"^## `(\w+)`$", page, re.MULTILINE) == [each.__name__ for each in error_classes()]
     assert "Exit status 2." in page.split("## `UsageError`")[1].split("\n## ")[0]
     assert "a compiled step cannot check several tokens\n:   It was compiled for one token at a time" in page

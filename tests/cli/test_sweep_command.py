@@ -83,6 +83,7 @@ def test_a_run_of_many_recipes_points_to_the_sweep(desk: Path, capsys: pytest.Ca
     assert "a recipe with a matrix is many recipes. Run it with `optkit sweep`." in err
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_kill_loses_nothing_and_the_same_command_goes_on(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
     words = ["sweep", "s.json", "--device", "cpu", "--set", "stages.1.rtn.group_size=16"]

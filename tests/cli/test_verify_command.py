@@ -177,6 +177,7 @@ def test_an_engine_that_refuses(artifact: Path, tmp_path: Path, capsys: pytest.C
     assert "ValueError: I only read poems" in spoken(capsys, "show", "out")[0]
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_an_engine_that_disagrees(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("compressed_tensors")
     python = spoiled(tmp_path)

@@ -18,6 +18,7 @@ from optkit_evals.harness.session_model import SessionModel
 from optkit_evals.harness.task import HarnessTask
 from optkit_evals.lm_eval import LmEval
 
+from tests.support.crossed import crossed
 from tests.support.harness_tasks import by_harness, write_tasks
 
 PLAIN = (
@@ -49,8 +50,7 @@ def talking(model: Path, folder: Path, template: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("template", [PLAIN, NO_SYSTEM])
-@pytest.mark.parametrize("few_shot", [0, 2])
+@pytest.mark.parametrize(("few_shot", "template"), crossed([2, 0], {"plain": PLAIN, "no system": NO_SYSTEM}))
 def test_every_number_is_the_harness_own_to_the_last_digit(tiny_model, tmp_path, tasks, template, few_shot):
     directory = talking(tiny_model("llama"), tmp_path / "model", template)
     names = [tasks["colours"], tasks["prose"], tasks["writing"]]

@@ -17,6 +17,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.onnx.prediction import compared_shapes, comparing_bytes
+from tests.support.warm import warm_pythons
 
 WINDOW = 1024
 CASES = [("perplexity", "float32"), ("perplexity", "bfloat16"), ("divergence", "float32")]
@@ -84,7 +85,8 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
     models = {dtype: write_model(root / dtype, 65_536, dtype) for _, dtype in CASES[:2]}
     cases = [(kind, str(models[dtype]), str(write_model(root / "tiny" / dtype, 256, dtype))) for kind, dtype in CASES]
     command = [sys.executable, "-c", MEASURE, str(WINDOW), json.dumps(cases)]
-    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    with warm_pythons():
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return [(models[dtype], int(peak)) for (_, dtype), peak in zip(CASES, said, strict=True)]
 
 

@@ -20,6 +20,7 @@ from optkit_evals.harness.session_model import SessionModel
 from optkit_evals.harness.task import HarnessTask
 from optkit_evals.lm_eval import LmEval
 
+from tests.support.crossed import crossed
 from tests.support.harness_tasks import ITEMS, by_harness, write_tasks
 
 
@@ -39,8 +40,7 @@ def measured(eval: LmEval, session, data: Path | None = None) -> Found:
     return Found.of(eval, session, EvalContext(data=data))
 
 
-@pytest.mark.parametrize("few_shot", [0, 2])
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize(("few_shot", "batch_size"), crossed([0, 2], [1, 4]))
 def test_every_number_is_the_harness_own_to_the_last_digit(tiny_model, session, tasks, batch_size, few_shot):
     names = list(tasks.values())
     eval = LmEval(tasks=names, batch_size=batch_size, few_shot=few_shot, shared_context=False)

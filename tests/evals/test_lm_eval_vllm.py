@@ -54,6 +54,7 @@ def session(tiny_model):
     opened.close()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_what_vllm_computes_is_scored_by_the_harness_here(python, session, tasks):
     """The library computes with plain transformers, so the numbers are those of a session."""
     eval, context = LmEval(tasks=tasks, engine="vllm"), EvalContext()
@@ -125,6 +126,7 @@ def test_code_of_the_model_runs_under_vllm_if_it_is_trusted(tiny_model, tasks, t
     opened.close()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_an_item_for_which_vllm_has_no_room_is_refused(python, session, tasks, tmp_path):
     row = {"question": "very " * 2000, "choices": ["a", "b"], "gold": 0}
     with (tmp_path / "colours.jsonl").open("a") as file:

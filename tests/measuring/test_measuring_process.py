@@ -179,6 +179,7 @@ def test_which_evals_ask_for_it() -> None:
     )  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_throughput_is_measured_in_a_fresh_process(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Two starts of Python with torch."""
     recipe = f"model: {tiny_model('llama')}\nevals:\n  - throughput: {json.dumps(QUICK)}\n"

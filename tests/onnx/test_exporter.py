@@ -41,6 +41,8 @@ def test_an_encoder_is_exported_by_torch(bert: Path, tmp_path: Path) -> None:
     (tmp_path / "onnx").mkdir()
     report = Onnx().run(bert, tmp_path / "onnx", Context())
     assert (report.details["exporter"], report.details["dtype"], report.details["opset"]) == ("torch", "float32", 21)
+    assert report.details["inputs"] == ["input_ids", "attention_mask", "token_type_ids"]
+    assert report.details["outputs"] == ["last_hidden_state"]
     assert report.details["cosine"] > 0.999999
     assert report.notes == ("exported by torch: the exporter genai has no BertModel",)
     assert json.loads((tmp_path / "onnx" / "config.json").read_text())["dtype"] == "float32"

@@ -14,8 +14,7 @@ import torch
 
 from optkit.onnx.directory import OnnxDirectory
 from optkit.onnx.genai_config import write_genai_config
-from optkit.stage import Context
-from optkit.stages.onnx import Onnx
+from optkit.stage import Report
 from optkit.verification.agreement import compare_logits, read_logits
 from optkit.verification.engines import ONNXRUNTIME_GENAI, ask
 from optkit.verification.onnx_configs import problems_of_genai
@@ -29,14 +28,12 @@ pytestmark = pytest.mark.usefixtures("children_here")
 TOKENS = list(range(40, 60))
 
 
-@pytest.fixture(scope="module")
-def exported(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def exported(torch_gpt2: tuple[Path, Report]) -> Path:
     """Return the tiny GPT-2 as torch exports it: neither its architecture nor its config's words
     are GenAI's.
     """
-    target = tmp_path_factory.mktemp("gpt2")
-    Onnx().run(tiny_model("gpt2"), target, Context())
-    return target
+    return torch_gpt2[0]
 
 
 def test_it_generates_what_transformers_does(exported: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -81,13 +78,7 @@ def test_what_it_says(exported: Path) -> None:
     assert "position_ids" not in model["decoder"]["inputs"]
 
 
-def test_graphs_that_are_not_for_it(exported: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
-    uncached = tmp_path / "uncached"
-    uncached.mkdir()
-    Onnx(kv_cache=False).run(tiny_model("gpt2"), uncached, Context())
-    assert not (uncached / "genai_config.json").exists()
-    assert write_genai_config(uncached) == "the graph has no KV cache"
-
+def test_graphs_that_are_not_for_it(exported: Path, tmp_path: Path) -> None:
     def other_heads(graph: object) -> None:
         port = next(each for each in graph.graph.input if each.name == "past_key_values.1.value")  # type: ignore[attr-defined]
         port.type.tensor_type.shape.dim[3].dim_value = 7

@@ -22,6 +22,7 @@ from optkit.stages.onnx_optimize import OnnxOptimize
 from optkit.stages.onnx_quantize import OnnxQuantize
 from tests.support.exported import exported
 from tests.support.tiny_models import CONFIGS, save_tiny_model
+from tests.support.warm import warm_pythons
 
 WIDE = {
     "vocab_size": 512,
@@ -141,7 +142,9 @@ def peaks(
         patch.setitem(CONFIGS, "wide", CONFIGS["llama"] | wide)
         source = exported(save_tiny_model("wide", place / "source"), place / "onnx")
     command = [sys.executable, "-c", PEAK, str(tiny_onnx("llama", "fp32")), str(source), json.dumps(CASES)]
-    yield source, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    with warm_pythons():
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    yield source, said.split()
     shutil.rmtree(place)
 
 

@@ -19,6 +19,7 @@ from optkit.errors import RecipeError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.onnx.builder import Order
 from optkit.onnx.directory import OnnxDirectory
+from optkit.onnx.genai_config import write_genai_config
 from optkit.onnx.model_file import ModelFile
 from optkit.onnx.parity import check_parity
 from optkit.onnx.runtime import OnnxRunner
@@ -40,15 +41,8 @@ for package in ("onnx", "onnxruntime", "onnxscript"):
 pytestmark = pytest.mark.usefixtures("children_here")
 
 
-@pytest.fixture(scope="module")
-def gpt2(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
-    target = tmp_path_factory.mktemp("torch") / "onnx"
-    target.mkdir()
-    return target, Onnx().run(tiny_model("gpt2"), target, Context())
-
-
-def test_a_decoder_that_genai_does_not_know(gpt2: tuple[Path, Report], tiny_model: TinyModel) -> None:
-    target, report = gpt2
+def test_a_decoder_that_genai_does_not_know(torch_gpt2: tuple[Path, Report], tiny_model: TinyModel) -> None:
+    target, report = torch_gpt2
     assert report.details["exporter"] == "torch"
     assert report.notes == ("exported by torch: the exporter genai has no GPT2LMHeadModel",)
     assert set(report.details["logits_apart"]) == {*CASES, "10 steps"}
@@ -65,7 +59,7 @@ def test_a_decoder_that_genai_does_not_know(gpt2: tuple[Path, Report], tiny_mode
     assert 0.8 * written < cost.disk_bytes == left.size_bytes < 1.2 * written
 
 
-def test_it_generates_what_transformers_generates(gpt2: tuple[Path, Report], tiny_model: TinyModel) -> None:
+def test_it_generates_what_transformers_generates(torch_gpt2: tuple[Path, Report], tiny_model: TinyModel) -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model("gpt2"), dtype=torch.float32).eval()
@@ -73,7 +67,7 @@ def test_it_generates_what_transformers_generates(gpt2: tuple[Path, Report], tin
     wanted = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=6, min_new_tokens=6, do_sample=False
     )
-    runner = OnnxRunner(OnnxDirectory(gpt2[0]))
+    runner = OnnxRunner(OnnxDirectory(torch_gpt2[0]))
     decoding = runner.prefill(tokens, 13)
     made = [decoding.logits.argmax(-1)]
     for _ in range(5):
@@ -81,15 +75,17 @@ def test_it_generates_what_transformers_generates(gpt2: tuple[Path, Report], tin
     assert torch.stack(made, 1).tolist() == wanted[:, 7:].tolist()
 
 
-def test_prompts_may_be_padded_on_the_left(gpt2: tuple[Path, Report]) -> None:
+def test_prompts_may_be_padded_on_the_left(torch_gpt2: tuple[Path, Report]) -> None:
     heads = {
-        name: np.zeros((1, 4, 0, 16), np.float32) for name in OnnxDirectory(gpt2[0]).graph.inputs if "past" in name
+        name: np.zeros((1, 4, 0, 16), np.float32)
+        for name in OnnxDirectory(torch_gpt2[0]).graph.inputs
+        if "past" in name
     }
     tokens = np.arange(6)[None] * 31 % 512
-    plain = outputs(gpt2[0], {"input_ids": tokens, "attention_mask": np.ones_like(tokens), **heads})
+    plain = outputs(torch_gpt2[0], {"input_ids": tokens, "attention_mask": np.ones_like(tokens), **heads})
     padded = np.pad(tokens, ((0, 0), (3, 0)))
     mask = (np.arange(9) >= 3).astype(np.int64)[None]
-    assert near(outputs(gpt2[0], {"input_ids": padded, "attention_mask": mask, **heads})[:, 3:], plain)
+    assert near(outputs(torch_gpt2[0], {"input_ids": padded, "attention_mask": mask, **heads})[:, 3:], plain)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +97,10 @@ def test_prompts_may_be_padded_on_the_left(gpt2: tuple[Path, Report]) -> None:
     ],
 )
 def test_the_block_that_differs_is_named(
-    gpt2: tuple[Path, Report], tiny_model: TinyModel, tmp_path: Path, changed: str, place: str
+    torch_gpt2: tuple[Path, Report], tiny_model: TinyModel, tmp_path: Path, changed: str, place: str
 ) -> None:
     order = Order(
-        tiny_model("gpt2"), Path(shutil.copytree(gpt2[0], tmp_path / "onnx")), "cpu", "float32", exporter="torch"
+        tiny_model("gpt2"), Path(shutil.copytree(torch_gpt2[0], tmp_path / "onnx")), "cpu", "float32", exporter="torch"
     )
     overwrite(order.target, changed, b"\0\0\0\x3f")  # 0.5
     with pytest.raises(StageError, match=f"^onnx: the graph does not say what its source says: logits of .*; {place}"):
@@ -117,6 +113,8 @@ def test_without_a_kv_cache(tiny_model: TinyModel, tmp_path: Path) -> None:
     assert set(report.details["logits_apart"]) == CASES
     assert max(report.details["logits_apart"].values()) < 2e-6
     assert (report.details["opset"], report.details["kv_cache"], report.notes) == (18, False, ())
+    assert not (tmp_path / "onnx" / "genai_config.json").exists()
+    assert write_genai_config(tmp_path / "onnx") == "the graph has no KV cache"
     directory = OnnxDirectory(tmp_path / "onnx")
     assert (list(directory.graph.inputs), list(directory.graph.outputs)) == (
         ["input_ids", "attention_mask"],

@@ -57,6 +57,7 @@ def test_the_decoys_are_imported_by_a_python_that_is_not_started_so(witness: Pat
     assert witness.read_text() == "venv"
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_training_on_several_devices(witness: Path, tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     context = Context(seed=7, workspace=tmp_path / "work")

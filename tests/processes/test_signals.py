@@ -47,6 +47,8 @@ def work(**_):
         Slow()
         signals.check()
 """
+SOON = "signals.CHILDREN_S, signals.END_S = 0.25, 1.0\n"
+"""In front of what reaches no safe point: it is ended sooner than a user's command."""
 IN_C = """
 def work(**_):
     import hashlib
@@ -138,9 +140,9 @@ def is_there(process: int) -> bool:
 @pytest.mark.parametrize(
     ("work", "number", "word", "status"),
     [
-        *((work, *each) for work in (IN_DEL, SWALLOWED) for each in SIGNALS[:2]),
+        *((work, *each) for work in (IN_DEL, SOON + SWALLOWED) for each in SIGNALS[:2]),
         *((CLEARS_UP, *each) for each in SIGNALS),
-        (IN_C, *SIGNALS[0]),
+        (SOON + IN_C, *SIGNALS[0]),
         (WITH_A_COMMAND, *SIGNALS[1]),
     ],
     ids=["del-2", "del-15", "caught-2", "caught-15", "clears-2", "clears-15", "clears-1", "c", "child"],
@@ -192,14 +194,8 @@ def test_who_waits_for_a_process_goes_on_to_a_safe_point_and_takes_its_end_for_n
 
 
 def test_the_processes_end_with_one_that_has_to_be_ended() -> None:
-    with running(
-        WITH_A_CHILD.replace(
-            "process.stdout.read()", "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
-        )
-    ) as (
-        process,
-        said,
-    ):
+    stuck = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
+    with running(SOON + WITH_A_CHILD.replace("process.stdout.read()", stuck)) as (process, said):
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 130
@@ -214,7 +210,7 @@ def test_a_process_that_waits_for_a_lock_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_signal_in_the_last_moments_ends_them() -> None:
-    with running(ENDING) as (process, _):
+    with running(SOON + ENDING) as (process, _):
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 143

@@ -16,7 +16,8 @@ from optkit.model.pooling import Pooling, longest_text, missing_modules, read_po
 from optkit.model.task import Task, loader_of, phrase_of, positions_of, task_of
 from optkit.session import open_session
 from optkit.settings.onnx_provider import OnnxProvider
-from tests.conftest import TinyEncoder
+from tests.conftest import TinyEncoder, TinyModel
+from tests.support.crossed import crossed
 
 TEXTS = ["The cat sat.", "A loop runs until it ends, or until something in it says that it should.", "No."]
 
@@ -55,12 +56,13 @@ def pooled(features: Tensor, mode: str, normalized: bool) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["BertModel", pytest.param("DistilBertModel", marks=pytest.mark.slow), "RobertaModel"]
+    ("onnx", "architecture"), crossed([False, True], ["RobertaModel", "BertModel", "DistilBertModel"])
 )
-@pytest.mark.parametrize("onnx", [False, True])
-def test_embeddings_are_those_of_each_text_alone(tiny_encoder: TinyEncoder, architecture: str, onnx: bool) -> None:
-    source, exported = tiny_encoder(architecture)
-    session: Any = open_session(exported if onnx else source)
+def test_embeddings_are_those_of_each_text_alone(
+    tiny_encoder: TinyEncoder, tiny_encoder_source: TinyModel, architecture: str, onnx: bool
+) -> None:
+    source = tiny_encoder_source(architecture)
+    session: Any = open_session(tiny_encoder(architecture)[1] if onnx else source)
     tokens, mask = session.tokenize(TEXTS)
     assert mask.sum(1).tolist() == [len(session.tokenizer(text)["input_ids"]) for text in TEXTS]
     embeddings = session.embed(tokens, mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +18,13 @@ from optkit.kernels.int4 import CPU_TILES, Int4Linear
 from optkit.kernels.packed_linear import PackedLinear
 from optkit.session import open_session
 from tests.conftest import TinyModel
+from tests.support.crossed import crossed
 from tests.support.near import near
 from tests.support.opened import KINDS, copied, prompt, reference
 from tests.support.packed_models import equally_fast, save_packed
 
 
-@pytest.mark.parametrize("method", ["compressed-tensors", "gptq"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), crossed(KINDS, ["compressed-tensors", "gptq"]))
 def test_packed_weights_give_the_logits_of_the_float_model(
     kind: str, method: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,14 +41,23 @@ def test_packed_weights_give_the_logits_of_the_float_model(
     assert session.decode_bytes(1, 8) < 0.7 * open_session(tmp_path / "plain").decode_bytes(1, 8)
 
 
-@pytest.mark.parametrize("method", ["compressed-tensors", "gptq"])
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize(("symmetric", "activation_order"), [(True, False), (False, False), (False, True)])
-def test_all_grids(
-    method: str, bits: int, symmetric: bool, activation_order: bool, tiny_model: TinyModel, tmp_path: Path
-) -> None:
-    options = {"bits": bits, "symmetric": symmetric, "activation_order": activation_order, "group_size": 64}
-    save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", method=method, **options)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("bits", "form"),
+    crossed(
+        [2, 3, 4, 8],
+        {
+            f"{method} {'symmetric' if symmetric else 'asymmetric'}{' in order' * activation_order}": {
+                "method": method,
+                "symmetric": symmetric,
+                "activation_order": activation_order,
+            }
+            for symmetric, activation_order in [(True, False), (False, False), (False, True)]
+            for method in ("compressed-tensors", "gptq")
+        },
+    ),
+)
+def test_all_grids(bits: int, form: dict[str, Any], tiny_model: TinyModel, tmp_path: Path) -> None:
+    save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", bits=bits, group_size=64, **form)
     session, tokens = open_session(tmp_path / "packed"), prompt()
     with torch.no_grad():
         assert near(session.logits(tokens), reference(tmp_path / "plain")(tokens).logits, 1e-4)

@@ -39,6 +39,7 @@ from tests.conftest import TinyModel
 from tests.support.near import near
 from tests.support.quick_evals import THROUGHPUT
 from tests.support.waiting import ended
+from tests.support.warm import warm_pythons
 
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
 TWO = TensorParallel(devices=2)
@@ -46,7 +47,8 @@ TWO = TensorParallel(devices=2)
 
 @pytest.fixture(scope="module")
 def split_llama(tiny_model: TinyModel) -> Iterator[ParallelSession]:
-    session = open_session(tiny_model("llama"), [TWO])
+    with warm_pythons():
+        session = open_session(tiny_model("llama"), [TWO])
     assert isinstance(session, ParallelSession)
     yield session
     session.close()
@@ -102,6 +104,7 @@ def test_the_roof_of_two_gpus_is_twice_as_high(tiny_model: TinyModel, split_llam
     assert one == pytest.approx(2 * two)
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_biases_and_a_cache_of_codes_and_a_process_that_dies(tiny_model: TinyModel) -> None:
     cache = KvCache(dtype="int8")
     alone: Any = open_session(tiny_model("qwen2"), [cache])

@@ -48,6 +48,7 @@ def gemma3(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
     return save_by_names(tiny_model("gemma3"), tmp_path_factory.mktemp("gguf") / "tiny.gguf", "gemma3", GEMMA3, 1.0)
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_an_import_is_what_transformers_reads(gemma3: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
     pinned, heard = pin_model(ModelSource(name=str(gemma3)), tmp_path / "cache"), Heard()
     shape = model_shape(pinned, None)

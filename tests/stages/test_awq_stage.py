@@ -24,6 +24,7 @@ from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
+from tests.support.crossed import crossed
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -60,7 +61,10 @@ def uneven(source: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "gemma", "mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen2_moe"))],
+)
 def test_outputs_stay_nearer_than_with_the_same_rounding_alone(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str
 ) -> None:
@@ -130,7 +134,7 @@ def test_layers_that_are_left_out_are_compensated(tiny_model: TinyModel, tmp_pat
 def test_scales_alone_leave_the_model_as_it_is(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str
 ) -> None:
-    source, stage = tiny_model(kind), AwqScale(group_size=32, calibration=text)
+    source, stage = tiny_model(kind), AwqScale(group_size=32, grid_points=3, calibration=text)
     report = run(source, tmp_path / "scaled", stage)
     before, after = Checkpoint(source), Checkpoint(tmp_path / "scaled")
     assert after.tensors == dict(stage.predict(before.shape, "cpu")[1].tensors) == before.tensors
@@ -144,8 +148,13 @@ def test_scales_alone_leave_the_model_as_it_is(
     }.get(kind, set())
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma"])
-@pytest.mark.parametrize("quantizer", [Rtn(bits=3, group_size=32, scale_search="mse"), Rtn(bits=3, group_size=32)])
+@pytest.mark.parametrize(
+    ("kind", "quantizer"),
+    crossed(
+        ["llama", "gemma"],
+        {"mse": Rtn(bits=3, group_size=32, scale_search="mse"), "plain": Rtn(bits=3, group_size=32)},
+    ),
+)
 def test_rounding_after_the_scales_is_better_than_alone(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str, quantizer: Rtn
 ) -> None:

@@ -27,6 +27,7 @@ from optkit.stages.int8 import Int8
 from optkit.stages.nf4 import Nf4
 from optkit.stages.quantizing.bitsandbytes import BitsAndBytesQuantizer
 from tests.conftest import TinyModel
+from tests.support.crossed import crossed
 
 pytest.importorskip("bitsandbytes")
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -67,8 +68,10 @@ def quantize(stage: BitsAndBytesQuantizer, source: Path, target: Path) -> Report
     return stage.run(source, target, Context())
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama bfloat16", "gpt2", "gpt2 bfloat16", "opt float16"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    crossed([*METHODS], ["llama", "gpt2 bfloat16", "llama bfloat16", "gpt2", "opt float16"]),
+)
 def test_it_stores_and_computes_what_bitsandbytes_does(
     sources: TinyModel, tmp_path: Path, method: str, kind: str
 ) -> None:

@@ -22,6 +22,7 @@ from optkit.stages.fp8 import Fp8
 from optkit.stages.quantizing import hessians as layer_inputs
 from optkit.stages.quantizing.streaming import LayerQuantizer
 from tests.conftest import TinyModel
+from tests.support.crossed import crossed
 
 TEXT: dict[str, Any] = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
 STATIC: dict[str, Any] = {"activations": "static", "calibration": TEXT}
@@ -75,8 +76,10 @@ def test_weights_are_rounded_with_their_scales(scales: Any, search: Any, square:
     assert report.calibrated_on == ()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gptj", "opt", "mixtral", "qwen2_moe"])
-@pytest.mark.parametrize("fields", [{}, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    crossed(["qwen2", "llama", "gemma", "opt", "mixtral", "gptj", "qwen2_moe"], {"dynamic": {}, "static": STATIC}),
+)
 def test_models_stay_what_they_were(kind: str, fields: dict[str, Any], tiny_model: TinyModel, tmp_path: Path) -> None:
     stage = Fp8(**fields)
     report = run(tiny_model(kind), tmp_path / "fp8", stage)

@@ -58,7 +58,8 @@ STAGES = {
     ("kind", "stage"),
     [
         ("llama", "awq_scale"),
-        ("llama", "smoothquant"),
+        pytest.param("llama", "smoothquant", marks=pytest.mark.slow),
+        ("llama", "smoothquant_nearest"),
         ("llama", "fp8"),
         ("mixtral", "awq"),
     ],

@@ -33,6 +33,7 @@ from optkit.stages.rotate import Rotate
 from optkit.stages.rtn import Rtn
 from optkit.verification.layers import problems_of_layers
 from tests.conftest import TinyModel
+from tests.support.crossed import crossed
 from tests.support.vision_models import save_vision_model
 
 # transformers renames what Gemma's file has: `language_model.model.layers` is
@@ -54,8 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: save_vision_model(kind, tmp_path_factory.mktemp(kind)) for kind in (*WEIGHTS, "llava")}
 
 
-@pytest.mark.parametrize("name", STAGES)
-@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize(("kind", "name"), crossed([*WEIGHTS], [*STAGES]))
 def test_the_language_model_is_quantized_and_the_rest_stays(
     models: dict[str, Path], text: Calibration, tmp_path: Path, kind: str, name: str
 ) -> None:

@@ -25,6 +25,7 @@ from optkit.stages.prune import Prune
 from optkit.stages.pruning.allocation import by_outliers, outlier_share
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
+from tests.support.crossed import crossed
 from tests.support.pruning import prune
 from tests.support.skeletons import changed_copy
 from tests.support.unpacking import unpack_compressed_tensors
@@ -61,8 +62,9 @@ def outputs(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
         return skeleton.model(tokens).logits
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gpt2", "mixtral"])
-@pytest.mark.parametrize("pattern", ["unstructured", "2:4"])
+@pytest.mark.parametrize(
+    ("kind", "pattern"), crossed(["llama", "qwen2", "gemma", "gpt2", "mixtral"], ["unstructured", "2:4"])
+)
 def test_each_method_is_better_than_the_one_before(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str, pattern: str
 ) -> None:
@@ -140,8 +142,7 @@ def test_gptq_takes_few_zeros_for_chance(tiny_model: TinyModel, tmp_path: Path, 
     assert all(torch.equal(auto[name], never[name]) for name in auto)
 
 
-@pytest.mark.parametrize("allocation", ["owl", "sensitivity"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(("allocation", "kind"), crossed(["owl", "sensitivity"], ["llama", "gpt2"]))
 def test_an_allocation_keeps_the_sum_and_its_bounds(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, allocation: str, kind: str
 ) -> None:

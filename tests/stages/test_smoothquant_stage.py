@@ -22,6 +22,7 @@ from optkit.session import open_session
 from optkit.stage import Context, Report
 from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
+from tests.support.crossed import crossed
 from tests.support.tiny_models import save_tokenizer
 
 TEXT: Any = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
@@ -55,8 +56,7 @@ def outliers(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
     return directory
 
 
-@pytest.mark.parametrize("alpha", [0.5, "search"])
-@pytest.mark.parametrize("activations", ["dynamic", "static"])
+@pytest.mark.parametrize(("alpha", "activations"), crossed([0.5, "search"], ["dynamic", "static"]))
 def test_outliers_no_longer_hurt(
     alpha: Any, activations: str, tiny_model: TinyModel, outliers: Path, tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_process_that_is_lost_counts_before_what_others_say_of_it() -> None:
     assert str(error) == f"together: rank 1 of 2 ended with status 1 and without a result. It said nothing. {REMEDY}"
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_lost_process_is_named_with_its_last_lines_and_the_other_is_ended(tmp_path: Path) -> None:
     error = failure("killed", tmp_path)
     assert isinstance(error, StageError)

@@ -62,6 +62,7 @@ class TestResume:
         assert found.course.held_out == expected.course.held_out
         assert all(torch.equal(tensor, weights(resumed)[name]) for name, tensor in weights(whole).items())
 
+    @pytest.mark.usefixtures("warm_children")
     def test_a_killed_process_ends_with_the_same_bits(self, tiny_model, tmp_path):
         source = tiny_model("qwen2")
         whole, _ = run(source)

@@ -31,6 +31,7 @@ from optkit.training.predicted_memory import Setup, predicted_memory
 from optkit.training.student import checkpoint_activations_, open_student
 from optkit.training.teacher import LiveTeacher
 from optkit.training.training_options import TrainingOptions
+from tests.support.crossed import crossed
 from tests.support.live_memory import LiveBytes
 from tests.support.tiny_models import CONFIGS, save_tiny_model
 
@@ -102,16 +103,14 @@ WAYS: dict[str, dict[str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["wide_llama", "qwen2", "gpt2", "gemma3", "opt", "mixtral"])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("kind", "way"), crossed(["wide_llama", "qwen2", "gpt2", "gemma3", "opt", "mixtral"], WAYS))
 def test_the_peak_is_predicted_within_a_fifth(model: Callable[[str], Path], kind: str, way: dict[str, bool]) -> None:
     measured, setup = peak_and_setup(model(kind), **way)
     predicted = predicted_memory(Checkpoint(model(kind)).shape, setup)
     assert predicted.total == pytest.approx(measured, rel=0.2), predicted.by_kind()
 
 
-@pytest.mark.parametrize("kind", ["gptj", "gpt_oss", "bloom", "gemma2"])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("kind", "way"), crossed(["gptj", "gpt_oss", "bloom", "gemma2"], WAYS))
 def test_matrices_of_attention_are_counted(model: Callable[[str], Path], kind: str, way: dict[str, bool]) -> None:
     """They are most of what long sequences leave if attention has no kernel of its own."""
     measured, setup = peak_and_setup(model(kind), **way, length=384)

@@ -21,6 +21,7 @@ TinyModel = Callable[[str], Path]
 WAYS = ("ddp-teacher-checkpointing", "fsdp-teacher-checkpointing", "fsdp-resumed")
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are ended by Linux's means")
 def test_two_processes_train_as_one_does(tiny_model: TinyModel, tmp_path: Path) -> None:
     """With a teacher, gradient checkpointing, accumulation, pruned weights, and when killed and

@@ -220,6 +220,7 @@ def test_an_engine_ends_with_the_optkit_that_asked_it(tmp_path: Path) -> None:
     assert ended(int(worker), int(child))
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_transformers_gives_the_logits_of_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

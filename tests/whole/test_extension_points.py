@@ -144,6 +144,7 @@ def test_a_mistake_in_their_fields_is_refused_at_its_line(optkit: Optkit, tmp_pa
     assert "limits" in refused.stderr
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_recipe_of_them_runs(optkit: Optkit, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     source = tiny_model("qwen2")
     (tmp_path / "loud.yaml").write_text(RECIPE.format(model=source), encoding="utf-8")

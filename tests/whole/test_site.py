@@ -56,9 +56,9 @@ def test_words_of_the_glossary_have_tooltips(site: Path) -> None:
 
 
 @browsed
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_pages_are_drawn_quietly_and_fit_a_phone(site: Path, browser: Chromium, every: int) -> None:
-    """All pages take half a minute, so that one of four stands for the others."""
+    """All pages take half a minute, so that one of ten stands for the others."""
     for number, page in enumerate(pages(site)[::every]):
         width, scheme = ((360, "light"), (360, "dark"), (1440, "dark"))[number % 3]
         browser.open(page, width, scheme=scheme)
@@ -70,7 +70,14 @@ def test_pages_are_drawn_quietly_and_fit_a_phone(site: Path, browser: Chromium, 
 
 
 @browsed
-@pytest.mark.parametrize("page", ["index", "understand/architecture", "understand/algorithms/gptq"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "index",
+        pytest.param("understand/architecture", marks=pytest.mark.slow),
+        pytest.param("understand/algorithms/gptq", marks=pytest.mark.slow),
+    ],
+)
 def test_figures_follow_the_button_and_not_the_system(site: Path, browser: Chromium, page: str) -> None:
     """They are images, whose `prefers-color-scheme` is the color-scheme of the page around them."""
 
