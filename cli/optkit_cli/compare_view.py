@@ -11,26 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.comparison import Column, Comparison, Entry, Floor, Group
-from optkit.comparison.table import (
-    UNMODIFIED,
-    CellText,
-    all_shown,
-    beside_first,
-    bests_text,
-    cell_text,
-    compared_with,
-    floor_text,
-    heading,
-    left_out_lines,
-    legend,
-    limits,
-    not_kept,
-    protocol_lines,
-    shown_columns,
-    standing,
-    unmodified_cells,
-    warning_lines,
-)
+from optkit.comparison import table as tables
 from optkit.recipe.gates import Verdict
 from optkit.scorecard.scorecard import GateResult
 from optkit_cli.tables import VERDICT_STYLES, fits, indented, plain_table
@@ -53,17 +34,17 @@ def comparison_view(comparison: Comparison) -> list[RenderableType]:
         if len(group.entries) > MOST_LINES:
             found.append(Text(f"and {len(group.entries) - MOST_LINES} more, in --csv and --json", style="dim"))
         found += [Text(""), _verdict(group)]
-        if bests := bests_text(comparison, group):
+        if bests := tables.bests_text(comparison, group):
             found.append(Text(f"of those that pass, if one thing alone counts: {bests}", style="dim"))
-        lines = [(each.label, beside_first(comparison, each)) for each in _entries(comparison, group)]
+        lines = [(each.label, tables.beside_first(comparison, each)) for each in _entries(comparison, group)]
         beside = indented([line for line in lines if line[1]])
         if beside is not None:
-            found += [Text(""), Text(f"beside {compared_with(group)}"), beside]
-    warned = [("act on", line) for line in warning_lines(comparison)]
-    notes = [("note", line) for line in (*comparison.notes, *left_out_lines(comparison))]
-    notes += [("noise", floor_text(floor, comparison.column(floor.column))) for floor in _floors(comparison)]
-    protocols = [(f"[{number}]", line) for number, line in enumerate(protocol_lines(comparison), start=1)]
-    words = "\n".join(dict.fromkeys(legend(comparison, group) for group in comparison.groups))
+            found += [Text(""), Text(f"beside {tables.compared_with(group)}"), beside]
+    warned = [("act on", line) for line in tables.warning_lines(comparison)]
+    notes = [("note", line) for line in (*comparison.notes, *tables.left_out_lines(comparison))]
+    notes += [("noise", tables.floor_text(floor, comparison.column(floor.column))) for floor in _floors(comparison)]
+    protocols = [(f"[{number}]", line) for number, line in enumerate(tables.protocol_lines(comparison), start=1)]
+    words = "\n".join(dict.fromkeys(tables.legend(comparison, group) for group in comparison.groups))
     for part in (indented(warned), indented(protocols), indented(notes), Text(words, style="dim")):
         if part is not None:
             found += [Text(""), part]
@@ -79,12 +60,12 @@ class Numbers:
 
     @cached_property
     def _columns(self) -> list[Column]:
-        return shown_columns(self.comparison, self.group)
+        return tables.shown_columns(self.comparison, self.group)
 
     @cached_property
-    def _unmodified(self) -> list[CellText]:
+    def _unmodified(self) -> list[tables.CellText]:
         """What is known of the unmodified model, for each column; empty for nothing."""
-        return unmodified_cells(self.comparison, self.group, self._columns) or []
+        return tables.unmodified_cells(self.comparison, self.group, self._columns) or []
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the axes with as many further columns as fit: on one line, else in several."""
@@ -104,7 +85,7 @@ class Numbers:
         heads = ("", "stands", "gates", *(("required",) if required else ()))
         table = plain_table(*heads, *map(self._head, self._columns))
         for name, entry, cells in self._lines():
-            about = [Text(standing(entry)), _gates(entry, " ")] if entry else [Text(""), Text("")]
+            about = [Text(tables.standing(entry)), _gates(entry, " ")] if entry else [Text(""), Text("")]
             if required:
                 about.append(_judged(entry.meets, entry.requirements, " ") if entry else Text(""))
             table.add_row(name, *about, *(_cell(each, " ") for each in cells))
@@ -115,7 +96,7 @@ class Numbers:
         table.columns[0].max_width = WIDEST_NAME
         for name, entry, cells in self._lines():
             if entry:
-                name.append(f"\n{standing(entry)}", style="dim")
+                name.append(f"\n{tables.standing(entry)}", style="dim")
                 if entry.gated:
                     name.append("\ngates ", style="dim").append(_gates(entry, "\n"))
                 if self.comparison.require:
@@ -124,22 +105,25 @@ class Numbers:
         return table
 
     def _head(self, column: Column) -> str:
-        lines = [heading(column).replace("[", "\n[").replace(",", "\n"), *limits(self.comparison, self.group, column)]
+        lines = [
+            tables.heading(column).replace("[", "\n[").replace(",", "\n"),
+            *tables.limits(self.comparison, self.group, column),
+        ]
         return ">" + "\n".join(lines)
 
-    def _lines(self) -> Iterator[tuple[Text, Entry | None, list[CellText]]]:
+    def _lines(self) -> Iterator[tuple[Text, Entry | None, list[tables.CellText]]]:
         if self._unmodified:
-            yield Text(UNMODIFIED, style="dim"), None, self._unmodified
+            yield Text(tables.UNMODIFIED, style="dim"), None, self._unmodified
         for entry in _entries(self.comparison, self.group):
             name = Text(entry.label, style="bold" if entry.pick else "")
-            yield name, entry, [cell_text(entry.cell(each.key), each) for each in self._columns]
+            yield name, entry, [tables.cell_text(entry.cell(each.key), each) for each in self._columns]
 
 
 def _entries(comparison: Comparison, group: Group) -> list[Entry]:
     return comparison.members(group)[:MOST_LINES]
 
 
-def _cell(cell: CellText, gap: str) -> Text:
+def _cell(cell: tables.CellText, gap: str) -> Text:
     text = Text(cell.value)
     if cell.ratio:
         text.append(f" {cell.ratio}", style=STYLES[cell.change])
@@ -148,7 +132,7 @@ def _cell(cell: CellText, gap: str) -> Text:
 
 def _judged(verdict: Verdict, limits: Sequence[GateResult], gap: str) -> Text:
     text = Text(str(verdict), style=VERDICT_STYLES[verdict])
-    return Text.assemble(text, (f"{gap}{names}" if (names := not_kept(limits)) else "", "dim"))
+    return Text.assemble(text, (f"{gap}{names}" if (names := tables.not_kept(limits)) else "", "dim"))
 
 
 def _gates(entry: Entry, gap: str) -> Text:
@@ -160,5 +144,5 @@ def _verdict(group: Group) -> Text:
 
 
 def _floors(comparison: Comparison) -> list[Floor]:
-    shown = {column.key for column in all_shown(comparison)}
+    shown = {column.key for column in tables.all_shown(comparison)}
     return [floor for floor in comparison.floors if floor.column in shown]

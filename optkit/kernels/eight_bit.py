@@ -16,7 +16,6 @@ from optkit.errors import SourceError
 from optkit.kernels.float8_linear import Float8Linear, WidenedLinear, why_not_scaled
 from optkit.kernels.int8_linear import Int8Linear, why_not_integers
 from optkit.kernels.stored_layer import StoredLayer
-from optkit.model.shape import TensorInfo
 from optkit.progress import ToActOn
 
 
@@ -38,8 +37,6 @@ class _EightBitLayer(StoredLayer):
 
     number: ClassVar[str]
     """`type` of the scheme."""
-    dtype: ClassVar[str]
-    """Of the stored weight."""
     strategies: ClassVar[frozenset[str]]
     """How scales of weights may be spread."""
     inputs_rounded: ClassVar[frozenset[str]]
@@ -56,11 +53,6 @@ class _EightBitLayer(StoredLayer):
         weights = scheme.get("weights") or {}
         fits = weights.get("num_bits") == 8 and weights.get("type") == cls.number and weights.get("symmetric", True)
         return bool(fits) and weights.get("strategy") in cls.strategies
-
-    @classmethod
-    def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
-        """Whether a tensor is the weight of such a layer."""
-        return leaf == "weight" and info.dtype == cls.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,7 +94,7 @@ class FloatQuantizedLayer(_EightBitLayer):
     """A layer of E4M3 weights, in the format "float-quantized"."""
 
     number = "float"
-    dtype = "F8_E4M3"
+    dtypes = frozenset({"F8_E4M3"})
     strategies = frozenset({"tensor", "channel", "block"})
     inputs_rounded = frozenset({"none", "token", "tensor", "group"})
 
@@ -143,7 +135,7 @@ class IntQuantizedLayer(_EightBitLayer):
     """A layer of 8-bit integers whose inputs are rounded too, in the format "int-quantized"."""
 
     number = "int"
-    dtype = "I8"
+    dtypes = frozenset({"I8"})
     strategies = frozenset({"tensor", "channel"})
     inputs_rounded = frozenset({"token", "tensor"})
 

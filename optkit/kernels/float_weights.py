@@ -35,7 +35,6 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import CONV1D_MODELS
 from optkit.model.output_layer import HEAD
 from optkit.model.packed_floats import BLOCKS, SCALES, TILES, packed_floats, unreadable
-from optkit.model.shape import TensorInfo
 
 TILE = (128, 128)
 """Outputs and inputs of a tile if config.json does not say."""
@@ -64,11 +63,7 @@ class TiledLayer(StoredLayer):
     """A layer of 8-bit floats with a scale for each tile: fp8, and mxfp8 of compressed-tensors."""
 
     leaves = ("weight", "weight_scale_inv", "weight_scale")
-
-    @classmethod
-    def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
-        """Whether a tensor is the weight of such a layer."""
-        return leaf == "weight" and info.dtype in ("F8_E4M3", "F8_E5M2")
+    dtypes = frozenset({"F8_E4M3", "F8_E5M2"})
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
         """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
@@ -119,15 +114,13 @@ class DoublyScaledLayer(StoredLayer):
 class NaiveLayer(StoredLayer):
     """naive-quantized of compressed-tensors: float-quantized or int-quantized, as the type says."""
 
+    leaves = FloatQuantizedLayer.leaves
+    dtypes = FloatQuantizedLayer.dtypes | IntQuantizedLayer.dtypes
+
     @classmethod
     def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:
         """Whether one of the two knows what a group of `config_groups` says of weights."""
         return _eight_bits(scheme).reads_weights(scheme)
-
-    @classmethod
-    def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
-        """Whether a tensor is the weight of such a layer."""
-        return leaf == "weight" and info.dtype in (FloatQuantizedLayer.dtype, IntQuantizedLayer.dtype)
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
         """Return float [out, in]."""

@@ -12,7 +12,6 @@ from optkit.errors import SourceError
 from optkit.kernels.integer_kernels import IntegerLayer, bits_of, packed_weight
 from optkit.kernels.packed_linear import PackedWeight
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.shape import TensorInfo
 
 AWQ_CODES_PER_WORD = 8
 
@@ -21,16 +20,7 @@ class PackQuantizedLayer(IntegerLayer):
     """A layer of integers packed along the inputs: compressed-tensors' format "pack-quantized"."""
 
     leaves = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-
-    @classmethod
-    def reads(cls, scheme: Mapping[str, Any]) -> bool:
-        """Whether this class knows everything that a group of `config_groups` says."""
-        return not scheme.get("input_activations")
-
-    @classmethod
-    def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
-        """Whether a tensor is the weight of such a layer."""
-        return leaf == "weight_packed" and info.dtype == "I32"
+    dtypes = frozenset({"I32"})
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -7,9 +7,7 @@ each call (see `optkit.algorithms.microscaling`); what is kept has the size that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,6 @@ from optkit.algorithms.microscaling import E2M1, exponent_scales
 from optkit.errors import SourceError
 from optkit.kernels.linear_layer import hold_
 from optkit.kernels.stored_layer import StoredLayer
-from optkit.model.shape import TensorInfo
 from optkit.progress import ToActOn
 
 NAMES = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
@@ -64,16 +61,7 @@ class MicroscaledLayer(StoredLayer):
     """A layer in one of the two formats."""
 
     leaves = ("weight_packed", "weight_scale", "weight_global_scale")
-
-    @classmethod
-    def reads(cls, scheme: Mapping[str, Any]) -> bool:
-        """Whether this class knows everything that a group of `config_groups` says."""
-        return not scheme.get("input_activations")
-
-    @classmethod
-    def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
-        """Whether a tensor is the weight of such a layer."""
-        return leaf == "weight_packed" and info.dtype == "U8"
+    dtypes = frozenset({"U8"})
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -72,12 +72,24 @@ class StoredLayer:
     """What the `quantization_config` says about it."""
     leaves: ClassVar[tuple[str, ...]]
     """Last names of the tensors that a weight may be made of, the weight's own first."""
+    dtypes: ClassVar[frozenset[str]] = frozenset()
+    """What tells the weight itself from floats of its name: how it may be stored."""
 
     @classmethod
     def all_of(cls, checkpoint: Checkpoint, scheme: Mapping[str, Any]) -> list[Self]:
         """Return the layers of a checkpoint that has no other quantized ones."""
         names = (name.rpartition(f".{cls.leaves[0]}") for name in checkpoint.tensors)
         return [cls(checkpoint, layer, scheme) for layer, weight, rest in names if weight and not rest]
+
+    @classmethod
+    def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
+        """Whether a tensor is the weight of such a layer."""
+        return leaf == cls.leaves[0] and info.dtype in cls.dtypes
+
+    @classmethod
+    def reads(cls, scheme: Mapping[str, Any]) -> bool:
+        """Whether this class knows everything that a group of `config_groups` says."""
+        return not scheme.get("input_activations")
 
     @classmethod
     def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:

@@ -10,24 +10,7 @@ from typing import Any
 
 from optkit.comparison import Column as Metric
 from optkit.comparison import Comparison, Entry, Group
-from optkit.comparison.table import (
-    UNMODIFIED,
-    all_shown,
-    bests_text,
-    cell_text,
-    compared_with,
-    floor_text,
-    heading,
-    left_out_lines,
-    legend,
-    limits,
-    not_kept,
-    protocol_lines,
-    shown_columns,
-    standing,
-    unmodified_cells,
-    warning_lines,
-)
+from optkit.comparison import table as tables
 from optkit.page.charts.chart import Chart, printed
 from optkit.page.charts.differences import differences
 from optkit.page.charts.tradeoffs import tradeoffs
@@ -81,13 +64,13 @@ def comparison_page(comparison: Comparison, picks: Mapping[str, Scorecard] | Non
         "printed": printed(charts),
         "unranked": [entry for entry in comparison.entries if entry.group is None],
         "floors": [
-            floor_text(floor, column)
+            tables.floor_text(floor, column)
             for floor in comparison.floors
-            if (column := comparison.column(floor.column)) in all_shown(comparison)
+            if (column := comparison.column(floor.column)) in tables.all_shown(comparison)
         ],
-        "notes": [*comparison.notes, *left_out_lines(comparison)],
-        "warnings": warning_lines(comparison),
-        "protocols": protocol_lines(comparison),
+        "notes": [*comparison.notes, *tables.left_out_lines(comparison)],
+        "warnings": tables.warning_lines(comparison),
+        "protocols": tables.protocol_lines(comparison),
         "machines": list(dict.fromkeys(entry.device for entry in comparison.entries if entry.device)),
     }
     return render("comparison.html.j2", charts, values)
@@ -101,7 +84,7 @@ def _title(comparison: Comparison) -> str:
 
 def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) -> Ranked:
     group = comparison.groups[index]
-    metrics = shown_columns(comparison, group)
+    metrics = tables.shown_columns(comparison, group)
     entries = comparison.members(group)
     pick = next((entry for entry in entries if entry.pick), None)
     names = _setting_names(entries)
@@ -121,20 +104,22 @@ def _ranked(comparison: Comparison, index: int, picks: Mapping[str, Scorecard]) 
         max(0, len(entries) - MOST_ROWS),
         tradeoffs(comparison, group, f"against-{index}"),
         differences(comparison, group, f"beside-{index}"),
-        compared_with(group),
+        tables.compared_with(group),
         command(picks[pick.label]) if pick and pick.label in picks else "",
-        legend=legend(comparison, group),
-        bests=bests_text(comparison, group),
+        legend=tables.legend(comparison, group),
+        bests=tables.bests_text(comparison, group),
     )
 
 
 def _whom(comparison: Comparison, group: Group, metrics: list[Metric]) -> str:
-    size = next((text.interval for text in unmodified_cells(comparison, group, metrics) or () if text.interval), "")
+    size = next(
+        (text.interval for text in tables.unmodified_cells(comparison, group, metrics) or () if text.interval), ""
+    )
     return f"the unmodified model ({size})" if size else "the unmodified model"
 
 
 def _tile(entry: Entry, metric: Metric) -> dict[str, str]:
-    text = cell_text(entry.cell(metric.key), metric)
+    text = tables.cell_text(entry.cell(metric.key), metric)
     number, rest = (text.ratio, text.value) if text.ratio else apart(text.value)
     change = text.change if text.change in ("better", "worse") else ""
     rest = f"{text.interval} of unmodified; {rest}" if text.ratio else f"{rest} {text.interval}"
@@ -150,9 +135,9 @@ def _why(group: Group) -> str:
 
 
 def _head(comparison: Comparison, group: Group, metric: Metric) -> Column:
-    protocols = list(dict.fromkeys(column.protocol for column in all_shown(comparison)))
+    protocols = list(dict.fromkeys(column.protocol for column in tables.all_shown(comparison)))
     number = f"[{protocols.index(metric.protocol) + 1}]"
-    return Column(heading(metric), small=(number, *limits(comparison, group, metric)))
+    return Column(tables.heading(metric), small=(number, *tables.limits(comparison, group, metric)))
 
 
 def _setting_names(entries: Sequence[Entry]) -> dict[str, str]:
@@ -175,14 +160,14 @@ def _row(comparison: Comparison, entry: Entry, metrics: list[Metric], names: Map
     said = ", ".join(str(own.get(name, "-")) for name in dict.fromkeys(names.values()))
     cells = [
         Cell(f"{entry.rank}. {entry.label}" if entry.rank else entry.label, small=said),
-        Cell(standing(entry, lambda better: str(comparison.entry(better).rank)), kind="words"),
+        Cell(tables.standing(entry, lambda better: str(comparison.entry(better).rank)), kind="words"),
         _judged(entry.verdict, entry.gates) if entry.gated else Cell("-", kind="words"),
     ]
     if comparison.require:
         cells.append(_judged(entry.meets, entry.requirements))
     for metric in metrics:
         cell = entry.cell(metric.key)
-        text = cell_text(cell, metric)
+        text = tables.cell_text(cell, metric)
         change = text.change if text.change in ("better", "worse") else ""
         small = " ".join(part for part in (text.ratio, text.interval.replace(" ", "\N{NO-BREAK SPACE}")) if part)
         cells.append(Cell(text.value, cell.value if cell else None, change or "", small, number=True))
@@ -190,13 +175,13 @@ def _row(comparison: Comparison, entry: Entry, metrics: list[Metric], names: Map
 
 
 def _judged(verdict: Verdict, limits: Sequence[GateResult]) -> Cell:
-    return Cell(str(verdict), kind=f"words {verdict}", small=not_kept(limits))
+    return Cell(str(verdict), kind=f"words {verdict}", small=tables.not_kept(limits))
 
 
 def _unmodified(comparison: Comparison, group: Group, metrics: list[Metric]) -> TableRow | None:
-    texts = unmodified_cells(comparison, group, metrics)
+    texts = tables.unmodified_cells(comparison, group, metrics)
     if texts is None:
         return None
     empty: list[Any] = [Cell("", kind="words")] * (3 if comparison.require else 2)
     numbers = (Cell(text.value, None, number=True, small=text.interval) for text in texts)
-    return TableRow((Cell(UNMODIFIED), *empty, *numbers), "bare")
+    return TableRow((Cell(tables.UNMODIFIED), *empty, *numbers), "bare")

@@ -15,15 +15,7 @@ from optkit.common.frozen import Frozen, replaced
 from optkit.errors import RecipeError
 from optkit.measure import Eval
 from optkit.model.packed_names import METHODS_WITH_CODES
-from optkit.recipe.checks import (
-    check_fields,
-    check_files,
-    check_gates,
-    check_root,
-    check_rules,
-    check_texts,
-    read_items,
-)
+from optkit.recipe import checks
 from optkit.recipe.entries import class_of
 from optkit.recipe.files import find_recipe, is_stream, read_text
 from optkit.recipe.gates import parse_gate
@@ -190,24 +182,24 @@ def checked(
     """
     known = Recipe.model_fields
     if not isinstance(placed.data, dict):
-        raise RecipeError(placed.problems or check_root(placed, known))
+        raise RecipeError(placed.problems or checks.check_root(placed, known))
     if MATRIX in placed.data:
         message = "a recipe with a matrix is many recipes. Run it with `optkit sweep`."
         raise RecipeError([*placed.problems, placed.key_place((MATRIX,)).problem(message)])
     problems = override(placed, overrides, model)
-    problems += check_root(placed, (*known, MATRIX))
-    heading = check_fields(placed, (), Heading, _heading(placed.data, name))
+    problems += checks.check_root(placed, (*known, MATRIX))
+    heading = checks.check_fields(placed, (), Heading, _heading(placed.data, name))
     if isinstance(heading, list):
         problems += heading
-    stages, stage_problems = read_items(placed, "stage")
-    evals, eval_problems = read_items(placed, "eval")
-    gates, gate_problems = check_gates(placed, evals)
+    stages, stage_problems = checks.read_items(placed, "stage")
+    evals, eval_problems = checks.read_items(placed, "eval")
+    gates, gate_problems = checks.check_gates(placed, evals)
     if not placed.data.get("stages") and not placed.data.get("evals"):
         idle = "the recipe has no stages and no evals: there is nothing to do. List some."
         problems.append(placed.value_place(()).problem(idle))
     problems += [*stage_problems, *eval_problems, *gate_problems]
-    problems += [*check_rules(placed, stages, evals), *check_texts(placed, stages, evals)]
-    problems += check_files(placed, [*stages, *evals]) if files else ()
+    problems += [*checks.check_rules(placed, stages, evals), *checks.check_texts(placed, stages, evals)]
+    problems += checks.check_files(placed, [*stages, *evals]) if files else ()
     said = {(problem.line, problem.column) for problem in placed.problems}
     problems = [*placed.problems, *(problem for problem in problems if (problem.line, problem.column) not in said)]
     if problems or isinstance(heading, list):
