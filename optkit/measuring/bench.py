@@ -24,6 +24,23 @@ from optkit.stage import Setting
 from optkit.store.durations import Durations
 from optkit.store.store import Store
 
+
+@dataclass
+class UnopenedModel:
+    """A directory of weights whose code transformers does not have."""
+
+    directory: Path
+    device: str
+    vocabulary: int = 0
+    positions: int = 0
+    trust_remote_code: bool = False
+    hidden_memory: str = ""
+    notes: tuple[str, ...] = ("transformers does not have the model's code: its files alone were measured",)
+
+    def close(self) -> None:
+        """Do nothing: nothing was opened."""
+
+
 Wanted = Sequence[tuple[str, PlannedEval]]
 """Evals to run on one model, each with the key of its numbers."""
 
@@ -103,7 +120,6 @@ class Bench:
         Of a model that nobody can open, the files alone are there.
         """
         from optkit.session import open_session
-        from optkit.session.unopened import UnopenedModel
 
         weights = subject.weights()
         config = weights / "config.json"

@@ -6,7 +6,7 @@ model whether matrices are codes or floats. Those that are still float, lm_head 
 rounds to 4 bits. Here each layer is what it is in the source (`optkit.onnx.builder_input`).
 
 What a model computes it reads from config.json, by names of transformers 4
-(`optkit.onnx.older_names`), and by rules of its own if transformers has others: which layers
+(`optkit.onnx.adapted_builder`), and by rules of its own if transformers has others: which layers
 have a sliding window and which no rotary embedding, and the angles of the rotary embedding. These
 are taken from the config and the model.
 """
@@ -25,7 +25,6 @@ from torch import Tensor
 from optkit.errors import StageError
 from optkit.onnx.builder_input import handed_over
 from optkit.onnx.finishing import drop_idle_zero_points, embed_by_head
-from optkit.onnx.older_names import older_names_
 
 REPLACED = (
     "has_lm_head", "load_weights", "make_attention", "make_matmul_float", "make_matmul_int4", "make_matmul_op",
@@ -130,3 +129,24 @@ def _angles(builder: Any) -> tuple[Tensor, Tensor] | None:
     angles = torch.outer(torch.arange(builder.rope_attrs["cache_length"]).float(), frequencies.float())
     both = torch.cat((angles, angles), dim=-1)
     return both.cos() * rotary.attention_scaling, both.sin() * rotary.attention_scaling
+
+
+EPSILONS = ("layer_norm_eps", "norm_eps", "layer_norm_epsilon")
+
+
+def older_names_(config: Any) -> None:
+    """Add to a config of transformers 5, for the builder alone, the attributes that transformers 4 had.
+    It takes what it does not find for the usual value, in silence: a partial rotary embedding would
+    become a whole one.
+    """
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in rotary:
+        rotary, local = dict(rotary["full_attention"]), rotary.get("sliding_attention") or {}
+        config.rope_local_base_freq = local.get("rope_theta")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rotary:
+            setattr(config, name, rotary[name])
+    if rotary:
+        config.rope_scaling = {**rotary, "type": rotary.get("rope_type", "default")}
+    if not hasattr(config, "rms_norm_eps"):
+        config.rms_norm_eps = next((getattr(config, name) for name in EPSILONS if hasattr(config, name)), 1e-5)

@@ -25,7 +25,7 @@ from optkit.common.files import read_object
 from optkit.common.own_files import ATTACHMENTS, CARD, NUMBERS, OWN_FILES, RECORD, SIGNATURE
 from optkit.errors import ArtifactError, MissingPackageError, UnsoundError, UsageError, first_line
 from optkit.verification.artifact_checks import check_digests
-from optkit.verification.check_result import Check, check_of
+from optkit.verification.model_files import Check, check_of
 
 DRAFTS = tuple(draft_of(Path(name)).name for name in sorted({*OWN_FILES, CARD}))
 UNSIGNED = (*sorted(NUMBERS), ATTACHMENTS, CARD, SIGNATURE, ".cache", *DRAFTS)

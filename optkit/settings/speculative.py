@@ -14,7 +14,7 @@ from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 from optkit.source.models import ModelSource, model_shape, require_directory
 from optkit.source.places import pin_and_remember
-from optkit.source.vocabulary import other_token
+from optkit.source.tokenizer import other_token
 from optkit.stage import Setting
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from optkit.common.own_files import CARD, is_own
 from optkit.errors import OptkitError
 from optkit.model.formats.base import Format
 from optkit.store.files import list_files
-from optkit.verification.check_result import Check, check_of
-from optkit.verification.model_files import model_files
+from optkit.verification.model_files import Check, check_of, model_files
 
 TOKENIZER = "tokenizer.json"
 VOCABULARIES = (TOKENIZER, "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken", "*.model")

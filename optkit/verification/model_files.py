@@ -1,18 +1,33 @@
-"""What verification asks of the files of a model, whatever their format."""
+"""What verification asks of the files of a model, whatever their format, and how it tells a check in a line."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from optkit.common.frozen import Frozen
+from optkit.common.grouping import some
 from optkit.errors import MissingPackageError, OptkitError
 from optkit.model.adapter import Adapter
 from optkit.model.formats.base import Format
 from optkit.model.formats.registry import resolve
 from optkit.model.task import Task, task_of
-from optkit.verification.check_result import Check
+
+
+class Check(Frozen):
+    """One thing that was checked."""
+
+    name: str
+    ok: bool
+    detail: str
+    """What was checked, or what is wrong."""
+
+
+def check_of(name: str, problems: list[str], detail: str) -> Check:
+    """Return a check that holds if there are no problems; `detail` is what was checked."""
+    return Check(name=name, ok=not problems, detail=some(problems) if problems else detail)
 
 
 @dataclass(frozen=True)
@@ -56,3 +71,12 @@ class ModelFiles:
 def model_files(format: Format, directory: Path) -> ModelFiles:
     """Return how the files of a format are verified."""
     return cast(ModelFiles, resolve(format.verification)(format, directory))
+
+
+class GgufFiles(ModelFiles):
+    """model.gguf: llama.cpp rounds the inputs of quantized layers to 8 bits."""
+
+    def weights(self) -> Weights:
+        """Return what is known of the weights; call it only if the checks hold."""
+        rounds = any(size.quantized for size in self.format.layer_sizes(self.directory))
+        return replace(super().weights(), rounds_activations=rounds)

@@ -15,8 +15,7 @@ from optkit.model.onnx_file import OnnxFile, read_proto
 from optkit.model.task import Task, task_of
 from optkit.onnx.checker import own_nodes, problem_of_graph
 from optkit.onnx.directory import OnnxDirectory
-from optkit.verification.check_result import Check, check_of
-from optkit.verification.model_files import ModelFiles, Weights
+from optkit.verification.model_files import Check, ModelFiles, Weights, check_of
 from optkit.verification.onnx_configs import problems_of_config, problems_of_genai
 from optkit.verification.onnx_numbers import problems_of_numbers
 

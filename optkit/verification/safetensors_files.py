@@ -14,9 +14,8 @@ from optkit.model.expected_tensors import FLOATS
 from optkit.model.schemes import rounds_activations
 from optkit.model.shape import TensorInfo, place_in_list
 from optkit.model.task import Task, task_of
-from optkit.verification.check_result import Check, check_of
 from optkit.verification.layers import linear_layers, problems_of_layers
-from optkit.verification.model_files import ModelFiles, Weights
+from optkit.verification.model_files import Check, ModelFiles, Weights, check_of
 from optkit.verification.stored import TensorBytes
 
 HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "proj_out.weight")

@@ -18,11 +18,10 @@ from optkit.scorecard import Loading
 from optkit.verification import agreement
 from optkit.verification.agreement import Agreement, Reference
 from optkit.verification.artifact_checks import check_artifact, format_of
-from optkit.verification.check_result import Check, check_of
 from optkit.verification.encoders import EncoderReference, measure_encoder, measure_encoder_decoder
 from optkit.verification.engine_comparison import NEW_TOKENS, judged, request_to, why_not_asked
 from optkit.verification.engines import ask, interpreter
-from optkit.verification.model_files import Weights, model_files
+from optkit.verification.model_files import Check, Weights, check_of, model_files
 from optkit.verification.registry import engine_of
 
 

@@ -13,7 +13,7 @@ from optkit import pipeline
 from optkit.artifact import read_artifact
 from optkit.errors import ArtifactError
 from optkit.model.carried_state import CarriedState
-from optkit.verification.check_result import Check
+from optkit.verification.model_files import Check
 from optkit.verification.result_file import read_loading
 from tests.support.command_line import spoken
 from tests.support.fake_engine import program, refusal, replaced, spoiled

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from optkit.onnx.older_names import older_names_
+from optkit.onnx.adapted_builder import older_names_
 from optkit.stage import Context
 from optkit.stages.onnx import Onnx
 from tests.support.tiny_models import SIZES

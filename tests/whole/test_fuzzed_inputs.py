@@ -25,7 +25,7 @@ from optkit.recipe.recipe import load_recipe
 from optkit.source.calibration import load_tokenizer
 from optkit.source.directory import check_directory
 from optkit.source.gguf_llama import checkpoint_shape
-from optkit.source.vocabulary import other_token
+from optkit.source.tokenizer import other_token
 from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.support import mutations

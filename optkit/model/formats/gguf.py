@@ -27,7 +27,7 @@ class GgufModel(Format):
     computes_in: ClassVar[str | None] = "float32"
     libraries: ClassVar[Mapping[str, tuple[str, ...]]] = {"llama.cpp": ("llama-cpp-python",)}
     session: ClassVar[str] = "optkit.session.gguf_session:open_gguf"
-    verification: ClassVar[str] = "optkit.verification.gguf_files:GgufFiles"
+    verification: ClassVar[str] = "optkit.verification.model_files:GgufFiles"
 
     def detects(self, names: Collection[str]) -> bool:
         """Say whether there is a model.gguf."""

@@ -19,7 +19,7 @@ from optkit.model.shape import ModelShape
 from optkit.model.text_config import text_config
 from optkit.source.models import ModelSource, model_shape, pin_model, require_directory
 from optkit.source.places import pin_and_remember
-from optkit.source.vocabulary import other_token
+from optkit.source.tokenizer import other_token
 from optkit.stage import Context, Transform
 
 if TYPE_CHECKING:
