@@ -177,9 +177,8 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
             "memory ran out", where=step.kind, remedy="Lower the samples or the sequence length"
         ) from error
     if report.changed == 0:
-        raise StageError(
-            "the stage changed nothing", where=step.kind, why=f"{len(report.skipped)} modules were skipped"
-        )
+        why, remedy = f"{len(report.skipped)} modules were skipped", "Take it out, or change its include and exclude"
+        raise StageError("the stage changed nothing", where=step.kind, why=why, remedy=remedy)
     step.format.check(target)
     reader = Reader(source, context.data, context.trust_remote_code)
     read = with_sketches(report.calibrated_on, step.stage, reader)
@@ -268,7 +267,7 @@ def check_disk(plan: Plan, store: Store) -> None:
         raise ResourceError(
             f"the steps will write {size_text(needed)} and {size_text(free)} are free",
             where=str(store.root),
-            remedy="Free some space, or name a store on another disk with --store",
+            remedy=f"Free some space, or {store.elsewhere}",
         )
 
 

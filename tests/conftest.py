@@ -24,6 +24,7 @@ from filelock import FileLock
 from optkit.progress import SilentProgress
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
+from tests.support.remedies import watch
 from tests.support.tiny_models import save_tiny_model
 
 TinyModel = Callable[[str], Path]
@@ -106,6 +107,14 @@ def pytest_runtest_teardown() -> None:
         IMPORTED.append(len(sys.modules))
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def watched_errors() -> Iterator[None]:
+    """Look whether errors of commands name options that these commands have."""
+    with pytest.MonkeyPatch.context() as patch:
+        watch(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

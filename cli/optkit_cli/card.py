@@ -11,7 +11,7 @@ from optkit_cli.options import Command, takes
 
 @click.command(cls=Command, short_help="Write an artifact's model card.")
 @takes("artifact")
-@click.option("--repo", metavar="OWNER/NAME", default="", help="The hub's name for it, which the card's examples open.")
+@click.option("--repo", metavar="OWNER/NAME", default="", help="Its name on the hub, for the examples in the card.")
 @click.option("--print", "printed", is_flag=True, help="Print the card and write nothing.")
 @takes("json")
 def command(artifact: Path, repo: str, printed: bool, as_json: bool) -> None:

@@ -21,18 +21,18 @@ SAID = {"there": "", "gone": "  (gone)", "replaced": "  (replaced)"}
 
 
 @click.command(cls=Command, short_help="List what runs made here.")
-@click.option("--model", metavar="NAME", help="List what was made of this model; * stands for any text.")
-@click.option("--recipe", metavar="NAME", help="List what recipes of this name made; * stands for any text.")
+@click.option("--model", metavar="NAME", help="List artifacts of this model; * stands for any text.")
+@click.option("--recipe", metavar="NAME", help="List artifacts of this recipe; * stands for any text.")
 @click.option(
     "--verdict",
     type=click.Choice(["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"], case_sensitive=False),
-    help="List what its gates say this of.",
+    help="List artifacts of this verdict.",
 )
 @click.option(
     "--where",
     metavar="LIMIT",
     multiple=True,
-    help='List what keeps this limit, e.g. "perplexity<=1.05x"; repeatable.',
+    help='List artifacts that keep this limit, e.g. "perplexity<=1.05x"; repeatable.',
 )
 @takes("store", "json")
 def command(

@@ -47,7 +47,7 @@ class Size(click.ParamType[str]):
 @click.option("--model", metavar="MODEL", help="A built-in name, a directory, a .gguf file or a hub id.")
 @click.option("--target", type=click.Choice(CHOICES["target"][1]), help="What will open the artifact.")
 @click.option("--device", type=click.Choice(CHOICES["device"][1]), help="What the artifact will run on.")
-@click.option("--size", type=Size(), metavar="SIZE", help="Most that it may have: 0.3x of the model, or 4GB.")
+@click.option("--size", type=Size(), metavar="SIZE", help="Largest size of the artifact: 0.3x of the model, or 4GB.")
 @click.option("--effort", type=click.Choice(CHOICES["effort"][1]), help="How long it may take.")
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 def command(file: Path, force: bool, **given: str | None) -> None:

@@ -62,7 +62,8 @@ class PipelineFiles:
                 path.write_bytes(b"")
                 path.unlink()
             except OSError as error:
-                raise UsageError(f"{path} cannot be written: {error.strerror}", where=option) from error
+                what, remedy = f"{path} cannot be written: {error.strerror}", "Name another file"
+                raise UsageError(what, where=option, remedy=remedy) from error
 
     def write(self, scorecard: Scorecard, places: Callable[[], Mapping[str, Place]]) -> None:
         """Write the files, and what GitHub reads if the run is a job there.

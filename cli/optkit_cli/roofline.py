@@ -96,8 +96,8 @@ def command(
     Several forms of its weights are compared.
 
     MODEL is a built-in name, a directory, a .gguf file or a hub id; its headers are read and
-    nothing else. Limits follow from memory bandwidth and matrix rates alone: docs/understand/roofline.md has
-    the formulas and the datasheets.
+    nothing else. Limits follow from memory bandwidth and matrix rates alone: the site's
+    page on the roofline has the formulas and the datasheets.
     """
     from optkit.environment import best_device
     from optkit.reports.roofline import build_report, datasheet, to_svg, work_of_model

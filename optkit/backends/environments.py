@@ -169,7 +169,8 @@ class Environments:
             for removed in self.root.glob(f"draft-{name}-*"):
                 shutil.rmtree(removed)
         if not found:
-            raise OptkitError(f"no environment of '{name}' is built", where=str(self.root))
+            what, remedy = f"no environment of '{name}' is built", "See which are: optkit env list"
+            raise OptkitError(what, where=str(self.root), remedy=remedy)
         return found
 
     def log(self, name: str) -> Path:

@@ -116,6 +116,7 @@ def _refuse(places: Sequence[Path], left_out: Sequence[LeftOut]) -> None:
             f"none of the {len(left_out)} scorecards can be read",
             where=searched,
             why=f"{first.place}: {first.why}".rstrip("."),
+            remedy="Run their recipes again",
         )
     raise ArtifactError(
         "no scorecard is here or below",

@@ -132,9 +132,8 @@ EXPORTED = {
 def gguf_architecture(config: Mapping[str, Any]) -> Architecture:
     """Return how GGUF holds a model. Raises StageError for another architecture."""
     if (found := EXPORTED.get(architecture := architecture_of(config))) is None:
-        raise StageError(
-            f"{architecture} cannot be written as GGUF", where="gguf", why=f"optkit writes {', '.join(EXPORTED)}"
-        )
+        what, why = f"{architecture} cannot be written as GGUF", f"optkit writes {', '.join(EXPORTED)}"
+        raise StageError(what, where="gguf", why=why, remedy="Take the stage out, or convert with llama.cpp's own script")
     return found
 
 

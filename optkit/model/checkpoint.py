@@ -51,7 +51,8 @@ class Checkpoint:
                 remedy=f"Name {found.origin}",
             )
         if not (self.directory / "config.json").is_file():
-            raise SourceError("there is no config.json", where=str(directory), why="A model directory needs one")
+            why, remedy = "A model directory needs one", "Download the model whole, or name its directory"
+            raise SourceError("there is no config.json", where=str(directory), why=why, remedy=remedy)
         require_inside(self.directory, "config.json")
         self.files: dict[str, Path] = {}
         """Tensor name -> the file that holds it."""
@@ -146,6 +147,5 @@ class Checkpoint:
                 why="A pickle can run code when it is read, so only safetensors are",
                 remedy="Convert them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)",
             )
-        raise SourceError(
-            "there are no weights", where=str(self.directory), why=f"Neither {SINGLE} nor {INDEX} is there"
-        )
+        why, remedy = f"Neither {SINGLE} nor {INDEX} is there", "Download the model whole, or name its directory"
+        raise SourceError("there are no weights", where=str(self.directory), why=why, remedy=remedy)

@@ -196,7 +196,7 @@ def disk_space_for(path: Path, size_bytes: int) -> Iterator[None]:
         raise ResourceError(
             f"{NO_ROOM[error.errno]}: {size_bytes:,} bytes were to be written and {free:,} are free",
             where=str(path),
-            remedy="Free some space, or put the store on another disk",
+            remedy="Free some space, or use another disk",
         ) from error
 
 

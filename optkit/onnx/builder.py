@@ -143,9 +143,7 @@ def _variables() -> dict[str, str]:
 def _failure(error: ChildError, order: Order) -> OptkitError:
     where = f"{WHERE}: exporter {order.exporter}"
     if errno_of(error) in NO_ROOM:
-        return ResourceError(
-            "the disk is full", where=str(order.target), remedy="Free some space, or put the store on another disk"
-        )
+        return ResourceError("the disk is full", where=str(order.target), remedy="Free some space, or use another disk")
     if is_out_of_memory(error):
         how = f"Its process {error.how}" if isinstance(error, ChildEndedError) else ""
         return ResourceError(

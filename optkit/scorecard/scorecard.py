@@ -24,6 +24,7 @@ from optkit.training.training_record import KEY, TrainingRecord
 
 SCHEMA = 1
 REMEDY = "Run its recipe again"
+NAME_ONE = "Name a scorecard.json that `optkit run` wrote"
 FEW = 3
 """Names, or reasons, that are told one by one."""
 EXIT_STATUS = {Verdict.PASS: 0, Verdict.FAIL: 3, Verdict.INCONCLUSIVE: 4, Verdict.SKIPPED: 0}
@@ -277,7 +278,7 @@ def read_json(path: Path) -> Scorecard:
     """
     record = read_object(path, ArtifactError, REMEDY)
     if "schema" not in record:
-        raise ArtifactError("is JSON and no scorecard", where=str(path), why="There is no `schema`")
+        raise ArtifactError("is JSON and no scorecard", where=str(path), why="There is no `schema`", remedy=NAME_ONE)
     if record["schema"] != SCHEMA:
         raise ArtifactError(
             f"the scorecard has schema {record['schema']}, and this optkit reads schema {SCHEMA}",

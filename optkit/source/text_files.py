@@ -49,7 +49,8 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         with reading(where, "the line is not JSON", remedy=""):
             record = json.loads(line)
         if not isinstance(record, dict):
-            raise SourceError(f"the line is not a JSON object but {line[:40]!r}", where=where)
+            what, remedy = f"the line is not a JSON object but {line[:40]!r}", 'Write {"text": "..."} on each line'
+            raise SourceError(what, where=where, remedy=remedy)
         yield where, record
 
 
@@ -87,7 +88,8 @@ def text_of(record: dict[str, Any], field: str, where: str, files: bool = False)
     if files and (content := bytes_in(text)) is not None:
         return INLINE + base64.b64encode(content).decode()
     if not isinstance(text, str):
-        raise SourceError(f"the field '{field}' is not a text but {json.dumps(text, default=str)[:40]}", where=where)
+        what = f"the field '{field}' is not a text but {json.dumps(text, default=str)[:40]}"
+        raise SourceError(what, where=where, remedy="Name another with `field:`, or correct the file")
     if SURROGATE.search(text):
         raise SourceError(
             f"the field '{field}' holds half of a surrogate pair", where=where, why="No tokenizer takes that"

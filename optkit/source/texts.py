@@ -242,9 +242,8 @@ def data_directory(data: Path | None) -> Path | None:
     """
     named = data or (Path(value) if (value := os.environ.get(DATA_VARIABLE)) else None)
     if named is not None and not named.is_dir():
-        raise SourceError(
-            "no such directory", where=str(named), why=f"It was named by {'--data' if data else DATA_VARIABLE}"
-        )
+        why, remedy = f"It was named by {'--data' if data else DATA_VARIABLE}", "Correct the path, or leave it out"
+        raise SourceError("no such directory", where=str(named), why=why, remedy=remedy)
     return named
 
 

@@ -60,8 +60,9 @@ class Draft:
 class Store:
     """A directory of finished work that several processes may use at the same time."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = Path(root)
+    def __init__(self, root: Path, elsewhere: str = "name another place with --store") -> None:
+        """Take its directory, and what a user may do if that has no room."""
+        self.root, self.elsewhere = Path(root), elsewhere
 
     def get(self, key: str) -> Path | None:
         """Return the directory that a finished step left.
@@ -267,11 +268,11 @@ class Store:
         except but:
             raise
         except OSError as error:
-            raise explain_os_error(error, what, self.root) from error
+            raise explain_os_error(error, what, self.root, self.elsewhere) from error
 
 
 def explain_os_error(
-    error: OSError, what: str, place: Path, elsewhere: str = "name another place with --store or --out"
+    error: OSError, what: str, place: Path, elsewhere: str = "name another place with --out"
 ) -> ResourceError | StoreError:
     """Return the optkit error for a failed write of `what` under `place`.
     A full disk is told apart from everything else. `elsewhere` is what to do then.

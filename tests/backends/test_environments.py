@@ -149,7 +149,7 @@ def test_one_builder_waits_for_the_other(toys: Environments, monkeypatch: pytest
 def test_errors_name_the_place(toys: Environments, tmp_path: Path) -> None:
     with pytest.raises(OptkitError, match=r"^there is no backend 'tyo'. Did you mean 'toy'\?$"):
         toys.find("tyo")
-    with pytest.raises(OptkitError, match=r"envs: no environment of 'toy' is built.$"):
+    with pytest.raises(OptkitError, match=r"envs: no environment of 'toy' is built. See which are: optkit env list"):
         toys.remove("toy", SilentProgress())
     (tmp_path / "file").write_text("")
     with pytest.raises(

@@ -93,7 +93,7 @@ def test_the_exporter_sees_the_model_without_its_quantization(toy: Toy) -> None:
         (
             "raise OSError(28, 'No space left on device')",
             ResourceError,
-            "onnx: the disk is full. Free some space, or put the store on",
+            "onnx: the disk is full. Free some space.",
         ),
         (
             "raise MemoryError",

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,9 @@ def test_another_stage_than_before_is_found_and_told(
     for there in (artifact, home / "again"):
         err = spoken(capsys, "reproduce", str(artifact), "--out", str(there), status=2)[1]
         assert f"--out: {there} is there already. Name a directory that is not." in err
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=10))
+    err = spoken(capsys, "reproduce", str(artifact), status=1)[1]
+    assert "10 B are free. Free some space, or make it on another disk with --out." in err
 
 
 def _shifted(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -242,7 +242,7 @@ def test_a_full_disk_says_so_and_what_to_do(store, monkeypatch):
         pytest.raises(
             ResourceError,
             match=r"disk is full while writing the step "
-            r"k.*bytes are free.*--store or --out",
+            r"k.*bytes are free.*--store",
         ),
         store.write("k"),
     ):

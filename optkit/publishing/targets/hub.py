@@ -133,7 +133,7 @@ class Hub(Target):
             raise PushError("the upload broke off", where=where, why=first_line(cause or error)) from error
         except ValueError as error:
             why = " ".join(str(error).split())
-            raise PushError("the hub does not take it", where=where, why=why) from error
+            raise PushError("the hub does not take it", where=where, why=why, remedy="Write hf://OWNER/NAME") from error
 
     def _refused(self, status: int, said: str, owner: str) -> PushError:
         what, remedy = {

@@ -119,7 +119,7 @@ def reproduce(
     chosen = usable_device(device) if device else _recorded_device(first)
     with _workplace(out or first.directory.absolute(), first.record.name) as place, _threads(first, chosen):
         # Of this directory alone: what other machines share holds the first artifact's own steps.
-        store = Store(place / "store")
+        store = Store(place / "store", elsewhere="make it on another disk with --out")
         pipeline.run(recipe, out=out or place / "artifact", store=store, device=chosen, data=data, progress=progress)
         return _compared(first, read_artifact(out or place / "artifact"), chosen)
 

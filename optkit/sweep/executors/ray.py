@@ -25,6 +25,8 @@ VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0
 """No telemetry. And when memory runs out the system ends the recipe that takes it, which is a failure
 to be told: Ray's own monitor would end a task and begin it again and again.
 """
+START_BEFORE = "If the machine is busy, start Ray before: `ray start --head`, then add --address auto"
+START_A_NODE = "See with `ray status` that it runs, and make this machine a node: `ray start --address HOST:PORT`"
 OBJECTS_BYTES = 100 << 20
 """Ray's own memory for what tasks return: here a few lines each."""
 
@@ -133,7 +135,8 @@ def join(address: str = "") -> None:
             ray.shutdown()
             if not left:
                 where = f"--address {address}" if address else "--executor ray"
-                raise UsageError(f"Ray cannot be used: {first_line(error)}", where=where) from error
+                remedy = START_A_NODE if address else START_BEFORE
+                raise UsageError(f"Ray cannot be used: {first_line(error)}", where=where, remedy=remedy) from error
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ def executor_of(name: str, **settings: object) -> Executor:
     given = {setting: value for setting, value in settings.items() if value}
     for setting in given:
         if setting not in found.settings:
-            raise UsageError(f"the executor {name} does not take it", where=f"--{setting}")
+            what, remedy = f"the executor {name} does not take it", "Leave it out, or name another executor"
+            raise UsageError(what, where=f"--{setting}", remedy=remedy)
     made: Executor = found(**given)
     return made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +17,12 @@ from optkit.sweep.executors.on_node import make_on_node
 
 MINUTES = 24 * 60
 """How long a job may take, if the user does not say; submitit's own default is five minutes."""
+LOOK_S = 5.0
+"""How often Slurm is asked what its queue holds."""
+GRACE_S = 15.0
+"""How long a shared disk may take to show what a job that ended left."""
+QUEUE = ("squeue", "--me", "--states=all", "--noheader", "--format=%i|%T|%r")
+ENDED = frozenset("BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split())
 
 
 class SlurmExecutor(NodesExecutor):
@@ -37,9 +45,11 @@ class SlurmExecutor(NodesExecutor):
         self._cluster = self._options.pop("cluster", "slurm")
         self._minutes = self._options.pop("time", str(MINUTES))
         if not self._minutes.isdecimal():
-            raise UsageError(f"'{self._minutes}' is no number of minutes", where="--slurm time")
+            what, remedy = f"'{self._minutes}' is no number of minutes", "Write --slurm time=90"
+            raise UsageError(what, where="--slurm time", remedy=remedy)
         self._jobs: dict[str, Any] = {}
         self._read: dict[str, Any] = {}
+        self._queue = Queue()
 
     def start(self, order: Order) -> None:
         """Make the folder of the jobs."""
@@ -74,18 +84,25 @@ class SlurmExecutor(NodesExecutor):
             )
             self._jobs[order.name] = self._submitit.submit(Make(), described, lines)
         except submitit.core.utils.FailedJobError as error:
-            raise ResourceError(f"Slurm refuses the job: {first_line(error)}", where=order.name) from error
+            remedy = "Change what it asks for, e.g. --slurm mem=16GB or --slurm partition=gpu"
+            raise ResourceError(f"Slurm refuses the job: {first_line(error)}", where=order.name, remedy=remedy) from error
         self._read[order.name] = self._open.enter_context(lines.open(encoding="utf-8"))
 
     def results(self, wait_s: float) -> dict[str, dict[str, Any]]:
         """Return what jobs returned, or how Slurm ended them."""
         until = time.monotonic() + wait_s
-        while not (done := [name for name, job in self._jobs.items() if job.done()]) and time.monotonic() < until:
+        while not (done := [name for name, job in self._jobs.items() if self._is_done(job)]):
+            if time.monotonic() >= until:
+                break
             time.sleep(0.1)
-        return {name: _result(self._jobs.pop(name)) for name in done}
+        return {name: self._result(self._jobs.pop(name)) for name in done}
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Return what jobs wrote since."""
+        """Return what jobs wrote since, and why they wait."""
+        for name, job in self._jobs.items():
+            if why := self._queue.news(job.job_id):
+                yield name, json.dumps({"type": "begin"})
+                yield name, json.dumps({"type": "say", "line": f"waits in Slurm's queue: {why}"})
         for name, file in self._read.items():
             place = file.tell()
             while (line := file.readline()).endswith("\n"):
@@ -98,6 +115,69 @@ class SlurmExecutor(NodesExecutor):
         for job in self._jobs.values():
             job.cancel(check=False)
         self._jobs.clear()
+
+
+    def _is_done(self, job: Any) -> bool:
+        """Say whether a job left its result, or will leave none."""
+        if self._cluster != "slurm":
+            return bool(job.done())
+        return job.paths.result_pickle.exists() or self._queue.has_ended(job.job_id)
+
+    def _result(self, job: Any) -> dict[str, Any]:
+        """Return what a job returned, or how it ended."""
+        import submitit
+
+        state = self._queue.state(job.job_id)
+        try:
+            if self._cluster == "slurm" and not job.paths.result_pickle.exists():
+                raise submitit.core.utils.UncompletedJobError(f"job {job.job_id} ended as {state} without a result")
+            found: dict[str, Any] = job.result()
+        except submitit.core.utils.UncompletedJobError as error:
+            log = f"{job.stdout() or ''}\n{job.stderr() or ''}"
+            return {"verdict": None, "reason": f"Slurm: {first_line(error)}", "seconds": 0.0, "log": log}
+        return found
+
+
+class Queue:
+    """What Slurm says of this user's jobs.
+
+    submitit asks `sacct`, which knows nothing if a cluster keeps no accounts, and asks it every ten
+    minutes in the end. `squeue` is always there, and has a job until minutes after its end.
+    """
+
+    def __init__(self) -> None:
+        self._asked, self._jobs = float("-inf"), dict[str, tuple[str, str]]()
+        self._ended: dict[str, float] = {}
+        self._told: dict[str, str] = {}
+
+    def has_ended(self, job: str) -> bool:
+        """Say whether a job ended, and whatever it left can be seen."""
+        self._look()
+        if self.state(job) not in ENDED:
+            self._ended.pop(job, None)
+            return False
+        return self._ended.setdefault(job, time.monotonic()) + GRACE_S <= time.monotonic()
+
+    def state(self, job: str) -> str:
+        """Return the state of a job."""
+        return self._jobs.get(job, ("", ""))[0]
+
+    def news(self, job: str) -> str:
+        """Return why a job waits, if that is another reason than was told last."""
+        state, why = self._jobs.get(job, ("", ""))
+        why = why if state == "PENDING" and why != "None" else ""
+        before, self._told[job] = self._told.get(job, ""), why
+        return why if why != before else ""
+
+    def _look(self) -> None:
+        if time.monotonic() - self._asked < LOOK_S:
+            return
+        self._asked = time.monotonic()
+        said = subprocess.run(QUEUE, capture_output=True, text=True, check=False)
+        if said.returncode == 0:  # else Slurm does not answer now, and its jobs go on
+            found = [line.split("|", 2) for line in said.stdout.splitlines()]
+            gone = {job: ("COMPLETED", "") for job in self._jobs}
+            self._jobs = gone | {job: (state, why) for job, state, why in found}
 
 
 class Make:
@@ -113,14 +193,3 @@ class Make:
         import submitit
 
         return submitit.helpers.DelayedSubmission(self, order, lines)
-
-
-def _result(job: Any) -> dict[str, Any]:
-    import submitit
-
-    try:
-        found: dict[str, Any] = job.result()
-    except submitit.core.utils.UncompletedJobError as error:
-        log = f"{job.stdout()}\n{job.stderr()}"
-        return {"verdict": None, "reason": f"Slurm: {first_line(error)}", "seconds": 0.0, "log": log}
-    return found

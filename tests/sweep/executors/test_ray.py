@@ -19,7 +19,7 @@ from optkit.errors import StoreError, UsageError
 from optkit.pipeline import read_scorecard
 from optkit.recipe.recipe import load_recipe
 from optkit.sweep.executors.base import Needs, Order
-from optkit.sweep.executors.ray import RayExecutor, join
+from optkit.sweep.executors.ray import START_A_NODE, START_BEFORE, RayExecutor, join
 from optkit.sweep.record import read_record
 from optkit.sweep.run import Sweep, sweep
 from tests.support.remembered import Lines
@@ -103,10 +103,14 @@ def test_what_no_node_can_do_is_said(embedded: str, tmp_path: Path, tiny_model: 
 
 
 @pytest.mark.parametrize(
-    ("address", "where", "tries"), [("nobody:1", "--address nobody:1", 1), ("", "--executor ray", 3)]
+    ("address", "where", "remedy", "tries"),
+    [
+        ("nobody:1", "--address nobody:1", START_A_NODE, 1),
+        ("", "--executor ray", START_BEFORE, 3),
+    ],
 )
 def test_a_ray_that_cannot_be_had_is_said(
-    monkeypatch: pytest.MonkeyPatch, address: str, where: str, tries: int
+    monkeypatch: pytest.MonkeyPatch, address: str, where: str, remedy: str, tries: int
 ) -> None:
     def nowhere(*_: object, **__: object) -> None:
         tried.append(1)
@@ -117,7 +121,7 @@ def test_a_ray_that_cannot_be_had_is_said(
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     with pytest.raises(UsageError) as error:
         join(address)
-    assert str(error.value) == f"{where}: Ray cannot be used: no answer."
+    assert str(error.value) == f"{where}: Ray cannot be used: no answer. {remedy}."
     assert len(tried) == tries
 
 

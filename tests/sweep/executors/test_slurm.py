@@ -80,7 +80,7 @@ def test_what_sbatch_refuses_is_a_failure(tmp_path: Path, sbatch: Callable[[str]
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"time": "1:00:00"}, "--slurm time: '1:00:00' is no number of minutes."),
+        ({"time": "1:00:00"}, "--slurm time: '1:00:00' is no number of minutes. Write --slurm time=90."),
         ({}, "--executor slurm: there is no srun here. Run it where Slurm is, or try it with --slurm cluster=local."),
     ],
 )
@@ -108,6 +108,27 @@ def test_a_job_that_is_preempted_is_queued_again_and_one_that_died_is_a_failure(
         outcome = executor.ended(Lines(), None)["one"]
     assert outcome.verdict is None
     assert outcome.reason.startswith("Slurm: Job ")
+
+
+def test_a_job_that_waits_says_why_and_one_that_is_cancelled_ends(
+    tmp_path: Path, sbatch: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch("echo Submitted batch job 12")
+    for limit in ("LOOK_S", "GRACE_S"):
+        monkeypatch.setattr(f"optkit.sweep.executors.slurm.{limit}", 0)
+    lines, queue = Lines(), tmp_path / "bin" / "squeue"
+    with SlurmExecutor() as executor:
+        executor.begin(order(tmp_path))
+        for state in ("7|RUNNING|None", "12|PENDING|Resources", "12|PENDING|Resources", "12|RUNNING|None"):
+            queue.write_text(f"#!/bin/sh\necho '{state}'\n")
+            queue.chmod(0o755)
+            assert not executor.ended(lines, 0)
+        queue.write_text("#!/bin/sh\nexit 1\n")
+        assert not executor.ended(lines, 0)
+        queue.write_text("#!/bin/sh\necho '12|CANCELLED|None'\n")
+        outcome = executor.ended(lines, 0)["one"]
+    assert lines.lines == ["one: waits in Slurm's queue: Resources"]
+    assert outcome.reason == "Slurm: job 12 ended as CANCELLED without a result"
 
 
 def test_a_cluster_that_submitit_does_not_know(tmp_path: Path) -> None:
