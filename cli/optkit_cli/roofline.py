@@ -100,12 +100,15 @@ def command(
     page on the roofline has the formulas and the datasheets.
     """
     from optkit.environment import best_device
-    from optkit.reports.roofline import build_report, datasheet, to_svg, work_of_model
+    from optkit.reports.roofline import build_report, datasheet, parse_form, to_svg, work_of_model
     from optkit_cli.output import only_the_result_on_stdout, print_result
     from optkit_cli.roofline_view import roofline_view
 
     wanted = device or best_device()
     work = work_of_model(model)
+    chosen = tuple(word.strip() for word in forms.split(",")) if forms else ()
+    for form in chosen:  # before seconds of measuring
+        parse_form(form, work.dtype)
     notes: tuple[str, ...] = ()
     if re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
         with only_the_result_on_stdout():
@@ -114,7 +117,6 @@ def command(
         roof = datasheet(wanted)
     if bandwidth is not None:
         roof = replace(roof, bandwidth=bandwidth * 1e12, source=f"{roof.source}; bandwidth as given")
-    chosen = tuple(word.strip() for word in forms.split(",")) if forms else ()
     report = build_report(model, work, roof, batches=batches, prompt=prompt, forms=chosen, notes=notes)
     if plot is not None:
         _draw(to_svg(report), plot)

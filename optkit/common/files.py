@@ -50,6 +50,9 @@ def _said(error: BaseException) -> str:
         return "It is nested too deeply"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if isinstance(error, ValueError) and callable(problems := getattr(error, "errors", None)):  # of pydantic
+        problem = next(iter(problems()))
+        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"[:200]
     first = next(iter(str(error).strip().splitlines()), "")[:200]
     says_enough = first and (isinstance(error, ValueError | EOFError) or type(error) is Exception)
     return first if says_enough else f"{type(error).__name__}: {first}".removesuffix(": ")

@@ -133,7 +133,9 @@ def gguf_architecture(config: Mapping[str, Any]) -> Architecture:
     """Return how GGUF holds a model. Raises StageError for another architecture."""
     if (found := EXPORTED.get(architecture := architecture_of(config))) is None:
         what, why = f"{architecture} cannot be written as GGUF", f"optkit writes {', '.join(EXPORTED)}"
-        raise StageError(what, where="gguf", why=why, remedy="Take the stage out, or convert with llama.cpp's own script")
+        raise StageError(
+            what, where="gguf", why=why, remedy="Take the stage out, or convert with llama.cpp's own script"
+        )
     return found
 
 

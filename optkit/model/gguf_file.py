@@ -139,9 +139,8 @@ class _Reader:
 def _read(reader: _Reader, path: Path) -> tuple[Gguf, int]:
     version = reader.scalar("I")
     if version not in VERSIONS:
-        raise SourceError(
-            f"GGUF version {version}", where=str(path), why="optkit reads versions 2 and 3, little-endian"
-        )
+        why, remedy = "optkit reads versions 2 and 3, little-endian", "Download or convert it again"
+        raise SourceError(f"GGUF version {version}", where=str(path), why=why, remedy=remedy)
     tensor_count, value_count = reader.scalar("Q"), reader.scalar("Q")
     metadata = {}
     for _ in range(value_count):

@@ -47,6 +47,8 @@ def find_recipe(source: Path | str) -> Path:
     known = {name: name for name in shipped} | {file.stem: str(file) for file in files if file.suffix in SUFFIXES}
     near = difflib.get_close_matches(path.name.removesuffix(path.suffix if path.suffix in SUFFIXES else ""), known, n=1)
     hint = f"Did you mean '{known[near[0]]}'?" if near else f"Shipped recipes: {', '.join(shipped)}."
+    if not near and path.suffix in SUFFIXES:
+        hint = f"There is no file {path.absolute()}. `optkit list recipes` names the shipped ones."
     raise _refused(path, f"there is no such recipe. {hint}")
 
 

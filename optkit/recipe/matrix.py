@@ -200,7 +200,7 @@ class Matrix:
                     wrong.setdefault(problem, []).append(name)
         for problem, names in wrong.items():
             some = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-            said = problem.message if len(names) == len(chosen) else f"{problem.message} It is so in {some}."
+            said = problem.message if len(names) == len(chosen) else f"{problem.message} Combinations: {some}."
             problems.append(Problem(said, problem.file, problem.line, problem.column))
         if problems:
             raise RecipeError(sorted(problems, key=lambda problem: (problem.line, problem.column)))

@@ -83,7 +83,8 @@ def _step(container: Any, steps: Steps, name: str, rest: list[str], place: Place
     inside = ".".join(str(step) for step in steps)
     if isinstance(container, list):
         count = len(container)
-        numbers = f"{inside} has {count} items, numbered from 0 to {count - 1}" if count else f"{inside} has no items"
+        numbers = f"{inside} has {count} items, numbered from 0 to {count - 1}" if count > 1 else f"{inside} has one, 0"
+        numbers = numbers if count else f"{inside} has no items"
         if not name.isdecimal():
             kinds = [next(iter(item), "") if isinstance(item, dict) else item for item in container]
             hint = f" Write {inside}.{kinds.index(name)}.{'.'.join([name, *rest])}." if name in kinds else ""

@@ -280,10 +280,10 @@ def find_model(source: ModelSource) -> Path | HubRepo:
         return HubRepo(source.name, looked=f"There is no directory {path.absolute()} either")
     gone = f"There is no {'file' if path.suffix == '.gguf' else 'directory'} {path.absolute()}"
     if is_content:
-        why, remedy = f"{gone}, and its revision {source.revision} is that of one", "Put it back there"
-    else:
-        why, remedy = f"{gone}, it is not a built-in name and not of the form org/name", _nearest(path)
-    raise SourceError("no such model", where=source.name, why=why, remedy=remedy)
+        why = f"{gone}, and its revision {source.revision} is that of one"
+        raise SourceError("no such model", where=source.name, why=why, remedy="Put it back there")
+    why = f"{gone}, it is not a built-in name and not of the form org/name"
+    raise SourceError("no such model", where=source.name, why=why, remedy=_nearest(path))
 
 
 def _nearest(path: Path) -> str:

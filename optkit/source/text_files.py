@@ -19,6 +19,7 @@ RECORDS = SUFFIXES[1:]
 """Of files with records."""
 INLINE = "data:;base64,"
 """Begins what stands for the bytes of a file in a row, as a URI of RFC 2397."""
+WRITE = 'Write {"text": "..."} on each line'
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -46,11 +47,10 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        with reading(where, "the line is not JSON", remedy=""):
+        with reading(where, "the line is not JSON", WRITE):
             record = json.loads(line)
         if not isinstance(record, dict):
-            what, remedy = f"the line is not a JSON object but {line[:40]!r}", 'Write {"text": "..."} on each line'
-            raise SourceError(what, where=where, remedy=remedy)
+            raise SourceError(f"the line is not a JSON object but {line[:40]!r}", where=where, remedy=WRITE)
         yield where, record
 
 

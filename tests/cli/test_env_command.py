@@ -34,7 +34,10 @@ def test_errors(toys: Environments, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "build", "tyo"]) == 1
     assert capsys.readouterr().err == "error: there is no backend 'tyo'. Did you mean 'toy'?\n"
     assert main(["env", "remove", "toy"]) == 1
-    assert capsys.readouterr().err == f"error: {toys.root}: no environment of 'toy' is built. See which are: optkit env list.\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {toys.root}: no environment of 'toy' is built. See which are: optkit env list.\n"
+    )
     assert main(["env", "biuld", "toy"]) == 2
     assert "Did you mean 'build'?" in capsys.readouterr().err
 

@@ -129,7 +129,7 @@ def test_an_inconclusive_gate_is_said(artifact: Path) -> None:
     ("address", "said"),
     [
         ("artifacts/out", "'artifacts/out' is no address of a target. Write it as SCHEME://PLACE; schemes: "),
-        ("wal://x", "there is no target 'wal'. Did you mean 'wall'?"),
+        ("wal://x", "wal://: there is no target 'wal'. Did you mean 'wall'?"),
         ("wall://me:pass@host/x", "wall://: the address has a user or a password before its @. Addresses are printed"),
         ("wall://a/b", "wall://a/b: a wall has one name. Write it as wall://NAME."),
     ],

@@ -138,19 +138,19 @@ def test_fields_of_one_name_are_told_apart_by_their_way() -> None:
         ),
         (
             "stages.0.rtn.bits: [4, 9]",
-            f"recipe:{FIRST + 1}:26: bits: 9 is not one of 2, 3, 4, 8. It is so in bits9.",
+            f"recipe:{FIRST + 1}:26: bits: 9 is not one of 2, 3, 4, 8. Combinations: bits9.",
         ),
         (
             "stages.0.rtn.groupsize: [16, 32]",
-            f"recipe:{FIRST + 1}:28: unknown field 'groupsize'. Did you mean 'group_size'? It is so in groupsize16.",
+            f"recipe:{FIRST + 1}:28: unknown field 'groupsize'. Did you mean 'group_size'? Combinations: groupsize16.",
         ),
         (
             "stages.0: [{rtn: {bits: 3}}, {rtn: {bitz: 3}}]",
-            f"recipe:{FIRST + 1}:39: unknown field 'bitz'. Did you mean 'bits'? It is so in rtn-bitz3.",
+            f"recipe:{FIRST + 1}:39: unknown field 'bitz'. Did you mean 'bits'? Combinations: rtn-bitz3.",
         ),
         (
             "stages.1.rtn.bits: [3, 4]",
-            f"recipe:{FIRST + 1}:23: stages has 1 items, numbered from 0 to 0; there is no 1",
+            f"recipe:{FIRST + 1}:23: stages has one, 0; there is no 1",
         ),
         ("stages.0.gptq.bits: [3]", f"recipe:{FIRST + 1}:24: stages.0 is rtn, not gptq. Write stages.0.rtn.bits."),
         (
@@ -192,7 +192,7 @@ def test_a_mistake_is_told_at_its_line(text: str, said: str) -> None:
         ("seed=1,", "--set seed: an empty value in '1,'. Write PATH=VALUE,VALUE."),
         ("seed=1,1", "--set seed: the axis seed has the value 1 twice. Remove one."),
         ("seed=1,[", "--set seed: the value '[' is not YAML: "),
-        ("stages.0.rtn.bits=4,5", "--set stages.0.rtn.bits: 5 is not one of 2, 3, 4, 8. It is so in bits5."),
+        ("stages.0.rtn.bits=4,5", "--set stages.0.rtn.bits: 5 is not one of 2, 3, 4, 8. Combinations: bits5."),
         ("seed", "--set seed: write PATH=VALUE, for example stages.0.gptq.group_size=32."),
     ],
 )

@@ -36,7 +36,7 @@ def target_of(address: str) -> Target:
             remedy=f"Write it as SCHEME://PLACE; schemes: {', '.join(known)}",
         )
     if scheme not in known:
-        raise UsageError(f"there is no target '{scheme}'.{did_you_mean(scheme, known)}")
+        raise UsageError(f"there is no target '{scheme}'.{did_you_mean(scheme, known)}", where=f"{scheme}://")
     if PASSWORD.match(rest):
         raise UsageError(
             "the address has a user or a password before its @",

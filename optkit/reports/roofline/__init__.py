@@ -2,6 +2,7 @@
 
 from optkit.devices.datasheets import DEVICES, Device, datasheet, rates_text
 from optkit.devices.kept_roofs import measured_device, roof_generation
+from optkit.reports.roofline.forms import parse_form
 from optkit.reports.roofline.limits import Limit, decode_limit, prefill_limit
 from optkit.reports.roofline.models import work_of_model
 from optkit.reports.roofline.plot import to_svg
@@ -21,6 +22,7 @@ __all__ = [
     "datasheet",
     "decode_limit",
     "measured_device",
+    "parse_form",
     "prefill_limit",
     "rates_text",
     "roof_generation",

@@ -85,7 +85,9 @@ class SlurmExecutor(NodesExecutor):
             self._jobs[order.name] = self._submitit.submit(Make(), described, lines)
         except submitit.core.utils.FailedJobError as error:
             remedy = "Change what it asks for, e.g. --slurm mem=16GB or --slurm partition=gpu"
-            raise ResourceError(f"Slurm refuses the job: {first_line(error)}", where=order.name, remedy=remedy) from error
+            raise ResourceError(
+                f"Slurm refuses the job: {first_line(error)}", where=order.name, remedy=remedy
+            ) from error
         self._read[order.name] = self._open.enter_context(lines.open(encoding="utf-8"))
 
     def results(self, wait_s: float) -> dict[str, dict[str, Any]]:
@@ -115,7 +117,6 @@ class SlurmExecutor(NodesExecutor):
         for job in self._jobs.values():
             job.cancel(check=False)
         self._jobs.clear()
-
 
     def _is_done(self, job: Any) -> bool:
         """Say whether a job left its result, or will leave none."""

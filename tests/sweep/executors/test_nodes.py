@@ -217,7 +217,10 @@ def test_an_executor_has_a_name_and_its_own_options(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(registry.EXECUTORS, "here", "tests.support.sweeps:Here")
     assert isinstance(registry.executor_of("here", address=None, slurm={}), Here)
     said = {"--executor: there is no executor 'rai'. Did you mean 'ray'?": ("rai", {})}
-    said["--address: the executor local does not take it. Leave it out, or name another executor."] = ("local", {"address": "there"})
+    said["--address: the executor local does not take it. Leave it out, or name another executor."] = (
+        "local",
+        {"address": "there"},
+    )
     for text, (name, given) in said.items():
         with pytest.raises(UsageError) as error:
             registry.executor_of(name, **given)
