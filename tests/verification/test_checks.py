@@ -75,7 +75,8 @@ def test_a_file_that_is_lost(model: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "config.json").unlink()
     assert broken(artifact) == {
         "digests": "config.json is missing",
-        "weights": f"{tmp_path / 'out'}: there is no config.json. A model directory needs one.",
+        "weights": f"{tmp_path / 'out'}: there is no config.json. A model directory needs one. "
+        "Download the model whole, or name its directory.",
     }
 
 

@@ -22,7 +22,17 @@ LOOK_S = 5.0
 GRACE_S = 15.0
 """How long a shared disk may take to show what a job that ended left."""
 QUEUE = ("squeue", "--me", "--states=all", "--noheader", "--format=%i|%T|%r")
-ENDED = frozenset("BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split())
+ENDED = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+)
 
 
 class SlurmExecutor(NodesExecutor):
@@ -177,7 +187,7 @@ class Queue:
         said = subprocess.run(QUEUE, capture_output=True, text=True, check=False)
         if said.returncode == 0:  # else Slurm does not answer now, and its jobs go on
             found = [line.split("|", 2) for line in said.stdout.splitlines()]
-            gone = {job: ("COMPLETED", "") for job in self._jobs}
+            gone = dict.fromkeys(self._jobs, ("COMPLETED", ""))
             self._jobs = gone | {job: (state, why) for job, state, why in found}
 
 
