@@ -58,6 +58,7 @@ class Durations:
         alike = [line for line in self._lines() if (line["what"], line["machine"]) == (what, self._machine)]
         amount = _amount(fields)
         alike = [line for line in alike if (_amount(line["fields"]) is None) == (amount is None)]
+        alike = [line for line in alike if line["fields"].get("learn") == fields.get("learn")]  # many times as long
         same = [line for line in alike if _others(line["fields"]) == _others(fields)]
         near = same or (alike if amount is not None else [])
         weighed = [line for line in near[-LAST:] if line["size_bytes"]]

@@ -51,6 +51,7 @@ STAGES = {
     "smoothquant_nearest": SmoothQuant(batch_size=2, rounding="nearest"),
     "smoothquant_fixed": SmoothQuant(batch_size=2, rounding="nearest", alpha=0.5),
     "fp8": Fp8(batch_size=2, rounding="gptq", calibration=Calibration(dataset="c4")),
+    "learning": Gptq(batch_size=2, learn="blocks", learning_steps=2),
 }
 
 
@@ -62,6 +63,8 @@ STAGES = {
         ("llama", "smoothquant_nearest"),
         ("llama", "fp8"),
         ("mixtral", "awq"),
+        ("llama", "learning"),
+        ("mixtral", "learning"),
     ],
 )
 def test_a_stage_takes_what_it_said(

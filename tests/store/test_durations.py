@@ -30,6 +30,7 @@ def test_what_was_never_done_here_is_not_known(durations: Durations) -> None:
     assert durations.predict("gptq", gptq(128), 10**9) is None
     durations.note("gptq", gptq(128), 10**9, 60.0)
     assert durations.predict("rtn", Rtn(), 10**9) is None
+    assert durations.predict("gptq", gptq(128, learn="blocks"), 10**9) is None
 
 
 def test_time_goes_with_weights_and_text(durations: Durations) -> None:
