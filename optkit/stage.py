@@ -120,19 +120,21 @@ class Transform(Stage):
 
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT})
     produces: ClassVar[Format] = Format.CHECKPOINT
-    """What it leaves; if that hangs on what it reads, of a checkpoint with float weights (see
-    `leaves`).
-    """
+    """What it leaves, of a checkpoint with float weights if that hangs on what it reads (`leaves`)."""
     reads_origin: ClassVar[bool] = False
     """Needs the model that the recipe starts from beside its input: `Context.origin`."""
 
     sees_images: ClassVar[bool] = False
-    """Its calibration may be prompts with images, or show all of it to every expert."""
+    """Its calibration may be prompts with images (`Calibration.inputs`)."""
+    shows_experts: ClassVar[bool] = False
+    """Its calibration may show every token to every expert."""
 
     @model_validator(mode="after")
     def _read_text_unless_seeing(self) -> Self:
         for name, part in vars(self).items():
-            if isinstance(part, Calibration) and not self.sees_images and (why := part.unread_by(self.kind)):
+            if isinstance(part, Calibration) and (
+                why := part.unread_by(self.kind, self.sees_images, self.shows_experts)
+            ):
                 raise ValueError(f"{name}.{why}. Leave it out.")
         return self
 

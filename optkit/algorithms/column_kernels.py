@@ -1,5 +1,5 @@
-"""The inner loops of GPTQ and of coordinate descent as Triton kernels, one launch per block; the
-search for scales, one launch for all that are tried.
+"""The inner loops of GPTQ and of coordinate descent as Triton kernels, one launch per block.
+The search for scales is one launch for all that are tried.
 
 Outputs do not depend on each other, so each program takes a few of them and walks over the inputs
 of the block one after another; the same loops in torch launch about ten small kernels for each
@@ -25,10 +25,10 @@ def usable(tensor: Tensor) -> bool:
 
 
 def round_block(values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return codes and errors, float [inputs, out], of one block of GPTQ.
+    """Return codes and errors, float [..., inputs, out], of one block of GPTQ.
 
-    values, scales, zeros: float [inputs, out]; factor: the block's part of the inverse Hessian's
-    upper Cholesky factor [inputs, inputs].
+    values, scales, zeros: float [..., inputs, out]; factor: the block's part of the inverse
+    Hessian's upper Cholesky factor [..., inputs, inputs].
     """
     from optkit.algorithms.triton_columns import round_kernel
 
@@ -38,10 +38,10 @@ def round_block(values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, t
 
 
 def descend_block(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Descend one block: return new codes and each weight's move, float [inputs, out].
+    """Descend one block: return new codes and each weight's move, float [..., inputs, out].
 
-    gradient, codes, scales: float [inputs, out]; hessian: the block's part of it, float [inputs,
-    inputs].
+    gradient, codes, scales: float [..., inputs, out]; hessian: the block's part of it, float [...,
+    inputs, inputs].
     """
     from optkit.algorithms.triton_columns import descend_kernel
 
@@ -76,9 +76,9 @@ def search_groups(
 
 def _launch(kernel: object, tensors: tuple[Tensor, ...], top: int) -> None:
     first = tensors[0]
-    inputs, outputs = first.shape
+    inputs, outputs = first.shape[-2:]
     padded = 1 << (inputs - 1).bit_length()
-    grid = (-(-outputs // OUTPUTS),)
+    grid = (-(-outputs // OUTPUTS), first.numel() // (inputs * outputs))
     held = [tensor.contiguous() for tensor in tensors]
     # Triton launches on the current device, whichever device the tensors are on.
     with torch.cuda.device_of(first):

@@ -18,6 +18,7 @@ from optkit.algorithms import column_kernels
 from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales
 from optkit.algorithms.refinement import descend_codes_, refit_scales
 from optkit.algorithms.scale_search import search_scales
+from optkit.algorithms.stacked import by_row, diagonal_of, subtract_outer_, subtract_product_, symmetric_taken, taken
 from optkit.algorithms.threads import one_thread
 
 BLOCK = 128
@@ -61,31 +62,59 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions, held
     always 0 keeps its rounded weights.
     Raises ValueError if no damping makes the Hessian positive definite.
     """
+    damping, parts = _prepared(weight, hessian, grid, options)
+    return GptqResult(_quantized(*_rounded(weight, parts, grid, options, held), grid), damping)
+
+
+def gptq_together(weights: Tensor, hessians: Tensor, grid: Grid, options: GptqOptions) -> list[GptqResult]:
+    """Quantize layers of equal shape, float32 [layers, out, in], each against its own Hessian,
+    float32 [layers, in, in]: what `gptq` makes of each, up to the order of sums.
+
+    Raises ValueError as `gptq`.
+    """
+    prepared = [_prepared(weight, hessian, grid, options) for weight, hessian in zip(weights, hessians, strict=True)]
+    stacks = tuple(map(torch.stack, zip(*(parts for _, parts in prepared), strict=True)))
+    rounded = zip(*_rounded(weights, stacks, grid, options, None), strict=True)
+    return [
+        GptqResult(_quantized(*parts, grid), damping) for parts, (damping, _) in zip(rounded, prepared, strict=True)
+    ]
+
+
+def _prepared(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions) -> tuple[float, tuple[Tensor, ...]]:
+    """Return the damping of one layer, and what `_rounded` takes beside the weight."""
     damped, factor, damping = damped_inverse_factor(hessian, options)
     if options.scale_search == "minmax":
         scales, zeros = minmax_scales(weight, grid)
     else:
         scales, zeros = search_scales(weight, grid, damped.diagonal() if options.scale_search == "hessian" else None)
-    order = rounding_order(hessian, options)
+    return damping, (damped, factor, rounding_order(hessian, options), scales, zeros)
+
+
+def _rounded(
+    weight: Tensor, parts: tuple[Tensor, ...], grid: Grid, options: GptqOptions, held: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, float [..., in, out], scales and zeros, [..., out, groups]; parts as `_prepared`."""
+    damped, factor, order, scales, zeros = parts
     back = order.argsort()
-    group_of_input = order // (weight.shape[1] // scales.shape[1])
-    target, ordered = weight.T[order], damped[order][:, order]
-    each_zero = zeros.T[group_of_input]  # [in, out]
+    group_of_input = order // (weight.shape[-1] // scales.shape[-1])
+    target, ordered = taken(weight.mT, order), symmetric_taken(damped, order)
+    each_zero = taken(zeros.mT, group_of_input)  # [in, out]
     codes = _round_in_turn(target.clone(), factor, _steps(scales, group_of_input, order, held), each_zero, grid)
     if options.refinements:
-        pull = damped @ weight.T
+        pull = damped @ weight.mT
 
         def refit() -> Tensor:
-            return grid.stored(refit_scales(pull, damped, (codes - each_zero)[back], scales.T).T)
+            return grid.stored(refit_scales(pull, damped, taken(codes - each_zero, back), scales.mT).mT)
 
         scales = refit()
         for _ in range(options.refinements):
             descend_codes_(codes, target, ordered, _steps(scales, group_of_input, order, held), each_zero, grid)
             scales = refit()
-    quantized = QuantizedWeight(
-        codes[back].T.to(torch.uint8).contiguous(), scales.contiguous(), zeros.to(torch.uint8), grid.bits
-    )
-    return GptqResult(quantized, damping)
+    return taken(codes, back), scales, zeros
+
+
+def _quantized(codes: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> QuantizedWeight:
+    return QuantizedWeight(codes.T.to(torch.uint8).contiguous(), scales.contiguous(), zeros.to(torch.uint8), grid.bits)
 
 
 def relative_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
@@ -122,33 +151,35 @@ def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor
 
 
 def _steps(scales: Tensor, group_of_input: Tensor, order: Tensor, held: Tensor | None) -> Tensor:
-    """Return the scale of each weight in the order of rounding, float [in, out].
+    """Return the scale of each weight in the order of rounding, float [..., in, out].
     HELD_STEP stands for those that stay 0.
     """
-    steps = scales.T[group_of_input]
+    steps = taken(scales.mT, group_of_input)
     return steps if held is None else steps.masked_fill_(held.T[order], HELD_STEP)
 
 
 def _round_in_turn(rest: Tensor, factor: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Tensor:
-    """Return codes, float [in, out], for weights `rest` [in, out] that are used up.
-    Scales and zeros are [in, out] too.
+    """Return codes, float [..., in, out], for weights `rest` [..., in, out] that are used up.
+    Scales and zeros are [..., in, out] too.
     """
     codes = torch.empty_like(rest)
     round_block = column_kernels.round_block if column_kernels.usable(rest) else _round_block
-    for start in range(0, len(rest), BLOCK):
-        part = slice(start, min(start + BLOCK, len(rest)))
-        codes[part], errors = round_block(rest[part], scales[part], zeros[part], factor[part, part], grid.top)
-        rest[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
+    inputs = rest.shape[-2]
+    for start in range(0, inputs, BLOCK):
+        part = slice(start, min(start + BLOCK, inputs))
+        value, scale, zero = (each[..., part, :] for each in (rest, scales, zeros))
+        codes[..., part, :], errors = round_block(value, scale, zero, factor[..., part, part], grid.top)
+        subtract_product_(rest[..., part.stop :, :], factor[..., part, part.stop :].mT, errors)
     return codes
 
 
 def _round_block(rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return codes and errors, float [inputs, out], of one block; see `column_kernels.round_block`."""
+    """Return codes and errors, float [..., inputs, out], of one block; see `column_kernels.round_block`."""
     codes, errors = torch.empty_like(rest), torch.empty_like(rest)
-    diagonal = factor.diagonal().tolist()
+    diagonal = diagonal_of(factor)
     with one_thread():
-        for index, (value, scale, zero) in enumerate(zip(rest, scales, zeros, strict=True)):
-            codes[index] = (value / scale).add_(zero).round_().clamp_(0, top)
-            errors[index] = (value - (codes[index] - zero) * scale) / diagonal[index]
-            rest[index + 1 :].addr_(factor[index, index + 1 :], errors[index], alpha=-1)
+        for index, (value, scale, zero, code, error) in enumerate(by_row(rest, scales, zeros, codes, errors)):
+            code.copy_((value / scale).add_(zero).round_().clamp_(0, top))
+            error.copy_((value - (code - zero) * scale) / diagonal[index])
+            subtract_outer_(rest[..., index + 1 :, :], factor[..., index, index + 1 :], error)
     return codes, errors

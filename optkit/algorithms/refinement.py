@@ -15,6 +15,7 @@ from torch import Tensor
 from optkit.algorithms import column_kernels
 from optkit.algorithms.grid import Grid
 from optkit.algorithms.hessian import bfloat16_parts
+from optkit.algorithms.stacked import by_row, diagonal_of, subtract_outer_, subtract_product_
 from optkit.algorithms.threads import one_thread
 
 BLOCK = 128
@@ -33,18 +34,19 @@ def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -
     """Return the scales, float [groups, out], with the least output error for fixed codes.
     They solve one linear system per row.
 
-    pull: hessian @ W^T, float [in, out]; hessian: float [in, in]; steps: codes - zeros, float [in,
-    out]; scales: the present ones,
-    float [groups, out]. A row whose equations are not positive definite keeps its scales.
+    pull: hessian @ W^T, float [..., in, out]; hessian: float [..., in, in]; steps: codes - zeros,
+    float [..., in, out]; scales: the present ones, float [..., groups, out]. A row whose equations
+    are not positive definite keeps its scales.
     """
-    rows = max(1, EQUATIONS // len(scales) ** 2)
-    parts = zip(pull.split(rows, 1), steps.split(rows, 1), scales.split(rows, 1), strict=True)
-    product = (_exact_product if hessian.is_cuda else _product)(hessian, len(scales))
-    return torch.cat([_refit_scales(part, product, step, scale) for part, step, scale in parts], dim=1)
+    layers, groups = scales[..., 0, 0].numel(), scales.shape[-2]
+    rows = max(1, EQUATIONS // groups**2 // layers)
+    parts = zip(pull.split(rows, -1), steps.split(rows, -1), scales.split(rows, -1), strict=True)
+    product = (_exact_product if hessian.is_cuda else _product)(hessian, groups)
+    return torch.cat([_refit_scales(part, product, step, scale) for part, step, scale in parts], dim=-1)
 
 
 def _product(hessian: Tensor, groups: int) -> Product:
-    columns = hessian.chunk(groups, 1)
+    columns = hessian.chunk(groups, -1)
     return lambda group, steps: columns[group] @ steps
 
 
@@ -53,26 +55,28 @@ def _exact_product(hessian: Tensor, groups: int) -> Product:
     Steps are small integers, and three bfloat16 parts of the Hessian are all of it, so no product is
     rounded.
     """
-    inputs = len(hessian)
-    parts = torch.stack(bfloat16_parts(hessian, 3)).view(3, inputs, groups, -1)
-    columns = parts.permute(2, 1, 0, 3).flatten(2)  # [groups, in, 3 * width]
-    return lambda group, steps: torch.mm(columns[group], steps.bfloat16().repeat(3, 1), out_dtype=torch.float32)
+    parts = torch.stack(bfloat16_parts(hessian, 3)).unflatten(-1, (groups, -1))
+    columns = parts.movedim((-2, 0), (0, -2)).flatten(-2)  # [groups, ..., in, 3 * width]
+    multiply = torch.mm if hessian.dim() == 2 else torch.bmm
+    return lambda group, steps: multiply(
+        columns[group], torch.cat([steps.bfloat16()] * 3, dim=-2), out_dtype=torch.float32
+    )
 
 
 def _refit_scales(pull: Tensor, product: Product, steps: Tensor, scales: Tensor) -> Tensor:
-    groups, rows = scales.shape
-    width = len(steps) // groups
-    normal = steps.new_empty(rows, groups, groups)
+    groups, rows = scales.shape[-2:]
+    width = steps.shape[-2] // groups
+    normal = steps.new_empty(*scales.shape[:-2], rows, groups, groups)
     for group in range(groups):
         part = slice(group * width, (group + 1) * width)
-        pulled = product(group, steps[part]).mul_(steps)  # [in, out]
-        normal[:, group] = pulled.view(groups, width, rows).sum(1).T
-    wanted = (pull * steps).view(groups, width, rows).sum(1).T  # [out, groups]
-    ridge = RIDGE * normal.diagonal(dim1=1, dim2=2).mean(-1, keepdim=True) + torch.finfo(normal.dtype).tiny
-    normal.diagonal(dim1=1, dim2=2).add_(ridge)
+        pulled = product(group, steps[..., part, :]).mul_(steps)  # [in, out]
+        normal[..., group, :] = pulled.unflatten(-2, (groups, width)).sum(-2).mT
+    wanted = (pull * steps).unflatten(-2, (groups, width)).sum(-2).mT  # [out, groups]
+    ridge = RIDGE * normal.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) + torch.finfo(normal.dtype).tiny
+    normal.diagonal(dim1=-2, dim2=-1).add_(ridge)
     lower, failed = torch.linalg.cholesky_ex(normal)
-    solved = torch.cholesky_solve((wanted + ridge * scales.T).unsqueeze(-1), lower).squeeze(-1).T
-    usable = (failed == 0) & solved.isfinite() & (solved.abs() > 1e-3 * scales.abs())
+    solved = torch.cholesky_solve((wanted + ridge * scales.mT).unsqueeze(-1), lower).squeeze(-1).mT
+    usable = (failed == 0).unsqueeze(-2) & solved.isfinite() & (solved.abs() > 1e-3 * scales.abs())
     return torch.where(usable, solved, scales)
 
 
@@ -80,26 +84,28 @@ def descend_codes_(codes: Tensor, target: Tensor, hessian: Tensor, scales: Tenso
     """Move every code, input after input, to the best one while all others stay.
     This is one sweep of coordinate descent (QuantEase).
 
-    codes, target, scales, zeros: float [in, out] (scales and zeros repeated over their group);
-    hessian: float [in, in]. arXiv:2309.01885, section 3. The order is that of the given tensors.
+    codes, target, scales, zeros: float [..., in, out] (scales and zeros repeated over their group);
+    hessian: float [..., in, in]. arXiv:2309.01885, section 3. The order is that of the given tensors.
     """
     gradient = hessian @ (target - (codes - zeros) * scales)
     descend_block = column_kernels.descend_block if column_kernels.usable(codes) else _descend_block
-    for start in range(0, len(codes), BLOCK):
-        part = slice(start, min(start + BLOCK, len(codes)))
-        codes[part], moved = descend_block(gradient[part], codes[part], scales[part], hessian[part, part], grid.top)
-        gradient[part.stop :].addmm_(hessian[part.stop :, part], moved, alpha=-1)
+    inputs = codes.shape[-2]
+    for start in range(0, inputs, BLOCK):
+        part = slice(start, min(start + BLOCK, inputs))
+        ahead, code, scale = (each[..., part, :] for each in (gradient, codes, scales))
+        codes[..., part, :], moved = descend_block(ahead, code, scale, hessian[..., part, part], grid.top)
+        subtract_product_(gradient[..., part.stop :, :], hessian[..., part.stop :, part], moved)
 
 
 def _descend_block(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return new codes and each weight's move, float [inputs, out], of one block.
+    """Return new codes and each weight's move, float [..., inputs, out], of one block.
     See `column_kernels.descend_block`.
     """
     better, moved = torch.empty_like(codes), torch.empty_like(codes)
-    diagonal = hessian.diagonal().tolist()
+    diagonal = diagonal_of(hessian)
     with one_thread():
-        for index, (ahead, code, scale) in enumerate(zip(gradient, codes, scales, strict=True)):
-            better[index] = (ahead / (scale * diagonal[index])).add_(code).round_().clamp_(0, top)
-            moved[index] = (better[index] - code) * scale
-            gradient[index + 1 :].addr_(hessian[index, index + 1 :], moved[index], alpha=-1)
+        for index, (ahead, code, scale, new, move) in enumerate(by_row(gradient, codes, scales, better, moved)):
+            new.copy_((ahead / (scale * diagonal[index])).add_(code).round_().clamp_(0, top))
+            move.copy_((new - code) * scale)
+            subtract_outer_(gradient[..., index + 1 :, :], hessian[..., index, index + 1 :], move)
     return better, moved

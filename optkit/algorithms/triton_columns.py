@@ -1,7 +1,7 @@
 """Triton code of `column_kernels`; importing this needs Triton."""
 # Triton reads the source of these functions, so their arguments have no types; pointers are to
-# float32 [inputs, outputs], row by row. padded is inputs as the next power of two, width the
-# outputs of a program.
+# float32 [layers, inputs, outputs], row by row, and a program works on one layer. padded is inputs
+# as the next power of two, width the outputs of a program.
 
 import triton
 import triton.language as tl
@@ -16,7 +16,8 @@ def round_kernel(
     row = tl.arange(0, padded)
     column = tl.program_id(0) * width + tl.arange(0, width)
     there = (row[:, None] < inputs) & (column[None, :] < outputs)
-    place = row[:, None] * outputs + column[None, :]
+    place = (tl.program_id(1) * inputs + row[:, None]) * outputs + column[None, :]
+    factor += tl.program_id(1) * inputs * inputs
     rest = tl.load(values + place, mask=there, other=0.0)
     scale = tl.load(scales + place, mask=there, other=1.0)
     zero = tl.load(zeros + place, mask=there, other=0.0)
@@ -47,7 +48,8 @@ def descend_kernel(
     row = tl.arange(0, padded)
     column = tl.program_id(0) * width + tl.arange(0, width)
     there = (row[:, None] < inputs) & (column[None, :] < outputs)
-    place = row[:, None] * outputs + column[None, :]
+    place = (tl.program_id(1) * inputs + row[:, None]) * outputs + column[None, :]
+    hessian += tl.program_id(1) * inputs * inputs
     ahead = tl.load(gradient + place, mask=there, other=0.0)
     code = tl.load(codes + place, mask=there, other=0.0)
     scale = tl.load(scales + place, mask=there, other=1.0)

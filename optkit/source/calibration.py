@@ -50,11 +50,11 @@ class Calibration(ImageText, ConditionedText):
         """Whether a window is the start of a document."""
         return holds_documents(self.dataset) if self.packing == "auto" else self.packing == "documents"
 
-    def unread_by(self, stage: str) -> str:
-        """Return what a stage ignores that has one text for all layers; empty if that is nothing."""
-        if self.images is not None:
-            return f"images: {stage} reads text alone"
-        return f"experts: {stage} watches no expert by itself" if self.experts == "all" else ""
+    def unread_by(self, who: str, sees_images: bool = False, shows_experts: bool = False) -> str:
+        """Return what a stage or library would ignore, and why; empty if that is nothing."""
+        if self.images is not None and not sees_images:
+            return f"images: {who} reads text alone"
+        return f"experts: {who} watches no expert by itself" if self.experts == "all" and not shows_experts else ""
 
     @property
     def limit(self) -> tuple[str, int]:

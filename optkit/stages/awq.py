@@ -41,6 +41,7 @@ class Awq(InputScaling, Backed):
     kind: ClassVar[str] = "awq"
     example: ClassVar[str] = "- awq: {format: awq, group_size: 64, calibration: {dataset: c4}}"
     sees_images: ClassVar[bool] = True
+    shows_experts: ClassVar[bool] = True
 
     symmetric: bool = False
     """Without zero points, which the fastest kernels ask for. false: one zero point per group, a

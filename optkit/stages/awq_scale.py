@@ -40,6 +40,7 @@ class AwqScale(InputScaling, Transform):
     produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 2
     sees_images: ClassVar[bool] = True
+    shows_experts: ClassVar[bool] = True
 
     bits: Literal[2, 3, 4, 8] = 4
     """Bits that the weights are going to have."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -14,7 +14,8 @@ from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.calibration_memory import calibration_bytes
-from optkit.model.linear_layers import Layer, by_block, stacks
+from optkit.model.linear_layers import Layer, by_block
+from optkit.model.linear_layers import stacks as sharing_input
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
 from optkit.model.task import GENERATING, Task
@@ -24,6 +25,7 @@ from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.fitting import EXPERTS
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros, tell_zeros
+from optkit.stages.quantizing.stacks import HEAD_ROWS, parts_of, together, work_bytes
 from optkit.stages.quantizing.streaming import QuantizationJob
 
 if TYPE_CHECKING:
@@ -38,10 +40,6 @@ FEW_TOKENS = 128
 """A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its
 inputs.
 """
-HEAD_ROWS = 1 << 14
-"""Rows of lm_head that are quantized at a time."""
-EXPERTS_AT_ONCE = 1 << 26
-"""Weights of experts that are quantized at a time."""
 EFFORTS: Mapping[str, Mapping[str, Any]] = {"fast": {"refinements": 0}, "balanced": {}, "best": {"learn": "blocks"}}
 LEARNING_STEPS = 200
 LEARNING_BYTES = 34
@@ -97,6 +95,7 @@ class Gptq(GptqFields, Backed):
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
     sees_images: ClassVar[bool] = True
+    shows_experts: ClassVar[bool] = True
 
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose hidden states decide which errors matter."""
@@ -210,38 +209,56 @@ class Gptq(GptqFields, Backed):
             hessian = None if self._rounds_to_nearest(HEAD) else head_hessian(job, self.equal_tokens)
             weight = job.skeleton.checkpoint.read_finite(job.weight(HEAD))
             rows = [each.to(device).float() for each in weight.split(HEAD_ROWS)]
-            parts = [self._rounded(job, HEAD, each, hessian, held_zeros([each], self.keep_zeros))[0] for each in rows]
-            return self._packed(job, {HEAD: joined(parts)})[HEAD]
+            held = [held_zeros([each], self.keep_zeros) for each in rows]
+            parts = [
+                self._rounded(job, [HEAD], [each], [hessian], [zeros]) for each, zeros in zip(rows, held, strict=True)
+            ]
+            return self._packed(job, {HEAD: joined([part[0][0] for part in parts])})[HEAD]
 
     def _quantize_turn(
         self, job: QuantizationJob, layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]
     ) -> dict[str, QuantizedWeight]:
         """Quantize layers whose inputs are observed together."""
-        quantized: dict[str, QuantizedWeight] = {}
-        for together in self._alike(job, layers, hessians):
-            job.task.advance(0, note=together[0])
-            quantized |= self._quantize(job, {name: layers[name] for name in together}, hessians.get(together[0]))
-        return quantized
-
-    def _quantize(
-        self, job: QuantizationJob, layers: Mapping[str, nn.Module], hessian: Hessian | None
-    ) -> dict[str, QuantizedWeight]:
-        """Quantize layers that share their input, and put the rounded weights into the modules."""
         import torch
 
-        from optkit.algorithms.gptq import relative_error
-        from optkit.model.skeleton_layers import float_weight, put_weight_
+        from optkit.model.skeleton_layers import float_weight
 
-        stacked = torch.cat([float_weight(module) for module in layers.values()])
-        sizes = [job.selection.layers[name].outputs for name in layers]
-        weights = stacked.split(sizes)
-        whole, matrix = self._rounded(job, next(iter(layers)), stacked, hessian, held_zeros(weights, self.keep_zeros))
-        parts = whole.rows(sizes)
+        def compensated(name: str) -> bool:
+            few = name not in hessians or hessians[name].tokens < FEW_TOKENS
+            return not (few or self._rounds_to_nearest(name))
+
+        quantized: dict[str, QuantizedWeight] = {}
+        stacks = self._alike(job, layers, hessians)
+        for several in together(stacks, job.selection.layers, job.formats, compensated, job.context.device):
+            job.task.advance(0, note=several[0][0])
+            parts = [[float_weight(layers[name]) for name in stack] for stack in several]
+            held = [held_zeros(part, self.keep_zeros) for part in parts]
+            weights, seen = [torch.cat(part) for part in parts], [hessians.get(stack[0]) for stack in several]
+            rounded = self._rounded(job, [stack[0] for stack in several], weights, seen, held)
+            for stack, part, hessian, found in zip(several, parts, seen, rounded, strict=True):
+                modules = {name: layers[name] for name in stack}
+                quantized |= self._put(job, modules, part, 0 if hessian is None else hessian.tokens, *found)
+        return quantized
+
+    def _put(
+        self,
+        job: QuantizationJob,
+        layers: Mapping[str, nn.Module],
+        weights: Sequence[Tensor],
+        tokens: int,
+        whole: QuantizedWeight,
+        matrix: Tensor | None,
+    ) -> dict[str, QuantizedWeight]:
+        """Put the rounded weights of layers that share their input into the modules, and return them."""
+        from optkit.algorithms.gptq import relative_error
+        from optkit.model.skeleton_layers import put_weight_
+
+        parts = whole.rows([len(weight) for weight in weights])
         if matrix is not None:
             for layer, weight, part in zip(layers, weights, parts, strict=True):
                 job.details["losses"][layer] = relative_error(weight, part.dequantize(), matrix)
         elif not self._rounds_to_nearest(next(iter(layers))):
-            job.details["rounded_to_nearest"] |= dict.fromkeys(layers, 0 if hessian is None else hessian.tokens)
+            job.details["rounded_to_nearest"] |= dict.fromkeys(layers, tokens)
         quantized = dict(zip(layers, parts, strict=True))
         for (layer, module), weight in zip(layers.items(), weights, strict=True):
             rounded = quantized[layer].dequantize()
@@ -251,30 +268,48 @@ class Gptq(GptqFields, Backed):
         return quantized
 
     def _rounded(
-        self, job: QuantizationJob, name: str, weight: Tensor, hessian: Hessian | None, held: Tensor | None
-    ) -> tuple[QuantizedWeight, Tensor | None]:
-        """Return float32 [out, in] on its grid, and the Hessian that decided it.
-        The Hessian is None if the weight was rounded to nearest.
+        self,
+        job: QuantizationJob,
+        names: Sequence[str],
+        weights: Sequence[Tensor],
+        hessians: Sequence[Hessian | None],
+        held: Sequence[Tensor | None],
+    ) -> list[tuple[QuantizedWeight, Tensor | None]]:
+        """Return float32 [out, in] of layers on their grid, and the Hessians that decided it; several have
+        one shape and form. A Hessian is None if the weight was rounded to nearest.
         """
-        from optkit.algorithms.gptq import GptqOptions, gptq
+        import torch
+
+        from optkit.algorithms.gptq import GptqOptions, gptq, gptq_together
         from optkit.algorithms.grid import minmax_scales, round_to_nearest
         from optkit.stages.quantizing.hessians import finite_matrix
 
-        grid = packed_grid(job, name)
-        if hessian is None or hessian.tokens < FEW_TOKENS or self._rounds_to_nearest(name):
-            return round_to_nearest(weight, *minmax_scales(weight, grid), grid), None
-        matrix = finite_matrix(hessian, name, job.skeleton)
+        grid, seen = packed_grid(job, names[0]), [each for each in hessians if each and each.tokens >= FEW_TOKENS]
+        if len(seen) < len(names) or self._rounds_to_nearest(names[0]):
+            return [(round_to_nearest(weight, *minmax_scales(weight, grid), grid), None) for weight in weights]
+        matrices = [finite_matrix(hessian, name, job.skeleton) for hessian, name in zip(seen, names, strict=True)]
         options = GptqOptions(self.damping, self.activation_order, self.scale_search, self.refinements)
         try:
-            result = gptq(weight, matrix, grid, options, held)
+            if len(names) == 1:
+                results = [gptq(weights[0], matrices[0], grid, options, held[0])]
+            elif any(zeros is not None for zeros in held):
+                raise ValueError("zeros stay in layers one by one")
+            else:
+                results = gptq_together(torch.stack(list(weights)), torch.stack(matrices), grid, options)
         except ValueError as error:
-            raise StageError(str(error), where=name, remedy="Exclude the layer, or calibrate on more text") from error
-        if result.damping > self.damping:
-            job.details["raised_damping"][name] = result.damping
-            job.context.progress.warn(
-                f"{name}: the Hessian needed a damping of {result.damping:g} instead of {self.damping:g}"
-            )
-        return result.weight, matrix
+            if len(names) > 1:
+                each = zip(names, weights, hessians, held, strict=True)
+                return [self._rounded(job, *([part] for part in one))[0] for one in each]  # type: ignore[arg-type]
+            raise StageError(
+                str(error), where=names[0], remedy="Exclude the layer, or calibrate on more text"
+            ) from error
+        for name, result in zip(names, results, strict=True):
+            if result.damping > self.damping:
+                job.details["raised_damping"][name] = result.damping
+                job.context.progress.warn(
+                    f"{name}: the Hessian needed a damping of {result.damping:g} instead of {self.damping:g}"
+                )
+        return [(result.weight, matrix) for result, matrix in zip(results, matrices, strict=True)]
 
     def _alike(
         self, job: QuantizationJob, layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]
@@ -288,14 +323,17 @@ class Gptq(GptqFields, Backed):
             return seen, job.formats[name], self._rounds_to_nearest(name)
 
         alike = grouped(layers, key).values()
-        return [part for names in alike for part in _parts({name: job.selection.layers[name] for name in names})]
+        return [part for names in alike for part in parts_of({name: job.selection.layers[name] for name in names})]
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
         tokens = self.calibration.samples * self.calibration.sequence_length
         hidden, batch = calibration_bytes(shape, layers, tokens, (self.batch_size, self.calibration.sequence_length))
-        blocks = [[[layers[name] for name in stack] for stack in stacks(block)] for block in by_block(shape, layers)]
+        blocks = [
+            [[layers[name] for name in stack] for stack in sharing_input(block)] for block in by_block(shape, layers)
+        ]
         hessians = max(sum(stack[0].inputs ** 2 * 4 for stack in block) for block in blocks)
-        work = max(_work_bytes(stack) for block in blocks for stack in block)
+        wide = "cuda" if device.startswith("cuda") or self.calibration.experts == "all" else "cpu"
+        work = max(work_bytes(stack, len(block), wide) for block in blocks for stack in block)
         needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + max(batch, work)
         if self.learn:
             if shape.config.get("is_encoder_decoder"):
@@ -309,26 +347,3 @@ class Gptq(GptqFields, Backed):
             learning = shape.block_bytes + LEARNING_BYTES * weights + LEARNING_BATCHES * batch
             needed = hidden + max(needed, hidden + learning)
         return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
-
-
-def _parts(layers: Mapping[str, Layer]) -> list[list[str]]:
-    """Return layers in parts of few enough weights; experts that see all tokens are many."""
-    parts: list[list[str]] = []
-    room = 0
-    for name, layer in layers.items():
-        room -= layer.outputs * layer.inputs
-        if not parts or (room < 0 and EXPERTS in name):
-            parts.append([])
-            room = EXPERTS_AT_ONCE - layer.outputs * layer.inputs
-        parts[-1].append(name)
-    return parts
-
-
-def _work_bytes(stack: list[Layer]) -> int:
-    """Bytes that GPTQ works with on layers that share their input.
-    They are four matrices of the Hessian's size, ten of the weights'.
-    """
-    outputs, inputs = sum(layer.outputs for layer in stack), stack[0].inputs
-    if stack[0].name == HEAD:
-        outputs = min(outputs, HEAD_ROWS)
-    return 4 * (4 * inputs**2 + 10 * outputs * inputs)

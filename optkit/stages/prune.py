@@ -51,6 +51,7 @@ class Prune(Transform):
     produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 2
     sees_images: ClassVar[bool] = True
+    shows_experts: ClassVar[bool] = True
 
     method: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
     """Which weights go. `magnitude`: the smallest, no text needed. `wanda`: the smallest products

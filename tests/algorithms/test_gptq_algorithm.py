@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optkit.algorithms import refinement
-from optkit.algorithms.gptq import GptqOptions, gptq, relative_error
+from optkit.algorithms.gptq import GptqOptions, gptq, gptq_together, relative_error
 from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
 from optkit.algorithms.hessian import Hessian, exact_factors, float_factors
 from optkit.algorithms.importance import compensated
@@ -322,3 +322,24 @@ def test_held_weights_stay_zero_and_the_others_make_up_for_it(symmetric: bool) -
         gptq(weight, hessian, grid, GptqOptions(), torch.zeros_like(held)).weight.codes,
         gptq(weight, hessian, grid, GptqOptions()).weight.codes,
     )
+
+
+@pytest.mark.parametrize(
+    ("grid", "options"),
+    [
+        (Grid(4, 32, True), GptqOptions()),
+        (Grid(3, 40, False), GptqOptions(activation_order=False, scale_search="mse")),
+        (Grid(4, None, True), GptqOptions(scale_search="minmax", refinements=0)),
+    ],
+)
+def test_layers_together_are_what_each_is_alone(grid: Grid, options: GptqOptions) -> None:
+    weights, hessians = map(torch.stack, zip(*(layer(seed=seed) for seed in range(3)), strict=True))
+    hessians[1] -= 0.02 * hessians[1].diagonal().mean() * torch.eye(160)
+    found = gptq_together(weights, hessians, grid, options)
+    alone = [gptq(weight, hessian, grid, options) for weight, hessian in zip(weights, hessians, strict=True)]
+    assert found[1].damping > options.damping
+    for together, one, weight, hessian in zip(found, alone, weights, hessians, strict=True):
+        assert together.damping == one.damping
+        assert (together.weight.codes != one.weight.codes).float().mean() < 1e-3
+        errors = [relative_error(weight, each.weight.dequantize(), hessian) for each in (together, one)]
+        assert errors[0] == pytest.approx(errors[1], rel=1e-3)

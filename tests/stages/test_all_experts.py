@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from optkit.algorithms import gptq as algorithm
+from optkit.algorithms.gptq import gptq_together as whole
 from optkit.algorithms.hessian import Hessian
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
@@ -22,6 +24,7 @@ from optkit.stages.awq import Awq
 from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
 from optkit.stages.prune import Prune
+from optkit.stages.quantizing import stacks
 from optkit.stages.quantizing.hessians import collect_hessians, read_text
 from tests.support.near import near
 
@@ -88,6 +91,27 @@ def test_no_expert_is_rounded_to_nearest_and_the_report_counts_their_tokens(tiny
         holder, _, rest = name.partition(".experts.")
         assert routed["expert_tokens"][f"{holder}.experts"][int(rest.partition(".")[0])] == tokens
     assert open_session(tmp_path / "all").logits(torch.arange(8)[None]).isfinite().all()
+
+
+def test_experts_that_are_rounded_together_have_the_codes_that_each_has_alone(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ROUTED.model_copy(update={"samples": 9})
+    found, calls = [], []
+    monkeypatch.setattr(algorithm, "gptq_together", lambda *given: (calls.append(len(given[0])), whole(*given))[1])
+    for most in (1, 1 << 20):
+        monkeypatch.setattr(stacks, "EXPERTS_AT_ONCE", {"cpu": most, "cuda": most})
+        (target := tmp_path / str(most)).mkdir()
+        losses = Gptq(calibration=text).run(tiny_model("mixtral"), target, Context()).details["losses"]
+        found.append((Checkpoint(target), losses, max(calls, default=0)))
+    (alone, expected, none), (ours, losses, several) = found
+    assert none == 0
+    assert several > 1
+    assert losses == {name: pytest.approx(loss, rel=0.05) for name, loss in expected.items()}
+    # a tie that falls the other way changes what the blocks behind are given
+    first = [name for name in ours.tensors if "layers.0" in name]
+    same = [(ours.read(name) == alone.read(name)).float().mean() for name in first]
+    assert sum(same) / len(same) > 0.99
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ class EightBitQuantizer(LayerQuantizer):
 
     number: ClassVar[Number]
     sees_images: ClassVar[bool] = True
+    shows_experts: ClassVar[bool] = True
 
     scale_search: Literal["amax", "mse"] = "mse"
     """`mse`: the scales of weights with the least squared rounding error. `amax`: those that reach
