@@ -104,7 +104,7 @@ class TestRecords:
         assert text.revision.startswith("sha256:")
         assert [pair.text for pair in text.pairs(None, 2)] == ["row 0", "row 1"]
         assert [pair.pictures[0].content for pair in text.pairs(None)] == contents
-        with pytest.raises(SourceError, match=r"pairs.parquet: row 1: the field 'text' is neither a text nor a list"):
+        with pytest.raises(SourceError, match=r"pairs.parquet: row 1: the field 'image' is neither a text nor a list"):
             calibration(file.with_suffix(".parquet"), field="image").pairs(None)
         file.with_suffix(".parquet").write_bytes(b"PAR1")
         with pytest.raises(SourceError, match=r"pairs.parquet: not a whole Parquet file"):
