@@ -4,6 +4,7 @@ them finds every layer by its name.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from optkit.errors import StageError
@@ -176,6 +178,27 @@ def test_blocks_that_text_does_not_reach_are_not_calibrated(text: Calibration) -
             f"{where}: 1 of 4 blocks of MllamaForConditionalGeneration run for images alone. Text does not reach them. "
             "Take a stage without calibration: rtn, fp8, mx, nf4, or prune by magnitude."
         )
+
+
+def test_names_stay_those_of_the_hub_which_engines_read(models: dict[str, Path], tmp_path: Path) -> None:
+    """transformers 5 dropped `vision_model` of CLIP; vLLM, and the files of the hub, have it."""
+    source, target = tmp_path / "hub", tmp_path / "made"
+    shutil.copytree(models["llava"], source)
+    target.mkdir()
+    tensors = load_file(source / "model.safetensors")
+    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()}
+    save_file(renamed, source / "model.safetensors", {"format": "pt"})
+    report = Rtn(group_size=32).run(source, target, Context())
+    written = Checkpoint(target)
+    assert {name for name in written.tensors if "vision" in name} == {name for name in renamed if "vision" in name}
+    layer = "encoder.layers.0.mlp.fc1"
+    assert f"vision_tower.vision_model.{layer}" in report.skipped
+    ignored = set(written.config["quantization_config"]["ignore"])
+    assert ignored >= {f"vision_tower.vision_model.{layer}", f"model.vision_tower.{layer}"}
+    given = {"input_ids": torch.tensor([[1, *[500] * 4, 7, 8]]), "pixel_values": torch.ones(1, 3, 28, 28)}
+    theirs = AutoModelForImageTextToText.from_pretrained(target, dtype=torch.float32, device_map="cpu").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(**given).logits, open_session(target).model(**given).logits)
 
 
 TOWERS = ("text", "vision")
