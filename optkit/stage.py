@@ -132,9 +132,7 @@ class Transform(Stage):
     @model_validator(mode="after")
     def _read_text_unless_seeing(self) -> Self:
         for name, part in vars(self).items():
-            if isinstance(part, Calibration) and (
-                why := part.unread_by(self.kind, self.sees_images, self.shows_experts)
-            ):
+            if isinstance(part, Calibration) and (why := part.unread_by(self.kind, self)):
                 raise ValueError(f"{name}.{why}. Leave it out.")
         return self
 

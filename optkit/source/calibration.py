@@ -50,11 +50,12 @@ class Calibration(ImageText, ConditionedText):
         """Whether a window is the start of a document."""
         return holds_documents(self.dataset) if self.packing == "auto" else self.packing == "documents"
 
-    def unread_by(self, who: str, sees_images: bool = False, shows_experts: bool = False) -> str:
-        """Return what a stage or library would ignore, and why; empty if that is nothing."""
-        if self.images is not None and not sees_images:
+    def unread_by(self, who: str, stage: object = None) -> str:
+        """Return what a stage, or a library in its place, would ignore, and why; empty if nothing."""
+        if self.images is not None and not getattr(stage, "sees_images", False):
             return f"images: {who} reads text alone"
-        return f"experts: {who} watches no expert by itself" if self.experts == "all" and not shows_experts else ""
+        unseen = self.experts == "all" and not getattr(stage, "shows_experts", False)
+        return f"experts: {who} watches no expert by itself" if unseen else ""
 
     @property
     def limit(self) -> tuple[str, int]:
