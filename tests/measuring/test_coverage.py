@@ -32,6 +32,7 @@ from optkit.common.statistics import (
 )
 from optkit.measure import EvalContext, Metric, TimedEval
 from optkit.scorecard import ratio_to_baseline
+from tests.support.crossed import crossed, few
 
 LEAST = 0.93
 WINDOWS = 12
@@ -67,15 +68,13 @@ def neighbours(chance: numpy.random.Generator, draws: int, count: int, correlati
     return found
 
 
-@pytest.mark.parametrize("count", [2, COMPARED, 8, WINDOWS, 40, 149])
-@pytest.mark.parametrize("correlation", [0.0, 0.2, SEEN])
+@pytest.mark.parametrize(("correlation", "count"), crossed([0.0, 0.2, SEEN], [2, COMPARED, 8, WINDOWS, 40, 149]))
 def test_perplexity_of_windows_that_correlate(chance: numpy.random.Generator, count: int, correlation: float) -> None:
     losses = 2.3 + 0.3 * neighbours(chance, 2000, count, correlation)
     assert coverage((neighbours_estimate(row) for row in losses.tolist()), 2.3) >= LEAST
 
 
-@pytest.mark.parametrize("count", [2, COMPARED, WINDOWS, 149])
-@pytest.mark.parametrize("correlation", [0.0, SEEN_PAIRED, 0.2])
+@pytest.mark.parametrize(("correlation", "count"), crossed([0.0, SEEN_PAIRED, 0.2], [2, COMPARED, WINDOWS, 149]))
 def test_the_ratio_of_perplexities(chance: numpy.random.Generator, count: int, correlation: float) -> None:
     shared = 0.3 * neighbours(chance, 2000, count, SEEN)
     changed = shared + 0.33 + 0.04 * neighbours(chance, 2000, count, correlation)
@@ -106,8 +105,7 @@ def test_divergence_and_its_tail(chance: numpy.random.Generator, windows: int) -
     assert coverage(tails, math.exp(2.326348 * spread)) >= LEAST
 
 
-@pytest.mark.parametrize("windows", [2, COMPARED])
-@pytest.mark.parametrize("agreement", [0.7, 0.97, 0.9995])
+@pytest.mark.parametrize(("windows", "agreement"), crossed([2, COMPARED], [0.7, 0.97, 0.9995]))
 def test_top1_agreement(chance: numpy.random.Generator, windows: int, agreement: float) -> None:
     text = neighbours(chance, 20000, windows, SEEN)
     rates = 1 / (1 + numpy.exp(-(math.log(agreement / (1 - agreement)) + 0.15 * text)))
@@ -178,7 +176,7 @@ def answered(eval: Load, first: Draw, name: str) -> list[Metric]:
     return found
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.4, 0.5, 0.6, 0.9, 2.5])
+@pytest.mark.parametrize("seconds", few(0.1, 0.4, 0.9, 2.5, slow=(0.3, 0.5, 0.6)))
 def test_times_to_the_first_token_under_load(chance: numpy.random.Generator, seconds: float) -> None:
     """From an idle machine to one that always has a full batch waiting; at 0.4 one request of three
     waits, and the median of a run of 32 is now and then that of one that waited.
@@ -199,8 +197,10 @@ def test_times_to_the_first_token_under_load(chance: numpy.random.Generator, sec
             assert coverage(ratios, truths[1] / truths[0]) >= LEAST
 
 
-@pytest.mark.parametrize("items", [20, 100, 334, 1000])
-@pytest.mark.parametrize("chances", [(0.55, 0.02, 0.02), (0.5, 0.1, 0.05), (0.9, 0.02, 0.03), (0.2, 0.05, 0.02)])
+@pytest.mark.parametrize(
+    ("items", "chances"),
+    crossed([20, 100, 334, 1000], [(0.55, 0.02, 0.02), (0.5, 0.1, 0.05), (0.9, 0.02, 0.03), (0.2, 0.05, 0.02)]),
+)
 def test_the_ratio_of_shares_on_the_same_items(chance: numpy.random.Generator, items: int, chances: Any) -> None:
     """Chances: both models right, the baseline alone, the other alone."""
     both, lost, won = chances
@@ -210,8 +210,10 @@ def test_the_ratio_of_shares_on_the_same_items(chance: numpy.random.Generator, i
     assert coverage(found, (both + won) / (both + lost)) >= LEAST
 
 
-@pytest.mark.parametrize("items", [40, 334])
-@pytest.mark.parametrize("ways", [((0.55, 0.03, 0.02), (0.4, 0.08, 0.04)), ((0.7, 0.01, 0.01), (0.3, 0.0, 0.0))])
+@pytest.mark.parametrize(
+    ("items", "ways"),
+    crossed([40, 334], [((0.55, 0.03, 0.02), (0.4, 0.08, 0.04)), ((0.7, 0.01, 0.01), (0.3, 0.0, 0.0))]),
+)
 def test_what_is_left_of_several_tasks(chance: numpy.random.Generator, items: int, ways: Any) -> None:
     """Of each task: the chances that both models are right, the baseline alone, the other alone."""
     ours, theirs = numpy.array([1.0, 0.0, 1.0, 0.0]), numpy.array([1.0, 1.0, 0.0, 0.0])
@@ -224,8 +226,7 @@ def test_what_is_left_of_several_tasks(chance: numpy.random.Generator, items: in
     assert coverage(found, truth) >= LEAST
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("sizes", [(100, 30, 12), (5,) * 12])
+@pytest.mark.parametrize(("weighted", "sizes"), crossed([True, False], [(100, 30, 12), (5,) * 12]))
 def test_the_number_of_a_group_of_tasks(chance: numpy.random.Generator, sizes: Any, weighted: bool) -> None:
     rights = numpy.linspace(0.25, 0.9, len(sizes))
     truth = float(numpy.average(rights, weights=(weights := sizes if weighted else (1,) * len(sizes))))
@@ -252,7 +253,7 @@ def test_a_model_on_the_same_items_twice_shows_no_difference(chance: numpy.rando
     assert sum(mcnemar(lost, won) > 0.05 for _, lost, won in drawn) / len(drawn) >= 0.95
 
 
-@pytest.mark.parametrize("seconds", [0.5, 0.9, 0.95, 1.3, 2.5])
+@pytest.mark.parametrize("seconds", few(0.5, 0.95, 2.5, slow=(0.9, 1.3)))
 def test_goodput_under_load(chance: numpy.random.Generator, seconds: float) -> None:
     eval = Load()
     draws, turns, each = 1000, eval.turns(), eval.repeats // eval.turns()
@@ -330,8 +331,7 @@ DRIFTS: dict[str, Callable[[Draw], Draw]] = {
 }
 
 
-@pytest.mark.parametrize("drift", DRIFTS)
-@pytest.mark.parametrize("process", [0.0, 0.01, 0.02])
+@pytest.mark.parametrize(("process", "drift"), crossed([0.0, 0.01, 0.02], [*DRIFTS]))
 def test_the_ratio_of_timings(chance: numpy.random.Generator, process: float, drift: str) -> None:
     """At a ratio of 1 this is an A/A comparison: it finds nothing in 93 of 100 or more, and neither
     model looks better more often.
@@ -343,8 +343,9 @@ def test_the_ratio_of_timings(chance: numpy.random.Generator, process: float, dr
         assert sum(estimate.value < ratio for estimate in found) / len(found) == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.parametrize("eval", [Throughput(), Encoding()])
-@pytest.mark.parametrize("process", [0.0, 0.01, 0.02])
+@pytest.mark.parametrize(
+    ("eval", "process"), crossed({"speed": Throughput(), "encoding": Encoding()}, [0.0, 0.01, 0.02])
+)
 def test_timings_of_one_model(chance: numpy.random.Generator, eval: TimedEval, process: float) -> None:
     found, _ = timed(chance, eval, process, DRIFTS["none"])
     assert coverage((Estimate(one.value, one.interval) for one in found), math.exp((process**2 + 0.01**2) / 2)) >= LEAST

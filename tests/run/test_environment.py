@@ -155,7 +155,13 @@ def test_another_process_sees_one_device(monkeypatch: pytest.MonkeyPatch, ours: 
 
 @pytest.mark.parametrize(
     "variables",
-    [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "64"}, {"OMP_NUM_THREADS": "1,2"}, {"MKL_NUM_THREADS": "1"}],
+    [
+        {},
+        {"OMP_NUM_THREADS": "1,2"},
+        pytest.param({"OMP_NUM_THREADS": "1"}, marks=pytest.mark.slow),
+        pytest.param({"OMP_NUM_THREADS": "64"}, marks=pytest.mark.slow),
+        pytest.param({"MKL_NUM_THREADS": "1"}, marks=pytest.mark.slow),
+    ],
 )
 def test_threads_are_known_before_torch_is_imported(variables):
     code = (

@@ -142,8 +142,8 @@ def test_a_head_gives_labels_and_no_embeddings(tiny_encoder: TinyEncoder) -> Non
             session.embed(tokens, mask)
 
 
-def test_more_tokens_than_positions(tiny_encoder: TinyEncoder) -> None:
-    for place in tiny_encoder("RobertaModel"):
+def test_more_tokens_than_positions(tiny_encoder: TinyEncoder, tiny_encoder_source: TinyModel) -> None:
+    for place in (tiny_encoder_source("RobertaModel"), tiny_encoder("BertModel")[1]):
         session: Any = open_session(place)
         tokens = torch.full((1, 65), 7)
         assert session.embed(tokens[:, :64], torch.ones(1, 64, dtype=torch.int64)).shape == (1, 32)

@@ -108,7 +108,7 @@ class TestDocuments:
             " Lower `samples` or `sequence_length`, or set `packing: joined`."
         )
 
-    def test_c4_gives_the_tokens_of_the_benchmark(self, smol_tokenizer, shared_data):
+    def test_c4_gives_the_tokens_of_the_benchmark(self, shared_data, smol_tokenizer):
         windows = Calibration(dataset="c4", samples=64, sequence_length=512).tokens(smol_tokenizer, shared_data)
         tokenizer = load_tokenizer(smol_tokenizer)
         lines = (shared_data / "c4_sample" / "c4_rp1.jsonl").read_text(encoding="utf-8").splitlines()

@@ -24,7 +24,7 @@ from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
-from tests.support.crossed import crossed
+from tests.support.crossed import crossed, few
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -61,10 +61,7 @@ def uneven(source: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["llama", "gemma", "mixtral", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen2_moe"))],
-)
+@pytest.mark.parametrize("kind", few("llama", "gemma", "mixtral", slow=("qwen2", "qwen2_moe")))
 def test_outputs_stay_nearer_than_with_the_same_rounding_alone(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str
 ) -> None:
@@ -80,9 +77,9 @@ def test_outputs_stay_nearer_than_with_the_same_rounding_alone(
 def test_format_awq_is_written_as_predicted_and_opened(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration
 ) -> None:
-    source, stage = tiny_model("llama"), Awq(format="awq", group_size=32, calibration=text)
+    source, stage = tiny_model("llama"), Awq(format="awq", group_size=32, grid_points=3, calibration=text)
     run(source, tmp_path / "awq", stage)
-    run(source, tmp_path / "packed", Awq(group_size=32, calibration=text))
+    run(source, tmp_path / "packed", Awq(group_size=32, grid_points=3, calibration=text))
     left, other = Checkpoint(tmp_path / "awq"), Checkpoint(tmp_path / "packed")
     predicted = stage.predict(Checkpoint(source).shape, "cpu")[1]
     assert left.tensors == dict(predicted.tensors)
@@ -111,7 +108,7 @@ def test_what_makes_an_input_and_the_routers_that_read_it_are_written_too(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration
 ) -> None:
     source = tiny_model("mixtral")
-    stage = Awq(symmetric=True, group_size=32, calibration=text)
+    stage = Awq(symmetric=True, group_size=32, grid_points=3, calibration=text)
     run(source, tmp_path / "awq", stage)
     before, after = Checkpoint(source), Checkpoint(tmp_path / "awq")
     assert after.tensors == dict(stage.predict(before.shape, "cpu")[1].tensors)
@@ -123,7 +120,11 @@ def test_what_makes_an_input_and_the_routers_that_read_it_are_written_too(
 
 def test_layers_that_are_left_out_are_compensated(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     source = uneven(tiny_model("qwen2"), tmp_path / "source")
-    run(source, tmp_path / "awq", Awq(group_size=32, bits=8, exclude=("*.v_proj", "*.gate_proj"), calibration=text))
+    run(
+        source,
+        tmp_path / "awq",
+        Awq(group_size=32, grid_points=3, bits=8, exclude=("*.v_proj", "*.gate_proj"), calibration=text),
+    )
     after = Checkpoint(tmp_path / "awq")
     for leaf in ("self_attn.v_proj.weight", "self_attn.v_proj.bias", "mlp.gate_proj.weight"):
         assert not torch.equal(Checkpoint(source).read(f"model.layers.0.{leaf}"), after.read(f"model.layers.0.{leaf}"))
@@ -167,7 +168,7 @@ def test_rounding_after_the_scales_is_better_than_alone(
 
 def test_overrides_and_lm_head(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     overrides: dict[str, Any] = {"*.down_proj": {"bits": 8}, "*.0.mlp.up_proj": {"method": "rtn"}, "*.k_proj": "keep"}
-    stage = Awq(group_size=32, lm_head=True, overrides=overrides, calibration=text)
+    stage = Awq(group_size=32, grid_points=3, lm_head=True, overrides=overrides, calibration=text)
     source = tiny_model("qwen2")
     report = run(source, tmp_path / "awq", stage)
     after = Checkpoint(tmp_path / "awq")
@@ -185,7 +186,7 @@ def test_experts_that_saw_few_tokens_are_said(tiny_model: TinyModel, tmp_path: P
     report = run(
         tiny_model("mixtral"),
         tmp_path / "awq",
-        Awq(symmetric=True, group_size=32, calibration=few),
+        Awq(symmetric=True, group_size=32, grid_points=3, calibration=few),
         Context(progress=warnings),
     )
     seldom = report.details["rounded_without_inputs"]

@@ -22,3 +22,8 @@ def crossed(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
         for i, (left, row) in enumerate(first)
         for j, (right, column) in enumerate(second)
     ]
+
+
+def few(*always: Any, slow: Iterable[Any]) -> list[Any]:
+    """Return values for `parametrize`, some of which run with --slow."""
+    return [*always, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]

@@ -141,7 +141,7 @@ def test_an_artifact_has_its_numbers_before_the_timings_are_taken(desk: Desk, mo
     assert {gate.key for row in card.rows for gate in row.gates} == {"size_bytes", "decode_tokens_per_s"}
 
 
-@pytest.mark.parametrize("stop", [0, 2])
+@pytest.mark.parametrize("stop", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_sweep_that_was_stopped_goes_on_and_gives_the_same_numbers(desk: Desk, stop: int) -> None:
     def stopping(order: Order) -> None:
         if order.name == NAMES[stop]:
