@@ -343,9 +343,7 @@ def test_the_ratio_of_timings(chance: numpy.random.Generator, process: float, dr
         assert sum(estimate.value < ratio for estimate in found) / len(found) == pytest.approx(0.5, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("eval", "process"), crossed({"speed": Throughput(), "encoding": Encoding()}, [0.0, 0.01, 0.02])
-)
+@pytest.mark.parametrize(("eval", "process"), crossed({"speed": Throughput(), "texts": Encoding()}, [0, 0.01, 0.02]))
 def test_timings_of_one_model(chance: numpy.random.Generator, eval: TimedEval, process: float) -> None:
     found, _ = timed(chance, eval, process, DRIFTS["none"])
     assert coverage((Estimate(one.value, one.interval) for one in found), math.exp((process**2 + 0.01**2) / 2)) >= LEAST
