@@ -19,6 +19,7 @@ from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales
 from optkit.algorithms.refinement import descend_codes_, refit_scales
 from optkit.algorithms.scale_search import search_scales
 from optkit.algorithms.stacked import by_row, diagonal_of, subtract_outer_, subtract_product_, symmetric_taken, taken
+from optkit.algorithms.tensor_cores import product
 from optkit.algorithms.threads import one_thread
 
 BLOCK = 128
@@ -101,7 +102,7 @@ def _rounded(
     each_zero = taken(zeros.mT, group_of_input)  # [in, out]
     codes = _round_in_turn(target.clone(), factor, _steps(scales, group_of_input, order, held), each_zero, grid)
     if options.refinements:
-        pull = damped @ weight.mT
+        pull = product(damped, weight.mT)
 
         def refit() -> Tensor:
             return grid.stored(refit_scales(pull, damped, taken(codes - each_zero, back), scales.mT).mT)
@@ -120,8 +121,8 @@ def _quantized(codes: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Quan
 def relative_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
     """Return the squared output error relative to the outputs, for weights float [out, in]."""
     difference = weight - quantized
-    size = (weight @ hessian).mul_(weight).sum().item()
-    return max(0.0, (difference @ hessian).mul_(difference).sum().item()) / size if size else 0.0
+    size = product(weight, hessian).mul_(weight).sum().item()
+    return max(0.0, product(difference, hessian).mul_(difference).sum().item()) / size if size else 0.0
 
 
 def rounding_order(hessian: Tensor, options: GptqOptions) -> Tensor:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optkit.algorithms.tensor_cores import LONGEST, bfloat16_parts
+
 BLOCK = {"cpu": 384, "cuda": 1024}
 """Columns computed at a time: the matrix is symmetric, so what lies above its diagonal blocks is
 left out and mirrored at the end.
-"""
-TOKENS = 4096
-"""Rows that tensor cores sum at once. They cut off what float32 has no place for, at each step: the
-diagonal of a sum over 16,384 rows was too small by 8e-5 of itself, and less in proportion for fewer.
 """
 
 
@@ -35,7 +33,7 @@ class Hessian:
         on_tensor_cores = rows.is_cuda and rows.dtype == torch.bfloat16
         factors = (exact_factors if on_tensor_cores else float_factors)(rows, self.equal_tokens)
         if on_tensor_cores:
-            factors = [each for pair in factors for each in zip(*(part.split(TOKENS) for part in pair), strict=True)]
+            factors = [each for pair in factors for each in zip(*(part.split(LONGEST) for part in pair), strict=True)]
         step = BLOCK[rows.device.type]
         for start in range(0, rows.shape[1], step):
             end = start + step
@@ -69,15 +67,6 @@ def exact_factors(rows: Tensor, equal_tokens: bool) -> list[tuple[Tensor, Tensor
         return [(rows, rows)]
     given = rows.float()
     return [(rows, part) for part in bfloat16_parts(given / _mean_square(given), 2)]
-
-
-def bfloat16_parts(tensor: Tensor, count: int) -> list[Tensor]:
-    """Return bfloat16 tensors whose sum is float32 [...] to 8 bits for each; three are exact."""
-    parts: list[Tensor] = []
-    for _ in range(count):
-        parts.append(tensor.to(torch.bfloat16))
-        tensor = tensor - parts[-1]
-    return parts
 
 
 def _mean_square(rows: Tensor) -> Tensor:

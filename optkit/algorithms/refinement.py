@@ -14,8 +14,8 @@ from torch import Tensor
 
 from optkit.algorithms import column_kernels
 from optkit.algorithms.grid import Grid
-from optkit.algorithms.hessian import bfloat16_parts
 from optkit.algorithms.stacked import by_row, diagonal_of, subtract_outer_, subtract_product_
+from optkit.algorithms.tensor_cores import bfloat16_parts, product
 from optkit.algorithms.threads import one_thread
 
 BLOCK = 128
@@ -41,8 +41,9 @@ def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -
     layers, groups = scales[..., 0, 0].numel(), scales.shape[-2]
     rows = max(1, EQUATIONS // groups**2 // layers)
     parts = zip(pull.split(rows, -1), steps.split(rows, -1), scales.split(rows, -1), strict=True)
-    product = (_exact_product if hessian.is_cuda else _product)(hessian, groups)
-    return torch.cat([_refit_scales(part, product, step, scale) for part, step, scale in parts], dim=-1)
+    on_tensor_cores = hessian.is_cuda and hessian.dtype == torch.float32
+    times = (_exact_product if on_tensor_cores else _product)(hessian, groups)
+    return torch.cat([_refit_scales(part, times, step, scale) for part, step, scale in parts], dim=-1)
 
 
 def _product(hessian: Tensor, groups: int) -> Product:
@@ -63,13 +64,13 @@ def _exact_product(hessian: Tensor, groups: int) -> Product:
     )
 
 
-def _refit_scales(pull: Tensor, product: Product, steps: Tensor, scales: Tensor) -> Tensor:
+def _refit_scales(pull: Tensor, times: Product, steps: Tensor, scales: Tensor) -> Tensor:
     groups, rows = scales.shape[-2:]
     width = steps.shape[-2] // groups
     normal = steps.new_empty(*scales.shape[:-2], rows, groups, groups)
     for group in range(groups):
         part = slice(group * width, (group + 1) * width)
-        pulled = product(group, steps[..., part, :]).mul_(steps)  # [in, out]
+        pulled = times(group, steps[..., part, :]).mul_(steps)  # [in, out]
         normal[..., group, :] = pulled.unflatten(-2, (groups, width)).sum(-2).mT
     wanted = (pull * steps).unflatten(-2, (groups, width)).sum(-2).mT  # [out, groups]
     ridge = RIDGE * normal.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) + torch.finfo(normal.dtype).tiny
@@ -87,7 +88,7 @@ def descend_codes_(codes: Tensor, target: Tensor, hessian: Tensor, scales: Tenso
     codes, target, scales, zeros: float [..., in, out] (scales and zeros repeated over their group);
     hessian: float [..., in, in]. arXiv:2309.01885, section 3. The order is that of the given tensors.
     """
-    gradient = hessian @ (target - (codes - zeros) * scales)
+    gradient = product(hessian, target - (codes - zeros) * scales)
     descend_block = column_kernels.descend_block if column_kernels.usable(codes) else _descend_block
     inputs = codes.shape[-2]
     for start in range(0, inputs, BLOCK):

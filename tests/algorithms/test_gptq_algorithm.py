@@ -12,6 +12,7 @@ from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
 from optkit.algorithms.hessian import Hessian, exact_factors, float_factors
 from optkit.algorithms.importance import compensated
 from optkit.algorithms.refinement import descend_codes_, refit_scales
+from optkit.algorithms.tensor_cores import product
 
 PLAIN = GptqOptions(activation_order=False, scale_search="minmax", refinements=0)
 
@@ -290,6 +291,14 @@ def test_products_with_steps_are_exact_on_tensor_cores(monkeypatch: pytest.Monke
         exact = hessian.double()[:, group * 32 : group * 32 + 32] @ part.double()
         torch.testing.assert_close(ours(group, part), exact, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(theirs(group, part).double(), exact, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.gpu
+def test_a_product_on_tensor_cores() -> None:
+    left, right = torch.randn(300, 9000, device="cuda"), torch.randn(9000, 40, device="cuda")
+    exact = left.double() @ right.double()
+    assert (product(left, right).double() - exact).norm() < 3e-5 * exact.norm()
+    assert torch.equal(product(left.double(), right.double()), exact)
 
 
 @pytest.mark.gpu
