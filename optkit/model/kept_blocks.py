@@ -180,9 +180,10 @@ def _beside_computing(hidden: Tensor | None) -> AbstractContextManager[Any]:
 def _write_states(path: Path, hidden: Tensor) -> None:
     import torch
 
+    passed = torch.empty(hidden.shape[1:], dtype=hidden.dtype, pin_memory=hidden.is_cuda)
     with path.open("wb") as file:
         for sequence in hidden:
-            file.write(sequence.cpu().contiguous().view(torch.uint8).numpy())
+            file.write(passed.copy_(sequence).view(torch.uint8).numpy().data)
 
 
 def _read_states(path: Path, hidden: Tensor) -> None:
