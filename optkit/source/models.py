@@ -282,8 +282,12 @@ def find_model(source: ModelSource) -> Path | HubRepo:
     if is_content:
         why = f"{gone}, and its revision {source.revision} is that of one"
         raise SourceError("no such model", where=source.name, why=why, remedy="Put it back there")
-    why = f"{gone}, it is not a built-in name and not of the form org/name"
-    raise SourceError("no such model", where=source.name, why=why, remedy=_nearest(path))
+    raise SourceError(
+        "no such model",
+        where=source.name,
+        why=f"{gone}, it is not a built-in name and not of the form org/name",
+        remedy=_nearest(path),
+    )
 
 
 def _nearest(path: Path) -> str:
