@@ -149,3 +149,14 @@ def test_effort_picks_fields_and_is_in_no_key(few: Calibration) -> None:
     assert Gptq(calibration=few, effort="balanced") == Gptq(calibration=few)
     with pytest.raises(ValidationError, match="effort"):
         Gptq(calibration=few, effort="most")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_a_gpu_learns_what_the_cpu_learns(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
+    losses = []
+    for device in ("cpu", "cuda"):
+        (tmp_path / device).mkdir()
+        stage = Gptq(bits=2, group_size=32, batch_size=2, calibration=few, learn="blocks", learning_steps=STEPS)
+        report = stage.run(tiny_model("llama"), tmp_path / device, Context(device=device))
+        losses.append([after for _, after in report.details["block_losses"].values()])
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
