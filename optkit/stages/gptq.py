@@ -41,7 +41,7 @@ FEW_TOKENS = 128
 inputs.
 """
 EFFORTS: Mapping[str, Mapping[str, Any]] = {"fast": {"refinements": 0}, "balanced": {}, "best": {"learn": "blocks"}}
-LEARNING_STEPS = 200
+LEARNING_STEPS = 120
 LEARNING_BYTES = 34
 """Of a weight of a block that learns: in float32 the weight itself, what it was, its rounded form,
 two gradients, two moments of AdamW, and what the gradient of its scale needs.
@@ -104,20 +104,21 @@ class Gptq(GptqFields, Backed):
     with the same tokens.
     """
     effort: Literal["fast", "balanced", "best"] = Field(default="balanced", exclude=True)
-    """Picks fields that are not written. `fast`: `refinements: 0`. `best`: `learn: blocks`.
-    """
+    """Picks fields that are not written. `fast`: `refinements: 0`. `best`: `learn: blocks`."""
     learn: Literal["blocks"] | None = Field(default=None, exclude_if=lambda value: value is None)
-    """`blocks`: train the codes and scales, block by block, until each returns what the unmodified
-    model has there.
-    """
-    learning_steps: Amount = Field(default=LEARNING_STEPS, exclude_if=lambda value: value == LEARNING_STEPS)
-    """Steps for each block, each on `batch_size` sequences."""
+    """`blocks`: train the codes and scales of each block to return what the unmodified model's does."""
+    learning_steps: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Steps for each block, each on `batch_size` sequences; 120 if blocks learn and nothing is said."""
 
     @model_validator(mode="after")
     def _picked(self) -> Self:
         # what is picked stands in the fields, and so in the key: the word itself is not kept
         picked = {name: each for name, each in EFFORTS[self.effort].items() if name not in self.model_fields_set}
         self.__dict__.update(picked, effort="balanced")
+        if self.learn and self.learning_steps is None:
+            self.__dict__["learning_steps"] = LEARNING_STEPS
+        if self.learning_steps is not None and not self.learn:
+            raise ValueError("learning_steps would not be read: take it out, or set learn: blocks")
         return self
 
     def layer_format(self, layer: Layer) -> PackedFormat:
@@ -175,7 +176,7 @@ class Gptq(GptqFields, Backed):
         from optkit.training.block_learning import BlockLearner
 
         job.details["block_losses"] = {}
-        return BlockLearner(job.skeleton, inputs, self.learning_steps, job.context.seed)
+        return BlockLearner(job.skeleton, inputs, self.learning_steps or 0, job.context.seed)
 
     def _learned(
         self,
@@ -186,9 +187,8 @@ class Gptq(GptqFields, Backed):
         quantized: Mapping[str, QuantizedWeight],
     ) -> dict[str, QuantizedWeight]:
         """Return the learned codes of a block; those of layers that were rounded to nearest stay."""
-        rounded = job.details["rounded_to_nearest"]
-        starts = {name: weight for name, weight in quantized.items() if name not in rounded}
-        starts = {name: weight for name, weight in starts.items() if not self._rounds_to_nearest(name)}
+        stay = {name for name in quantized if self._rounds_to_nearest(name)} | set(job.details["rounded_to_nearest"])
+        starts = {name: weight for name, weight in quantized.items() if name not in stay}
         grids = {name: packed_grid(job, name) for name in starts}
         held = [name for name in starts if held_zeros([learner.weights[name]], self.keep_zeros) is not None]
         learned, losses = learner.learn_(index, inputs, job.modules(index), starts, grids, held)

@@ -142,6 +142,12 @@ def test_keys_without_it_are_what_they_were(few: Calibration) -> None:
     assert not {"learn", "learning_steps"} & set(Gptq(calibration=few).model_dump())
 
 
+def test_steps_of_no_learning_are_refused(few: Calibration) -> None:
+    assert Gptq(calibration=few, learn="blocks").model_dump()["learning_steps"] == 120
+    with pytest.raises(ValidationError, match="learning_steps would not be read: take it out, or set learn: blocks"):
+        Gptq(calibration=few, learning_steps=4)
+
+
 def test_effort_picks_fields_and_is_in_no_key(few: Calibration) -> None:
     assert Gptq(calibration=few, effort="best") == Gptq(calibration=few, learn="blocks")
     assert Gptq(calibration=few, effort="fast").model_dump() == Gptq(calibration=few, refinements=0).model_dump()
