@@ -1,5 +1,6 @@
 """Routers stay in full precision: they are found by what they do, in the shapes of the files."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +8,25 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from optkit.errors import OptkitError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.fewer_experts import COUNTS
 from optkit.model.linear_layers import layers_of
 from optkit.model.routers import routers_of
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import layers_of_skeleton
 from optkit.model.weights import weights_of
+from optkit.source.calibration import Calibration
 from optkit.stage import Context
+from optkit.stages.fp8 import Fp8
+from optkit.stages.gptq import Gptq
+from optkit.stages.prune import Prune
 from optkit.stages.rtn import Rtn
 from optkit.stages.teaching.layers import linear_modules
 from optkit.training.student import open_student
+from tests.zoo.configs import kinds, tiny_config
+from tests.zoo.models import save_model
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": None}
@@ -110,3 +119,39 @@ def test_a_router_among_experts_counts_as_plain_weights() -> None:
         for each in weights_of(ModelShape(config=shape.config, tensors={**shape.tensors, **head}))
     }
     assert roles[4 * 32] == "plain"
+
+
+def mixtures() -> list[str]:
+    """Return the decoders of the zoo whose config counts experts."""
+    found = []
+    for kind, name in kinds().items():
+        with suppress(Exception):  # configs that cannot be made so small
+            told = tiny_config(kind).get_text_config(decoder=True).to_dict()
+            if name.endswith("ForCausalLM") and any(COUNTS.fullmatch(key) and told[key] for key in told):
+                found.append(kind)
+    return found
+
+
+@pytest.mark.slow
+def test_routers_of_every_mixture_keep_their_bytes(tmp_path: Path) -> None:
+    text = Calibration(dataset="python-reference", samples=2, sequence_length=64)
+    stages = [Rtn(group_size=8), Gptq(group_size=8, calibration=text), Fp8(), Prune(method="wanda", calibration=text)]
+    compared = 0
+    for kind in mixtures():
+        try:
+            source = save_model(kind, tmp_path / kind)
+        except Exception:  # transformers cannot build it so small
+            continue
+        whole = Checkpoint(source)
+        for stage in stages:
+            (target := tmp_path / f"{kind}-{stage.kind}").mkdir()
+            try:
+                stage.predict(whole.shape, "cpu")
+                stage.run(source, target, Context())
+            except OptkitError:  # that architecture and stage are refused, which the zoo looks at
+                continue
+            for name in routers_of(whole.shape):
+                router = f"{name}.weight"
+                assert torch.equal(Checkpoint(target).read(router), whole.read(router)), (kind, stage.kind, router)
+                compared += 1
+    assert compared > 100

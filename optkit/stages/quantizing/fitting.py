@@ -92,7 +92,8 @@ def _refuse_unread_experts(selection: Selection, formats: Mapping[str, LayerForm
         or [name for name in selection.skipped if whole and EXPERTS in name],
         "belong to experts",
         where=stage,
-        why="transformers does not find experts beside or among layers of 8-bit integers, and leaves them random",
+        why="vLLM opens them, and transformers finds no experts beside or among layers of 8-bit integers: it leaves "
+        "them random",
         remedy="Take fp8, or rtn with bits: 8",
     )
     packed = any(form.method == COMPRESSED_TENSORS and not hasattr(form, "number") for form in formats.values())
