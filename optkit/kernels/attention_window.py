@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from optkit.errors import StageError, first_line
+from optkit.model.attention import refuse_own_windows
 
 
 def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
@@ -24,16 +25,7 @@ def see_window_(model: Any, window: int, sinks: int, where: str) -> None:
     kind = model.config._attn_implementation
     if kind not in ("sdpa", "eager"):
         raise StageError(f"{kind} takes no mask of a window", where=where, remedy="Use sdpa or eager attention")
-    config = model.config.get_text_config(decoder=True)
-    own = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if own or others:
-        windows = own or any("attention" in kind and "linear" not in kind for kind in others)
-        raise StageError(
-            f"the model's layers {'have windows of their own' if windows else 'are not all of attention'}",
-            where=where,
-            remedy="Take window out of the recipe",
-        )
+    refuse_own_windows(model.config.get_text_config(decoder=True).to_dict(), where)
     whole = model.forward
     _refuse_without_masks(model, kind, where)
 

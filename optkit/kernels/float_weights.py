@@ -72,9 +72,10 @@ class TiledLayer(StoredLayer):
         outputs, inputs = codes.shape
         if scales is None:
             raise SourceError(f"there is no {' or '.join(self.leaves[1:])}", where=self.where)
-        grid = scales.shape if scales.dim() == 2 else (scales.numel(), 1)
-        rows, columns = {1: (outputs, inputs), outputs: (1, inputs)}.get(scales.numel(), self._tile(grid, codes.shape))
-        if tuple(grid) != (-(-outputs // rows), -(-inputs // columns)):
+        grid = (scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (scales.numel(), 1)
+        tiles = {(1, 1): (outputs, inputs), (outputs, 1): (1, inputs)}  # as many tiles as outputs are none of these
+        rows, columns = tiles.get(grid, self._tile(grid, codes.shape))
+        if grid != (-(-outputs // rows), -(-inputs // columns)):
             raise SourceError(
                 f"scales {list(scales.shape)} are not those of tiles of {rows} x {columns} of a weight "
                 f"[{outputs}, {inputs}]",

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from optkit.errors import StageError
 from optkit.model.shape import WIDTHS
+from optkit.model.state_kernels import keeps_states
 from optkit.model.text_config import first_number, text_config
 
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
@@ -57,6 +59,21 @@ def attention_of(config: Mapping[str, Any], blocks: int) -> tuple[tuple[Attentio
     layers = tuple(_layer(text, heads, width, kind) for kind in kinds[:blocks] if kind in ATTENDING)
     others = sorted({kind for kind in kinds[:blocks] if kind not in ATTENDING})
     return layers, tuple(f"the states of layers of the kind {kind} are not counted" for kind in others)
+
+
+def forgetting_layers(config: Mapping[str, Any]) -> str:
+    """Return what is said of layers if some keep less of a text than all of its keys and values; else nothing."""
+    text = text_config(config)
+    others = {*(text.get("layer_types") or text.get("layers_block_type") or ())} - {"full_attention", "attention"}
+    if _window(text) or any("attention" in kind and "linear" not in kind for kind in others):
+        return "have windows of their own"
+    return "are not all of attention" if others or keeps_states(config) else ""
+
+
+def refuse_own_windows(config: Mapping[str, Any], where: str) -> None:
+    """Raise StageError for a model that a window of tokens does not fit."""
+    if why := forgetting_layers(config):
+        raise StageError(f"the model's layers {why}", where=where, remedy="Take window out of the recipe")
 
 
 def _layer(text: Mapping[str, Any], heads: int, width: int, kind: str) -> AttentionLayer:

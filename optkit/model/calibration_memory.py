@@ -1,23 +1,83 @@
-"""What running a calibration text through the decoder blocks, one at a time, takes. No torch."""
+"""What a stage takes in memory that goes through a model block by block, by shapes alone. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
+from optkit.model.cost import Cost
 from optkit.model.expected_tensors import FLOATS
-from optkit.model.linear_layers import Layer
+from optkit.model.linear_layers import Layer, by_block, stacks
+from optkit.model.output_layer import HEAD
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
+from optkit.model.writer import SHARD_BYTES
+
+Text: TypeAlias = tuple[int, int]
+"""Windows, and tokens of each."""
 
 
-def calibration_bytes(
-    shape: ModelShape, layers: Mapping[str, Layer], tokens: int, batch: tuple[int, int]
-) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Work:
+    """Bytes that a stage takes on the device that computes, beside what waits to be written."""
+
+    block: int
+    """Most of them while it works on a block or a layer."""
+    entering: int = 0
+    """In front of the first block."""
+
+    def cost(self, shape: ModelShape, left: ModelShape, device: str) -> Cost:
+        """Return what turning one model into another costs; what is outside of blocks is written first."""
+        waiting, outside = (min(SHARD_BYTES, size) for size in (left.size_bytes - left.block_bytes, left.outside_bytes))
+        inside, beyond = (
+            max((info.size_bytes for name, info in shape.tensors.items() if bool(shape.block(name)) is here), default=0)
+            for here in (True, False)
+        )
+        entering, block, gpu = self.entering, self.block, 0
+        if device.startswith("cuda"):
+            entering, block, gpu = 0, 0, max(self.entering, self.block)
+        needed = max(outside + max(entering, beyond), waiting + max(block, inside), min(SHARD_BYTES, left.size_bytes))
+        return Cost(disk_bytes=left.size_bytes, ram_bytes=needed, gpu_bytes=gpu)
+
+
+def calibrated_work(
+    shape: ModelShape,
+    layers: Mapping[str, Layer],
+    text: Text,
+    batch: int,
+    sums: int,
+    work: int,
+) -> Work:
+    """Return what it takes to run a text through the blocks. `batch`: sequences at once; `sums`: bytes
+    kept of the inputs of a block's layers; `work`: of changing its layers, one after another.
+
+    Raises StageError as `refuse_unreached` does.
+    """
+    hidden, running = calibration_bytes(shape, layers, text, batch)
+    head = shape.tensors.get(f"{HEAD}.weight")
+    outside = shape.outside_bytes - (head.size_bytes if head else 0)
+    return Work(hidden + shape.block_bytes + sums + max(running, work), hidden + outside)
+
+
+def hessian_bytes(shape: ModelShape, layers: Mapping[str, Layer]) -> int:
+    """Return the bytes of the Hessians of a block, in float32; layers with one input share one."""
+    blocks = by_block(shape, layers)
+    return max(sum(4 * layers[stack[0]].inputs ** 2 for stack in stacks(block)) for block in blocks)
+
+
+def code_bytes(shape: ModelShape, layers: Mapping[str, Layer]) -> int:
+    """Return the bytes of a block's codes before they are packed: one for a weight, and an eighth for scales."""
+    weights = (sum(layers[name].outputs * layers[name].inputs for name in block) for block in by_block(shape, layers))
+    return max(weights) * 9 // 8
+
+
+def calibration_bytes(shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int) -> tuple[int, int]:
     """Return the bytes of a text's hidden states, as in the file, and of a block's activations.
-    `batch`: sequences that run at once, tokens of each.
+    `batch`: sequences that run at once.
 
     Raises StageError as `refuse_unreached` does.
     """
@@ -25,11 +85,11 @@ def calibration_bytes(
     width = shape.width or min(layer.inputs for layer in layers.values())
     element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
     widest = max(layer.inputs for layer in layers.values())
-    sequences, length = batch
-    if frames := shape.config.get("max_source_positions"):  # an encoder that hears has as many, whatever it hears
-        tokens, length = tokens * max(frames, length) // length, max(frames, length)
+    samples, length = text
+    # an encoder that hears has as many, whatever it hears
+    length, sequences = max(length, shape.config.get("max_source_positions") or 0), min(batch, samples)
     running = 4 * sequences * length * (6 * width + 3 * widest) + eager_bytes(shape.config, sequences, length)
-    return tokens * width * element, running
+    return samples * length * width * element, running
 
 
 def refuse_unreached(shape: ModelShape, where: str) -> None:

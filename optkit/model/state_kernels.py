@@ -35,9 +35,19 @@ def silence_fallbacks_(config: Mapping[str, Any]) -> None:
         logging.getLogger(WARNS).setLevel(logging.ERROR)
 
 
+def keeps_states(config: Mapping[str, Any]) -> bool:
+    """Say whether layers of a model keep states of convolutions or recurrences, and not keys and values alone."""
+    return bool(re.search(r"\.update_(conv|recurrent)_state\(", _code(str(text_config(config).get("model_type")))))
+
+
 @cache
 def _packages(model_type: str) -> tuple[str, ...]:
+    call = r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*(?:package=)?"(\w+)"'
+    return tuple(sorted(set(re.findall(call, _code(model_type)))))
+
+
+@cache
+def _code(model_type: str) -> str:
+    """Return transformers' code of a model type; nothing if it has none."""
     folder = model_folder(model_type)
-    code = "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py"))) if folder else ""
-    found = re.findall(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*(?:package=)?"(\w+)"', code)
-    return tuple(sorted(set(found)))
+    return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py"))) if folder else ""

@@ -4,13 +4,15 @@ Or those of a window alone are kept.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from optkit.common.field_types import Amount, GroupSize, SequenceLength
 from optkit.errors import StageError
-from optkit.model.attention import head_sizes
+from optkit.model.attention import head_sizes, refuse_own_windows
+from optkit.model.shape import ModelShape
 from optkit.settings.speculative import Speculative
 from optkit.stage import Setting
 
@@ -79,6 +81,11 @@ class KvCache(Setting):
                 "has forgotten others for them"
             )
         return ""
+
+    def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
+        """Raise StageError for a window beside layers that forget by themselves."""
+        if self.window:
+            refuse_own_windows(shape.config, "kv_cache.window")
 
     def on_load(self, model: Any, device: str) -> Any:
         """Return the model; with a window its calls mask what lies outside. Raises StageError if

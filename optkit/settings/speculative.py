@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from optkit.common.field_types import Count
 from optkit.errors import StageError
+from optkit.model.attention import forgetting_layers
 from optkit.model.shape import ModelShape
 from optkit.source.models import ModelSource, model_shape, require_directory
 from optkit.source.places import pin_and_remember
@@ -65,10 +66,9 @@ class Speculative(Setting):
         """Raise StageError for a draft that does not fit or is not at hand.
         More layers than there are, and a cache that cannot forget, are refused too.
         """
-        others = sorted(set(shape.config.get("layer_types") or ()) - {"full_attention"})
-        if others:
+        if why := forgetting_layers(shape.config):
             raise StageError(
-                f"the model has layers of {', '.join(others)}",
+                f"the model's layers {why}",
                 where="speculative",
                 why="Tokens that were proposed in vain have to be taken out of the KV cache again, and such "
                 "a layer has overwritten others",

@@ -58,6 +58,11 @@ class Calibration(ImageText, ConditionedText):
         return f"experts: {who} watches no expert by itself" if unseen else ""
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Windows, and tokens of each."""
+        return self.samples, self.sequence_length
+
+    @property
     def limit(self) -> tuple[str, int]:
         """The field that limits the tokens of a prompt, and its number."""
         return "sequence_length", self.sequence_length

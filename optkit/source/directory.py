@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from optkit.common.frozen import digest
+from optkit.environment import cpu_threads
 from optkit.errors import SourceError
 from optkit.model.companions import files_beside, find_companions
 from optkit.model.config_file import check_against_tensors, read_config
@@ -110,8 +112,15 @@ def directory_revision(root: Path, weights: Iterable[Path], digests: FileDigests
     Hidden files, weights in other formats and what optkit itself leaves beside an artifact are not
     looked at.
     """
-    files = files_beside(root) | {path.relative_to(root).as_posix(): path for path in weights}
-    return PREFIX + digest({name: digests.of(path) for name, path in sorted(files.items())})
+    files = sorted((files_beside(root) | {path.relative_to(root).as_posix(): path for path in weights}).items())
+    found, pool = {}, ThreadPoolExecutor(cpu_threads())
+    try:
+        for (name, _), each in zip(files, pool.map(lambda file: digests.of(file[1]), files), strict=True):
+            found[name] = each
+            digests.save()  # of hundreds of gigabytes, what was read is not read again after a stop
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return PREFIX + digest(found)
 
 
 def left_out(directory: Path, trust_remote_code: bool) -> str:

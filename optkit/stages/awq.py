@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from optkit.common.out_of_resources import out_of_memory
+from optkit.model.calibration_memory import Work
 from optkit.model.linear_layers import Layer, Selection
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
@@ -171,6 +172,5 @@ class Awq(InputScaling, Backed):
             weight, *search_scales(weight, grid, importance if self.scale_search == "hessian" else None), grid
         )
 
-    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        needed = self.working_bytes(shape, layers, "nearest")
-        return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
+        return self.working_bytes(shape, layers, "nearest")

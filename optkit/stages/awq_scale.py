@@ -13,7 +13,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Layer, layers_of, select
 from optkit.model.shape import ModelShape
-from optkit.model.writer import SHARD_BYTES, copy_companions, write_blocks, write_config
+from optkit.model.writer import copy_companions, write_blocks, write_config
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.quantizing.fitting import refuse_uneven_groups
 from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling
@@ -96,12 +96,7 @@ class AwqScale(InputScaling, Transform):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""
-        needed = self.working_bytes(shape, self._layers(shape), self.rounding)
-        waiting = min(shape.size_bytes, SHARD_BYTES)
-        if device.startswith("cuda"):
-            ram = shape.block_bytes + shape.outside_bytes + waiting
-            return Cost(disk_bytes=shape.size_bytes, ram_bytes=ram, gpu_bytes=needed), shape
-        return Cost(disk_bytes=shape.size_bytes, ram_bytes=needed + waiting), shape
+        return self.working_bytes(shape, self._layers(shape), self.rounding).cost(shape, shape, device), shape
 
     def _layers(self, shape: ModelShape) -> Mapping[str, Layer]:
         layers = select(layers_of(shape), (), ("*",), (), STAGE).layers

@@ -88,9 +88,11 @@ class Dequantize(Transform):
         """Return the exact size, and the memory of one shard and of the largest weight."""
         dtype = self._dtype(shape)
         left = float_shape(shape, dtype, DTYPES[dtype])
-        largest = max(left.tensors[name].elements for name in packed_floats(shape)) * WORK_BYTES
+        packed = [(left.tensors[name], left.tensors[name].shape) for name in packed_floats(shape)]
+        joined = max((info.size_bytes for info, sizes in packed if len(sizes) == 3), default=0)
+        largest = max(info.elements // (sizes[0] if len(sizes) == 3 else 1) for info, sizes in packed) * WORK_BYTES
         on_gpu = device.startswith("cuda")
-        ram = min(left.size_bytes, SHARD_BYTES) + (largest // 3 if on_gpu else largest)
+        ram = min(left.size_bytes, SHARD_BYTES) + joined + (largest // 3 if on_gpu else largest)
         gpu = largest if on_gpu else 0
         return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=gpu, notes=self._notes(shape)), left
 

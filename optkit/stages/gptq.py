@@ -13,7 +13,7 @@ from optkit.common.frozen import Frozen
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.model.calibration_memory import calibration_bytes
+from optkit.model.calibration_memory import Work, calibrated_work, calibration_bytes, code_bytes, hessian_bytes
 from optkit.model.linear_layers import Layer, by_block
 from optkit.model.linear_layers import stacks as sharing_input
 from optkit.model.output_layer import HEAD
@@ -325,25 +325,26 @@ class Gptq(GptqFields, Backed):
         alike = grouped(layers, key).values()
         return [part for names in alike for part in parts_of({name: job.selection.layers[name] for name in names})]
 
-    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        tokens = self.calibration.samples * self.calibration.sequence_length
-        hidden, batch = calibration_bytes(shape, layers, tokens, (self.batch_size, self.calibration.sequence_length))
-        blocks = [
-            [[layers[name] for name in stack] for stack in sharing_input(block)] for block in by_block(shape, layers)
-        ]
-        hessians = max(sum(stack[0].inputs ** 2 * 4 for stack in block) for block in blocks)
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
+        names = [sharing_input(block) for block in by_block(shape, layers)]
+        blocks = [[[layers[name] for name in stack] for stack in block] for block in names]
         wide = "cuda" if device.startswith("cuda") or self.calibration.experts == "all" else "cpu"
-        work = max(work_bytes(stack, len(block), wide) for block in blocks for stack in block)
-        needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + max(batch, work)
-        if self.learn:
-            if shape.config.get("is_encoder_decoder"):
-                raise StageError(
-                    "blocks of encoder-decoders do not learn",
-                    where="gptq.learn",
-                    why="A decoder's targets would be those of another encoder",
-                    remedy="Leave out learn, or effort: best",
-                )
-            weights = max(sum(layer.outputs * layer.inputs for stack in block for layer in stack) for block in blocks)
-            learning = shape.block_bytes + LEARNING_BYTES * weights + LEARNING_BATCHES * batch
-            needed = hidden + max(needed, hidden + learning)
-        return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
+        work = code_bytes(shape, layers)
+        work += max(work_bytes(stack, len(block), wide) for block in blocks for stack in block)
+        if device.startswith("cuda"):
+            work += 4 * 3 * max(layer.inputs for layer in layers.values()) ** 2  # within torch's operations
+        text = self.calibration.size
+        found = calibrated_work(shape, layers, text, self.batch_size, hessian_bytes(shape, layers), work)
+        if not self.learn:
+            return found
+        if shape.config.get("is_encoder_decoder"):
+            raise StageError(
+                "blocks of encoder-decoders do not learn",
+                where="gptq.learn",
+                why="A decoder's targets would be those of another encoder",
+                remedy="Leave out learn, or effort: best",
+            )
+        hidden, batch = calibration_bytes(shape, layers, text, self.batch_size)
+        weights = max(sum(layer.outputs * layer.inputs for stack in block for layer in stack) for block in blocks)
+        learning = shape.block_bytes + LEARNING_BYTES * weights + LEARNING_BATCHES * batch
+        return replace(found, block=hidden + max(found.block, hidden + learning))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
+from optkit.model.calibration_memory import Work
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of
 from optkit.model.shape import DTYPE_BITS, ModelShape
@@ -121,13 +122,12 @@ class Mx(LayerQuantizer):
             search = search or exact is not None
             return {name: pack(quantize_nvfp4(weight, shared, search)) for name, weight in weights.items()}
 
-    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         modules: Counter[str] = Counter()
         for name, layer in layers.items():
             bits = DTYPE_BITS[shape.tensors[f"{name}.weight"].dtype]
             modules[_parent(name)] += layer.outputs * layer.inputs * (bits + 8) // 8
-        held = max(modules.values())
-        return (held, held + WORK_BYTES["cuda"]) if device.startswith("cuda") else (held + WORK_BYTES["cpu"], 0)
+        return Work(max(modules.values()) + WORK_BYTES[device.partition(":")[0]])
 
 
 def _refuse_other_dtypes(shape: ModelShape, stage: str) -> None:

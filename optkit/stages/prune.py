@@ -20,7 +20,7 @@ from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.model.task import KNOWN_TASKS, Task
-from optkit.model.writer import SHARD_BYTES, copy_companions, write_blocks, write_config
+from optkit.model.writer import copy_companions, write_blocks, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.pruning.fitting import LEVELS, engines_note, pruning_memory, refuse_unfit
@@ -228,15 +228,14 @@ class Prune(Transform):
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""
         selection = self._select(layers_of(shape), outside_of(shape))
-        tokens = self.calibration.samples * self.calibration.sequence_length if self.calibration else 0
-        length = self.calibration.sequence_length if self.calibration else 0
-        ram, gpu = pruning_memory(shape, selection.layers, self.method, tokens, (self.batch_size, length), device)
-        if self.calibration and self.sensitivity_samples:
-            seen = min(self.sensitivity_samples, self.calibration.samples) * length
-            more = sensitivity_memory(shape, selection.layers, seen, LEVELS, device)
-            ram, gpu = max(ram, more[0]), max(gpu, more[1])
-        ram += min(shape.size_bytes, SHARD_BYTES)
-        return Cost(disk_bytes=shape.size_bytes, ram_bytes=ram, gpu_bytes=gpu), shape
+        text = self.calibration.size if self.calibration else None
+        cost = pruning_memory(shape, selection.layers, self.method, text, self.batch_size).cost(shape, shape, device)
+        if text and self.sensitivity_samples:
+            seen = min(self.sensitivity_samples, text[0]) * text[1]
+            ram, gpu = sensitivity_memory(shape, selection.layers, seen, LEVELS, device)
+            more = {"ram_bytes": max(cost.ram_bytes, ram), "gpu_bytes": max(cost.gpu_bytes, gpu)}
+            cost = cost.model_copy(update=more)
+        return cost, shape
 
     def _select(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
         selection = select(layers, tuple(outside), self.include, self.exclude, KIND)

@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from optkit.common.field_types import LearningRate
 from optkit.common.frozen import Frozen, digest
+from optkit.model.calibration_memory import Work
 from optkit.model.linear_layers import Layer, layers_of
 from optkit.model.memory import return_freed_memory
 from optkit.model.output_layer import outside_of
@@ -287,7 +288,7 @@ class Qat(GptqFields, WeightQuantizer):
         }
         return cost.model_copy(update=needed), left
 
-    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         return (self.gptq if self.start == "gptq" else self.rtn).working_memory(shape, layers, device)
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from optkit.common.out_of_resources import out_of_memory
+from optkit.model.calibration_memory import Work, code_bytes
 from optkit.model.linear_layers import Layer
 from optkit.model.output_layer import HEAD
-from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
 from optkit.stages.quantizing.backend_field import OWN, Backed
 from optkit.stages.quantizing.integers import packed_grid
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
     from optkit.algorithms.grid import QuantizedWeight
 
-FLOAT_COPIES = 4
-"""Float32 copies of a layer's weights that rounding holds at once."""
+WORK_BYTES = 10
+"""What rounding holds for each weight of a layer, as floats and codes."""
 
 
 class Rtn(Backed):
@@ -71,7 +72,6 @@ class Rtn(Backed):
         scales, zeros = minmax_scales(weight, grid) if self.scale_search == "minmax" else search_scales(weight, grid)
         return round_to_nearest(weight, scales, zeros, grid)
 
-    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         largest = max(layer.outputs * layer.inputs for layer in layers.values())
-        work = FLOAT_COPIES * largest * DTYPE_BITS["F32"] // 8
-        return (largest * 4, work) if device.startswith("cuda") else (work, 0)
+        return Work(code_bytes(shape, layers) + WORK_BYTES * largest)

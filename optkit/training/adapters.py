@@ -68,11 +68,7 @@ class AdapterForm:
 def targets(names: Mapping[str, Any], model: nn.Module) -> list[str]:
     """Return the last names of layers if these mean no others of the model's, else full names."""
     last = {name.rpartition(".")[2] for name in names}
-    meant = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and name.rpartition(".")[2] in last
-    }
+    meant = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last}
     return sorted(last) if meant == set(names) else sorted(names)
 
 

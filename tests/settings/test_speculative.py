@@ -138,7 +138,7 @@ def test_what_a_prompt_proposes(known: list[list[int]], longest: int, count: int
 
 def test_windows_and_linear_attention_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     message = (
-        r"^speculative: the model has layers of sliding_attention\. .*taken out of the KV cache "
+        r"^speculative: the model.s layers have windows of their own\. .*taken out of the KV cache "
         r"again.*Take it out for this"
     )
     recipe = load_recipe({"model": str(tiny_model("gemma3")), "stages": [{"speculative": {"prompt_lookup": 3}}]})

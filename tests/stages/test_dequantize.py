@@ -59,7 +59,7 @@ def test_all_that_is_known_without_torch_has_a_reader() -> None:
     assert WEIGHTS.keys() == LAYOUTS.keys() - {"dense"}
 
 
-@pytest.mark.parametrize("tile", [(32, 32), (16, 64)])
+@pytest.mark.parametrize("tile", [(32, 32), (16, 64), (16, 8)])
 def test_fp8_blocks_are_what_transformers_makes_of_them(tiny_model: TinyModel, tmp_path: Path, tile) -> None:
     from transformers import FineGrainedFP8Config
 

@@ -11,6 +11,7 @@ import torch
 from optkit.model.checkpoint import Checkpoint
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
+from optkit.stages.auto_bits import AutoBits
 from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
 from optkit.stages.fp8 import Fp8
@@ -19,11 +20,12 @@ from optkit.stages.kv_scales import KvScales
 from optkit.stages.prune import Prune
 from optkit.stages.prune_structured import PruneStructured
 from optkit.stages.quantizing.input_ranges import InputRange
+from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import SmoothQuant
 from tests.support.live_memory import LiveBytes
 from tests.support.tiny_models import CONFIGS, save_tiny_model
 
-WIDE = {"hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 2, "num_local_experts": 2}
+WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3, "num_local_experts": 4}
 FEW = {"samples": 8, "sequence_length": 64}
 
 
@@ -52,30 +54,42 @@ STAGES = {
     "smoothquant_fixed": SmoothQuant(batch_size=2, rounding="nearest", alpha=0.5),
     "fp8": Fp8(batch_size=2, rounding="gptq", calibration=Calibration(dataset="c4")),
     "learning": Gptq(batch_size=2, learn="blocks", learning_steps=2),
+    "fp8_nearest": Fp8(batch_size=2, activations="static", calibration=Calibration(dataset="c4")),
+    "fp8_dynamic": Fp8(),
+    "gptq": Gptq(batch_size=2, group_size=32),
+    "rtn": Rtn(group_size=32),
+    "sparsegpt": Prune(sparsity=0.5, method="sparsegpt", batch_size=2),
+    "wanda": Prune(sparsity=0.5, method="wanda", batch_size=2),
+    "auto_bits": AutoBits(average_bits=4.5, sensitivity_samples=4, held_out_samples=4),
 }
+SLOW = ("awq", "awq_scale", "smoothquant", "smoothquant_nearest", "smoothquant_fixed", "fp8_nearest", "fp8_dynamic")
+SLOW += ("sparsegpt", "auto_bits")
 
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
-        ("llama", "awq_scale"),
-        pytest.param("llama", "smoothquant", marks=pytest.mark.slow),
-        ("llama", "smoothquant_nearest"),
         ("llama", "fp8"),
-        ("mixtral", "awq"),
+        ("llama", "gptq"),
+        ("mixtral", "rtn"),
+        ("mixtral", "wanda"),
+        *(pytest.param("llama", name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param("mixtral", name, marks=pytest.mark.slow) for name in ("gptq", "awq", "fp8", "sparsegpt")),
         ("llama", "learning"),
-        ("mixtral", "learning"),
+        pytest.param("mixtral", "learning", marks=pytest.mark.slow),
     ],
 )
 def test_a_stage_takes_what_it_said(
     wide_model: Callable[[str], Path], text: Calibration, tmp_path: Path, kind: str, stage: str
 ) -> None:
+    """Within a tenth of the bytes of all tensors that are alive at once; of learning no less."""
     source = wide_model(kind)
-    calibrated = STAGES[stage].model_copy(update={"calibration": text})
+    asked = STAGES[stage]
+    calibrated = asked.model_copy(update={"calibration": text}) if getattr(asked, "calibration", None) else asked
     with LiveBytes() as live:
         calibrated.run(source, tmp_path, Context())
     predicted = calibrated.predict(Checkpoint(source).shape, "cpu")[0].ram_bytes
-    assert live.peak <= predicted <= 1.8 * live.peak
+    assert 0.9 <= predicted / live.peak <= (1.8 if stage == "learning" else 1.1)
 
 
 def test_sampled_inputs_do_not_keep_the_others() -> None:

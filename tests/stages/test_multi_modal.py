@@ -171,7 +171,7 @@ def test_blocks_that_text_does_not_reach_are_not_calibrated(text: Calibration) -
     shape = ModelShape({**config, "text_config": nested}, {})
     stages = (Rotate(residual=False), KvScales(calibration=text), PruneStructured(remove_layers=1))
     planned = [(stage.kind, lambda stage=stage: stage.predict(shape, "cpu")) for stage in stages]
-    for where, fails in (*planned, ("calibration", lambda: calibration_bytes(shape, {}, 1, (1, 1)))):
+    for where, fails in (*planned, ("calibration", lambda: calibration_bytes(shape, {}, (1, 1), 1))):
         with pytest.raises(StageError) as raised:
             fails()
         assert str(raised.value) == (

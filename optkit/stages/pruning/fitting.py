@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.errors import StageError
-from optkit.model.calibration_memory import calibration_bytes
-from optkit.model.linear_layers import Layer, by_block, stacks
+from optkit.model.calibration_memory import Text, Work, calibrated_work, hessian_bytes
+from optkit.model.linear_layers import Layer
 from optkit.model.shape import ModelShape
 
 LEVELS = 9
@@ -72,22 +72,13 @@ def engines_note(pattern: Pattern | None, sparsity: float, layers: int) -> str:
     )
 
 
-def pruning_memory(
-    shape: ModelShape, layers: Mapping[str, Layer], method: str, tokens: int, batch: tuple[int, int], device: str
-) -> tuple[int, int]:
-    """Return the bytes of RAM and of GPU memory that pruning works with.
-    `batch`: sequences of its calibration at once, tokens of each.
-    """
-    largest_block = max(shape.block_bytes, shape.outside_bytes)
-    largest = max(layer.outputs * layer.inputs for layer in layers.values())
-    if method == "magnitude":
-        needed = largest_block + FLOAT_BYTES * 7 * largest
-    else:
-        hidden, running = calibration_bytes(shape, layers, tokens, batch)
-        work, sums = FLOAT_BYTES * 7 * largest, 0
-        if method == "sparsegpt":
-            blocks = [[layers[stack[0]].inputs for stack in stacks(block)] for block in by_block(shape, layers)]
-            sums = max(sum(inputs**2 for inputs in block) for block in blocks) * FLOAT_BYTES
-            work += 4 * FLOAT_BYTES * max(layer.inputs for layer in layers.values()) ** 2
-        needed = hidden + largest_block + sums + max(running, work)
-    return (largest_block, needed) if device.startswith("cuda") else (needed, 0)
+def pruning_memory(shape: ModelShape, layers: Mapping[str, Layer], method: str, text: Text | None, batch: int) -> Work:
+    """Return what pruning works with. `batch`: sequences of its calibration at once."""
+    copies, sums = 7 if method == "sparsegpt" else 5, 0
+    work = FLOAT_BYTES * copies * max(layer.outputs * layer.inputs for layer in layers.values())
+    if method == "magnitude" or text is None:
+        return Work(shape.block_bytes + max(work, shape.block_bytes))
+    if method == "sparsegpt":
+        sums = hessian_bytes(shape, layers)
+        work += 4 * FLOAT_BYTES * max(layer.inputs for layer in layers.values()) ** 2
+    return calibrated_work(shape, layers, text, batch, sums, max(work, shape.block_bytes))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from optkit.common.out_of_resources import out_of_memory
+from optkit.model.calibration_memory import Work
 from optkit.model.linear_layers import Layer, Selection
 from optkit.model.shape import ModelShape
 from optkit.model.task import WEIGHTS_ALONE, Task
@@ -67,6 +68,5 @@ class BitsAndBytesQuantizer(LayerQuantizer):
                 layers[name] = self.quantized_tensors(name, weight)
         return layers
 
-    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        largest = self.bytes_a_weight * max(layer.outputs * layer.inputs for layer in layers.values())
-        return (largest, largest) if device.startswith("cuda") else (largest, 0)
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
+        return Work(self.bytes_a_weight * max(layer.outputs * layer.inputs for layer in layers.values()))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 from optkit.common.field_types import BatchSize
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.model.calibration_memory import calibration_bytes
-from optkit.model.linear_layers import Layer, Selection, by_block, stacks
+from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes
+from optkit.model.linear_layers import Layer, Selection, by_block
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.eight_bit import BLOCK, Activations, EightBitFormat, Number, Scales
@@ -32,9 +32,9 @@ Preparation: TypeAlias = "Callable[[int, Mapping[str, InputRange]], dict[str, Te
 """Changes a loaded block before it is rounded, and the ranges of its layers with it: index of the
 block, layer -> range of its inputs; returns the tensors of the checkpoint that have another value
 now and are not rounded."""
-FLOAT_COPIES = 5
+FLOAT_COPIES = {"cpu": 3, "cuda": 4}
 """Float32 copies of a layer's weights that rounding holds at once."""
-HESSIAN_COPIES = 6
+HESSIAN_COPIES = 5
 """Matrices of the size of its Hessian that GPTQ holds for a layer."""
 
 
@@ -229,23 +229,20 @@ class EightBitQuantizer(LayerQuantizer):
 
         return FLOAT8 if self.number == "float" else INT8
 
-    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         largest = max(layer.outputs * layer.inputs for layer in layers.values())
-        work = FLOAT_COPIES * largest * DTYPE_BITS["F32"] // 8
+        work = code_bytes(shape, layers) + FLOAT_COPIES[device.partition(":")[0]] * largest * DTYPE_BITS["F32"] // 8
         if self.calibration is None:
-            return (largest * 4, work) if device.startswith("cuda") else (work, 0)
-        widest = max(layer.inputs for layer in layers.values())
-        tokens = self.calibration.samples * self.calibration.sequence_length
-        hidden, batch = calibration_bytes(shape, layers, tokens, (self.batch_size, self.calibration.sequence_length))
-        blocks = by_block(shape, layers)
-        compensating = hessians = 0
+            return Work(work)
+        compensating = hessians = matrix = 0
         if self.rounding == "gptq":
-            compensating = HESSIAN_COPIES * 4 * widest**2
-            hessians = max(sum(4 * layers[stack[0]].inputs ** 2 for stack in stacks(block)) for block in blocks)
-        kept, prepared = self.preparation_bytes(blocks, layers, compensating)
-        work = max(batch, work + compensating, prepared)
-        needed = hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + kept + work
-        return (shape.block_bytes + shape.outside_bytes, needed) if device.startswith("cuda") else (needed, 0)
+            matrix = 4 * max(layer.inputs for layer in layers.values()) ** 2
+            compensating = HESSIAN_COPIES * matrix
+            hessians = hessian_bytes(shape, layers)
+        kept, prepared = self.preparation_bytes(by_block(shape, layers), layers, compensating + matrix)
+        return calibrated_work(
+            shape, layers, self.calibration.size, self.batch_size, hessians + kept, max(work + compensating, prepared)
+        )
 
     def preparation_bytes(
         self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int

@@ -14,8 +14,8 @@ from optkit.common.field_types import BatchSize
 from optkit.common.frozen import Frozen
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
-from optkit.model.calibration_memory import calibration_bytes
-from optkit.model.linear_layers import Layer, by_block, scaled_together, stacks
+from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes
+from optkit.model.linear_layers import Layer, by_block, scaled_together
 from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
 
@@ -31,10 +31,14 @@ if TYPE_CHECKING:
 
 FEW_TOKENS = 128
 """The inputs of a layer (an expert) that saw fewer tokens have no say in its scales."""
-HESSIAN_COPIES = {"nearest": 3, "gptq": 7}
-"""Matrices of the size of a Hessian that trying the scales of one input takes, by how candidates
-are rounded.
-"""
+MEAN_COPIES = 3
+"""Matrices of the size of a Hessian that making its mean takes."""
+HESSIAN_COPIES = {"nearest": 0, "gptq": 6}
+"""The same of trying the scales of one input, by how candidates are rounded."""
+SAMPLE_BYTES = 4 * 4 * 256
+"""What trying them on some rows of a layer's weights takes for each of its inputs."""
+FLOAT_COPIES = 5
+"""Float32 copies of a layer's weights that rounding holds at once."""
 PROBE = (2, 32)
 """Sequences and tokens that show which layer feeds which."""
 
@@ -55,19 +59,19 @@ class InputScaling(Frozen):
     batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
 
-    def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding) -> int:
-        """Return the bytes that the work needs on the device that computes.
-        What waits to be written comes on top.
-        """
-        tokens = self.calibration.samples * self.calibration.sequence_length
+    def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding) -> Work:
+        """Return what the work needs; what waits to be written comes on top."""
         largest = max(layer.inputs for layer in layers.values())
-        hidden, batch = calibration_bytes(shape, layers, tokens, (self.batch_size, self.calibration.sequence_length))
-        blocks = by_block(shape, layers)
-        hessians = max(sum(4 * layers[names[0]].inputs ** 2 for names in stacks(block)) for block in blocks)
-        readers = max(_reader_bytes(group, layers) for block in blocks for group in scaled_together(block))
-        work = max(10 * layer.outputs * layer.inputs * 4 for layer in layers.values())
-        tried = 4 * HESSIAN_COPIES[rounding] * largest**2
-        return hidden + max(shape.block_bytes, shape.outside_bytes) + hessians + readers + max(batch, work, tried)
+        groups = (group for block in by_block(shape, layers) for group in scaled_together(block))
+        readers = max(_reader_bytes(group, layers) for group in groups)
+        weights = max(layer.outputs * layer.inputs for layer in layers.values())
+        work = max(
+            4 * MEAN_COPIES * largest**2,
+            readers + SAMPLE_BYTES * largest + 4 * HESSIAN_COPIES[rounding] * largest**2,
+            code_bytes(shape, layers) + 4 * FLOAT_COPIES * weights,
+        )
+        kept = hessian_bytes(shape, layers)
+        return calibrated_work(shape, layers, self.calibration.size, self.batch_size, kept, work)
 
 
 def _reader_bytes(group: Sequence[Sequence[str]], layers: Mapping[str, Layer]) -> int:

@@ -145,7 +145,9 @@ class WeightQuantizer(LayerQuantizer):
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         for quantized in self.quantized_weights(job):
-            yield BlockOutput(self._packed(job, quantized))
+            output = BlockOutput(self._packed(job, quantized))
+            del quantized  # unpacked codes are twice as large, and the next block has its own
+            yield output
 
     def quantized_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield the quantized layers of each block, in order."""

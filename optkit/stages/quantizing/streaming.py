@@ -16,12 +16,13 @@ from pydantic import Field, model_validator
 from optkit.common.field_types import AtLeastOne, Distinct, Name
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
+from optkit.model.calibration_memory import Work
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import HEAD, outside_of, tied_embedding, with_own_head
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.model.writer import CheckpointWriter, copy_companions, write_config
 from optkit.packed_tensors.base import LayerFormat, packable, quantization_config
 from optkit.progress import Task
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -181,10 +182,8 @@ class LayerQuantizer(Transform):
         raise NotImplementedError
 
     @abstractmethod
-    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> tuple[int, int]:
-        """Return the bytes of RAM and of GPU memory that the work needs.
-        What waits to be written comes on top.
-        """
+    def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
+        """Return what the work needs; what waits to be written comes on top."""
 
     def select_layers(self, layers: Mapping[str, Layer], outside: Mapping[str, Layer]) -> Selection:
         """Return which of a model's layers are quantized; `outside` are those outside its blocks.
@@ -278,8 +277,7 @@ class LayerQuantizer(Transform):
             }
         config = self.written_config(shape.config, selection, formats)
         left = ModelShape(config=config, tensors=tensors)
-        ram, gpu = self.working_memory(shape, selection.layers, device)
-        return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + min(left.size_bytes, SHARD_BYTES), gpu_bytes=gpu), left
+        return self.working_memory(shape, selection.layers, device).cost(shape, left, device), left
 
     def write_model_config(self, job: QuantizationJob, target: Path) -> None:
         """Write config.json.
