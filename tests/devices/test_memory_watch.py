@@ -22,6 +22,18 @@ def trace(count: int, name: str = "gptq", peak_at: int = 0) -> MemoryTrace:
     return MemoryTrace(name=name, seconds=tuple(float(at) for at in range(count)), resident_bytes=resident)
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that other tests keep are not there."""
+    children = psutil.Process.children
+    kept = {each.pid for each in psutil.Process().children(recursive=True)}
+
+    def others(self: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+        return [each for each in children(self, recursive=recursive) if each.pid not in kept]
+
+    monkeypatch.setattr(psutil.Process, "children", others)
+
+
 def test_phases_are_read_at_their_ends_and_in_order() -> None:
     with MemoryWatch("open") as watch:
         watch.begin("decode")
@@ -35,6 +47,7 @@ def test_phases_are_read_at_their_ends_and_in_order() -> None:
     assert first.allocated_bytes == ()
 
 
+@pytest.mark.usefixtures("alone")
 def test_only_the_process_that_is_timed_is_read_without_own() -> None:
     with MemoryWatch("open", own=False) as watch:
         watch.begin("throughput")
@@ -50,6 +63,7 @@ def test_only_the_process_that_is_timed_is_read_without_own() -> None:
     assert BLOCK < max(watch.traces[0].resident_bytes) < BLOCK + here.traces[0].resident_bytes[0]
 
 
+@pytest.mark.usefixtures("alone")
 def test_what_torch_allocated_on_a_gpu_is_read_once_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(is_initialized=lambda: False, memory_allocated=lambda device: {"cuda:1": 7}[device])
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
