@@ -119,6 +119,15 @@ def test_constraints_pin_everything_that_the_tests_use() -> None:
     assert wanted <= {canonical(name) for name in pinned}
 
 
+def test_gpus_get_the_onnx_runtime_of_cpus() -> None:
+    pinned, extras = dict(constraints()), PROJECT["optional-dependencies"]
+    for cpu, gpu in (("onnxruntime", "onnxruntime-gpu"), ("onnxruntime-genai", "onnxruntime-genai-cuda")):
+        assert pinned[gpu] == pinned[cpu]
+        assert [each.replace(f"{gpu}>", f"{cpu}>") for each in extras["onnx-gpu"] if each.startswith(f"{gpu}>")] == [
+            each for each in extras["onnx"] if each.startswith(f"{cpu}>")
+        ]
+
+
 def test_pre_commit_checks_with_the_same_versions() -> None:
     """ruff by its tag; what reads the installed packages runs in .venv, which constraints.txt fills."""
     repos = YAML(typ="safe").load(ROOT / ".pre-commit-config.yaml")["repos"]
