@@ -88,6 +88,7 @@ class KeptBlocks:
         try:
             for number, tensors in enumerate(produced, start=done):
                 ready = {name: own_copy(tensor) for name, tensor in tensors.items()}
+                self._settle()  # first, as what it could not write ends the keeping
                 if self._place and self._facts is not None:
                     self._keep(self._place, number, ready, self._facts)
                 yield ready
@@ -100,6 +101,8 @@ class KeptBlocks:
         path = self._place / f"{name}.json" if self._place else None
         found = object_if_any(path) if path else {}
         if path is None or found.get("about") != self._about:
+            if self._place and self._kept:  # blocks were made with numbers that are lost
+                self._drop(self._place, f"{name}.json was changed or lost")
             found = {"about": self._about, "measured": measure()}
             if path:
                 remember(path, json.dumps(found))
@@ -115,13 +118,16 @@ class KeptBlocks:
         if not changed and found["about"] == self._about:
             return found
         why = f"{changed[0]} was changed or cut off" if changed else "device or versions are others now"
+        self._drop(place, why)
+        return {}
+
+    def _drop(self, place: Path, why: str) -> None:
         self._progress.warn(f"{self._label}: {why}, so the blocks that were kept are dropped")
         shutil.rmtree(place, ignore_errors=True)
-        return {}
+        self._kept = {}
 
     def _keep(self, place: Path, number: int, tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Begin to write a block; the hidden states are read until `_settle`."""
-        self._settle()
         states = {} if self._inputs is None else {_states(number): self._inputs.hidden}
         known = self._kept.get("files", {})
         if self._inputs and self._inputs.encoded is not None and ENCODED not in known:
@@ -142,7 +148,9 @@ class KeptBlocks:
                     _write_states(place / name, hidden)
                 files.update({name: _seen(place / name) for name in (_block(number), *states)})
                 write_text_atomically(place / KEPT, json.dumps(self._kept))
-                (place / _states(number - 1)).unlink(missing_ok=True)
+                for path in place.glob("states-*"):  # of the block before, and those that a kill left
+                    if path.name not in files:
+                        path.unlink()
 
         self._writing = self._writer.submit(write)
 
@@ -152,7 +160,7 @@ class KeptBlocks:
         try:
             if writing:
                 writing.result()
-        except ResourceError as error:
+        except Exception as error:  # of the disk, safetensors or a GPU: the stage itself needs nothing of it
             self._progress.warn(f"{self._label}: finished blocks are no longer kept: {error}")
             self._facts = None
             shutil.rmtree(f"{self._place}", ignore_errors=True)

@@ -42,8 +42,8 @@ class FileDigests:
         """Write what was learnt, beside what other runs wrote meanwhile."""
         if not self._changed:
             return
+        self._changed = False  # before: threads may learn more meanwhile
         remember(self.file, json.dumps(_read(self.file) | self._known, indent=1))
-        self._changed = False
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast
 from pydantic import model_validator
 
 from optkit.common.field_types import Amount, AtLeastOne, Bits, Bytes, Count, Distinct, Name
+from optkit.common.frozen import digest
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
@@ -159,7 +160,8 @@ class AutoBits(Transform):
             choice: sum(row[item.choices.index(choice)] for item, row in zip(problem.items, costs, strict=True))
             for choice in problem.uniform()
         }
-        report = self._stage(mixed).run(source, target, _beside(context, "chosen"))
+        stage = self._stage(mixed)
+        report = stage.run(source, target, _beside(context, stage))
         details: dict[str, Any] = {
             "choices": {name: choice.form.label for name, choice in mixed.items()},
             "not_offered": problem.unfit(self.choices),
@@ -264,7 +266,8 @@ class AutoBits(Transform):
         context.progress.say(f"{KIND}: quantizing with {label} throughout, to compare")
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.name}.uniform-") as directory:
             other = Path(directory)
-            simpler = self._stage(uniform).run(source, other, _beside(context, "uniform"))
+            stage = self._stage(uniform)
+            simpler = stage.run(source, other, _beside(context, stage))
             copies = [Checkpoint(target), Checkpoint(other)]
             chosen, single = mean_divergences(
                 _skeleton(source, context), copies, windows, context.device, context.progress
@@ -307,9 +310,10 @@ def _skeleton(source: Path, context: Context) -> Skeleton:
     return Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
 
 
-def _beside(context: Context, name: str) -> Context:
-    """Return the context of one of the two quantizations, each with finished blocks of its own."""
-    return replace(context, workspace=context.workspace and context.workspace / name)
+def _beside(context: Context, stage: Gptq | Rtn) -> Context:
+    """Return the context of a quantization, whose finished blocks no other choice of forms takes for its own."""
+    place = context.workspace and context.workspace / digest(stage.model_dump(mode="json"))
+    return replace(context, workspace=place)
 
 
 def _override(choice: Choice) -> Override:

@@ -184,6 +184,46 @@ def test_room_on_the_disk_is_the_stages_own(
     assert not (tmp_path / "work").exists()
 
 
+def refused(*_arguments: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_a_stage_goes_on_without_keeping(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, source, lines = STAGES["prune"](few), tiny_model("llama"), Lines()
+    run(stage, source, tmp_path / "whole", None)
+    monkeypatch.setattr(kept_blocks, "save_tensors", refused)
+    run(stage, source, tmp_path / "made", tmp_path / "work", lines)
+    assert lines.lines == ["prune: finished blocks are no longer kept: [Errno 13] Permission denied"]
+    assert files(tmp_path / "made") == files(tmp_path / "whole")
+
+
+def test_nothing_is_kept_behind_a_block_that_was_not(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = iter([SimpleNamespace(free=1_000)])
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: next(room, SimpleNamespace(free=1 << 40)))
+    run(Rotate(), tiny_model("llama"), tmp_path / "made", tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+def test_blocks_go_with_what_was_measured_for_them(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
+    stage, source, lines = STAGES["prune"](few), tiny_model("llama"), Lines()
+    work = interrupted(stage, source, tmp_path, 2)
+    (work / "sparsities.json").unlink()
+    run(stage, source, tmp_path / "resumed", work, lines)
+    assert lines.lines == ["prune: sparsities.json was changed or lost, so the blocks that were kept are dropped"]
+
+
+def test_states_that_a_kill_left_are_deleted(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
+    left = tmp_path / "work" / "states-00007"
+    left.parent.mkdir()
+    left.write_bytes(b"of a run before")
+    work = interrupted(STAGES["prune"](few), tiny_model("llama"), tmp_path, 3)
+    assert [path.name for path in work.glob("states-*")] == ["states-00002"]
+
+
 def test_rounding_to_nearest_keeps_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
     run(Fp8(), tiny_model("llama"), tmp_path / "made", tmp_path / "work")
     assert not (tmp_path / "work").exists()
