@@ -14,7 +14,7 @@ if DEVICE == "cpu":
 
 from optkit.algorithms import column_kernels
 from optkit.algorithms.gptq import _round_block
-from optkit.algorithms.grid import Grid
+from optkit.algorithms.grid import Grid, round_to_nearest
 from optkit.algorithms.refinement import _descend_block
 from optkit.algorithms.scale_search import search_scales
 
@@ -52,18 +52,38 @@ def test_a_block_descends_as_by_the_loop(inputs, outputs):
     torch.testing.assert_close(found[1][:, same], expected[1][:, same], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("bits", "group", "symmetric"), [(4, 32, True), (3, 24, False), (4, None, False)])
-def test_scales_are_searched_as_in_torch(monkeypatch, bits, group, symmetric):
+def squared_error(weight, importance, grid, scales, zeros):
+    """Return each group's squared error in float64."""
+    weight = weight.double()
+    error = weight - round_to_nearest(weight, scales.double(), zeros, grid).dequantize()
+    return grid.grouped(error.square() * importance).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric", "stored"),
+    [
+        (4, 32, True, torch.bfloat16),
+        (3, 24, False, torch.bfloat16),
+        (4, None, False, torch.bfloat16),
+        (8, 32, True, torch.float32),
+    ],
+)
+def test_scales_are_searched_as_in_torch(monkeypatch, bits, group, symmetric, stored):
+    """Losses are compared, not scales. At 8 bits the widest scale wins in 98% of the groups, and
+    leaves its outermost weight half a step off with either sign: float32's rounding chooses. A GPU
+    rounds `(code - zero) * scale - weight` once and torch twice, so 23% of the scales have the
+    other sign (25% on an H200); the losses of these differ by 6e-6 of them at most.
+    """
     generator = torch.Generator().manual_seed(bits)
     weight = torch.randn(40, 96, generator=generator).to(DEVICE)
     importance = torch.rand(96, generator=generator).to(DEVICE)
-    grid = Grid(bits, group, symmetric, torch.bfloat16)
+    grid = Grid(bits, group, symmetric, stored)
     monkeypatch.setattr(column_kernels, "usable", lambda tensor: False)
     expected = search_scales(weight, grid, importance)
     monkeypatch.setattr(column_kernels, "usable", lambda tensor: True)
     found = search_scales(weight, grid, importance)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours != theirs).float().mean() < 0.02, "two may have the same error but for the order of the sum"
+    losses = [squared_error(weight, importance, grid, *each) for each in (found, expected)]
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
 
 
 @pytest.mark.gpu
