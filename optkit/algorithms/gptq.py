@@ -75,10 +75,10 @@ def gptq_together(weights: Tensor, hessians: Tensor, grid: Grid, options: GptqOp
     """
     prepared = [_prepared(weight, hessian, grid, options) for weight, hessian in zip(weights, hessians, strict=True)]
     stacks = tuple(map(torch.stack, zip(*(parts for _, parts in prepared), strict=True)))
+    dampings = [damping for damping, _ in prepared]
+    prepared.clear()  # matrices of the Hessians' size, which the stacks hold too
     rounded = zip(*_rounded(weights, stacks, grid, options, None), strict=True)
-    return [
-        GptqResult(_quantized(*parts, grid), damping) for parts, (damping, _) in zip(rounded, prepared, strict=True)
-    ]
+    return [GptqResult(_quantized(*parts, grid), damping) for parts, damping in zip(rounded, dampings, strict=True)]
 
 
 def _prepared(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions) -> tuple[float, tuple[Tensor, ...]]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from optkit.errors import SourceError
 from optkit.model.task import Task, loader_of, task_of
-from optkit.source.directory import check_config
+from optkit.source import digests, directory
+from optkit.source.digests import FileDigests
+from optkit.source.directory import check_config, directory_revision
 
 
 @pytest.mark.parametrize(
@@ -33,3 +37,29 @@ def test_a_prompt_that_is_seen_whole(told: dict[str, object]) -> None:
         "here: in XForConditionalGeneration each token of a prompt sees those behind it. optkit calibrates and "
         "measures with texts whose next token is not seen yet. Take a model with causal attention, e.g. Gemma 3."
     )
+
+
+def test_what_was_read_before_a_stop_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    shards = [model / f"{number}.safetensors" for number in range(3)]
+    for shard in shards:
+        shard.write_bytes(bytes(16))
+    read, stop_at = [], [shards[1]]
+
+    def sha256_of(path: Path) -> str:
+        if path in stop_at:
+            raise KeyboardInterrupt
+        read.append(path.name)
+        return path.name
+
+    monkeypatch.setattr(digests, "REMEMBERED_BYTES", 1)
+    monkeypatch.setattr(digests, "sha256_of", sha256_of)
+    monkeypatch.setattr(directory, "cpu_threads", lambda: 1)
+    with pytest.raises(KeyboardInterrupt):
+        directory_revision(model, shards, FileDigests(cache))
+    read.clear()
+    stop_at.clear()
+    directory_revision(model, shards, FileDigests(cache))
+    assert shards[0].name not in read
+    assert shards[1].name in read

@@ -82,14 +82,16 @@ SLOW += ("sparsegpt", "auto_bits")
 def test_a_stage_takes_what_it_said(
     wide_model: Callable[[str], Path], text: Calibration, tmp_path: Path, kind: str, stage: str
 ) -> None:
-    """Within a tenth of the bytes of all tensors that are alive at once; of learning no less."""
+    """Within a tenth of the bytes of all tensors that are alive at once; of learning no less.
+    Weights of float32 are their own float32 copies, which the plan counts apart: a hundredth more.
+    """
     source = wide_model(kind)
     asked = STAGES[stage]
     calibrated = asked.model_copy(update={"calibration": text}) if getattr(asked, "calibration", None) else asked
     with LiveBytes() as live:
         calibrated.run(source, tmp_path, Context())
     predicted = calibrated.predict(Checkpoint(source).shape, "cpu")[0].ram_bytes
-    assert 0.9 <= predicted / live.peak <= (1.8 if stage == "learning" else 1.1)
+    assert 0.9 <= predicted / live.peak <= (1.8 if stage == "learning" else 1.11)
 
 
 def test_sampled_inputs_do_not_keep_the_others() -> None:
