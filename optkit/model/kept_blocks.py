@@ -78,7 +78,7 @@ class KeptBlocks:
 
     def each(self, produced: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
         """Yield the tensors of all blocks: of those that are kept, then what is produced of the others,
-        which calls `resume` first. Raises ResourceError for a file that went since.
+        which calls `resume` first. Raises FileNotFoundError for a file that went since.
         """
         from safetensors.torch import load_file
 
