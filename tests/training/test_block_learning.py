@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from optkit.algorithms.pruning import zeros_of_pruning
 from optkit.errors import StageError
@@ -61,6 +62,14 @@ def test_blocks_come_nearer_to_the_unmodified_ones(
     assert ours < 0.9 * theirs
     assert Checkpoint(tmp_path / "learned").tensors == Checkpoint(tmp_path / "gptq").tensors
     assert (tmp_path / "learned/config.json").read_text() == (tmp_path / "gptq/config.json").read_text()
+
+
+def test_plain_transformers_opens_what_learned(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
+    source, tokens = tiny_model("llama"), few.tokens(tiny_model("llama"), None)
+    quantize(source, tmp_path / "learned", few, 2)
+    with torch.no_grad():
+        opened = AutoModelForCausalLM.from_pretrained(tmp_path / "learned", dtype=torch.float32)(tokens).logits
+    torch.testing.assert_close(opened, outputs(source, tokens, weights(tmp_path / "learned", 2)), rtol=1e-3, atol=1e-4)
 
 
 def test_experts_learn(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
