@@ -31,7 +31,7 @@ from optkit.recipe.recipe import UNPACKING
 from optkit.source.lineage import DRAFT, Reader, models_in, texts_in, with_sketches, without_sketches
 from optkit.source.models import IMPORT_VERSION, ModelSource, import_model, locate_model
 from optkit.source.text_place import TextPlace
-from optkit.stage import Context, Report
+from optkit.stage import Context, Report, Transform
 from optkit.store.durations import Durations
 from optkit.store.store import Store
 
@@ -276,7 +276,9 @@ def _blindness(step: Step, source: Path) -> tuple[str, ...]:
     sees = object_if_any(source / "config.json").get("vision_config")
     if not sees or any(getattr(text, "images", None) for text in texts_in(step.stage)):
         return ()
-    return ("it read text alone and saw no image, which the model does in use; name some by `images`",)
+    can = isinstance(step.stage, Transform) and step.stage.sees_images
+    advice = "; name some by `images`" if can else ""
+    return (f"it read text alone and saw no image, which the model does in use{advice}",)
 
 
 def _lineage(*models: ModelSource) -> tuple[dict[str, str], ...]:

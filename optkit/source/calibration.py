@@ -55,7 +55,7 @@ class Calibration(ImageText, ConditionedText):
         if self.images is not None and not getattr(stage, "sees_images", False):
             return f"images: {who} reads text alone"
         unseen = self.experts == "all" and not getattr(stage, "shows_experts", False)
-        return f"experts: {who} watches no expert by itself" if unseen else ""
+        return f"experts: {who} shows an expert only what the router sends to it" if unseen else ""
 
     @property
     def size(self) -> tuple[int, int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from optkit import pipeline
+from optkit import execute, pipeline
 from optkit.errors import SourceError
+from optkit.stages.prune_structured import PruneStructured
 from tests.support.processors import save_pairs, save_processor
 from tests.support.vision_models import save_vision_model
 
@@ -51,6 +54,11 @@ def test_images_from_calibration_to_scorecard(model: Path, letters: Path, tmp_pa
     assert rows["kl_divergence", "{'prompts': 'images'}"].metric.value > 0
     assert "prompts with" not in rows["perplexity", "{}"].metric.protocol
     assert BLIND not in scorecard.notes
+
+
+def test_only_a_stage_that_sees_images_is_advised_to_name_some(model: Path) -> None:
+    step: Any = SimpleNamespace(stage=PruneStructured(remove_layers=1))
+    assert execute._blindness(step, model) == (BLIND.removeprefix("prune: ").partition(";")[0],)
 
 
 def test_text_alone_is_a_note_and_a_damaged_image_stops_the_run(model: Path, tmp_path: Path) -> None:

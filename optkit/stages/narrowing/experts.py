@@ -58,6 +58,8 @@ def remove_experts(
     mixture = mixture_of(checkpoint.shape)
     left = left_of(mixture.count)
     skeleton = Skeleton(checkpoint, trust_remote_code=context.trust_remote_code)
+    for index in mixture.holders:
+        _experts_of(skeleton, index)
     tokens = text.tokens(source, context.data, context.trust_remote_code)
     with out_of_memory("in front of the first block", context.device, less):
         inputs = skeleton.capture_inputs(tokens, context.device, batch_size)
