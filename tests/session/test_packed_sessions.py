@@ -21,7 +21,7 @@ from tests.conftest import TinyModel
 from tests.support.crossed import crossed
 from tests.support.near import near
 from tests.support.opened import KINDS, copied, prompt, reference
-from tests.support.packed_models import equally_fast, save_packed
+from tests.support.packed_models import equally_fast, fp8, rewritten, save_packed
 
 
 @pytest.mark.parametrize(("kind", "method"), crossed(KINDS, ["compressed-tensors", "gptq"]))
@@ -138,3 +138,9 @@ def test_what_optkit_does_not_read_itself_is_left_to_transformers(tiny_model: Ti
     awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}
     with pytest.raises((MissingPackageError, SourceError), match="gptqmodel|cannot open it"):
         open_session(copied(tiny_model("llama"), tmp_path / "awq", quantization_config=awq))
+
+
+def test_what_transformers_does_not_open_says_how_to_measure_it(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = rewritten(tiny_model("llama"), tmp_path / "packed", fp8, quant_method="modelopt", quant_algo="FP8")
+    with pytest.raises(SourceError, match=r"does not open weights packed by modelopt\. .*Run a recipe of `dequantize`"):
+        open_session(source)

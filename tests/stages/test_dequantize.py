@@ -18,7 +18,6 @@ from optkit.errors import SourceError
 from optkit.kernels.float_weights import READERS, WEIGHTS
 from optkit.model.packed_floats import METHODS
 from optkit.model.schemes import LAYOUTS
-from optkit.session import open_session
 from optkit.stage import Context, Transform
 from optkit.stages.cast import Cast
 from optkit.stages.dequantize import Dequantize
@@ -169,13 +168,6 @@ def test_weights_of_modelopt_are_what_their_codes_say(
     assert torch.equal(found[name], (codes.float() * scales).bfloat16())
     assert not [name for name in found if "scale" in name]
     assert not (tmp_path / "floats" / "hf_quant_config.json").exists()
-
-
-def test_what_transformers_does_not_open_says_how_to_measure_it(tiny_model: TinyModel, tmp_path: Path) -> None:
-    told = {"quant_method": "modelopt", "quant_algo": "FP8"}
-    source = rewritten(tiny_model("llama"), tmp_path / "packed", tensorwise_fp8, **told)
-    with pytest.raises(SourceError, match=r"does not open weights packed by modelopt\. .*Run a recipe of `dequantize`"):
-        open_session(source)
 
 
 def test_other_algorithms_of_modelopt_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
