@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optkit.algorithms.tensor_cores import LONGEST, bfloat16_parts
+from optkit.algorithms.tensor_cores import LONGEST, bfloat16_parts, has_tensor_cores
 
 BLOCK = {"cpu": 384, "cuda": 1024}
 """Columns computed at a time: the matrix is symmetric, so what lies above its diagonal blocks is
@@ -30,7 +30,7 @@ class Hessian:
         """Take float [..., in]."""
         rows = inputs.flatten(0, -2)
         self.tokens += len(rows)
-        on_tensor_cores = rows.is_cuda and rows.dtype == torch.bfloat16
+        on_tensor_cores = rows.dtype == torch.bfloat16 and has_tensor_cores(rows)
         factors = (exact_factors if on_tensor_cores else float_factors)(rows, self.equal_tokens)
         if on_tensor_cores:
             factors = [each for pair in factors for each in zip(*(part.split(LONGEST) for part in pair), strict=True)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from optkit.algorithms import column_kernels
 from optkit.algorithms.grid import Grid
 from optkit.algorithms.stacked import by_row, diagonal_of, subtract_outer_, subtract_product_
-from optkit.algorithms.tensor_cores import bfloat16_parts, product
+from optkit.algorithms.tensor_cores import bfloat16_parts, has_tensor_cores, product
 from optkit.algorithms.threads import one_thread
 
 BLOCK = 128
@@ -41,7 +41,7 @@ def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -
     layers, groups = scales[..., 0, 0].numel(), scales.shape[-2]
     rows = max(1, EQUATIONS // groups**2 // layers)
     parts = zip(pull.split(rows, -1), steps.split(rows, -1), scales.split(rows, -1), strict=True)
-    on_tensor_cores = hessian.is_cuda and hessian.dtype == torch.float32
+    on_tensor_cores = hessian.dtype == torch.float32 and has_tensor_cores(hessian)
     times = (_exact_product if on_tensor_cores else _product)(hessian, groups)
     return torch.cat([_refit_scales(part, times, step, scale) for part, step, scale in parts], dim=-1)
 

@@ -1,11 +1,14 @@
 """What tensor cores add up beside the same in float64; on a CPU, what they are given."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
 from optkit.algorithms import refinement
 from optkit.algorithms.hessian import Hessian, exact_factors, float_factors
-from optkit.algorithms.tensor_cores import product
+from optkit.algorithms.tensor_cores import has_tensor_cores, product
 
 
 @pytest.mark.parametrize("equal_tokens", [True, False])
@@ -28,6 +31,16 @@ def test_products_with_steps_are_exact_on_tensor_cores(monkeypatch: pytest.Monke
         exact = hessian.double()[:, group * 32 : group * 32 + 32] @ part.double()
         torch.testing.assert_close(ours(group, part), exact, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(theirs(group, part).double(), exact, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_gpus_that_only_emulate_bfloat16_keep_float32(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fast: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    there = SimpleNamespace(is_cuda=True, device="cuda:0")
+    assert has_tensor_cores(cast(torch.Tensor, there)) is fast
+    assert not has_tensor_cores(torch.zeros(1))
 
 
 @pytest.mark.gpu
