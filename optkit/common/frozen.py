@@ -16,6 +16,10 @@ class Frozen(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    def set_among(self, *names: str) -> list[str]:
+        """Return those of some fields that are not as by default: a resolved recipe writes down all."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
 
 def canonical_json(value: Any) -> str:
     """Return the one JSON text of a value: sorted keys, no spaces, no NaN."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -280,7 +281,7 @@ class Gptq(GptqFields, Backed):
         """
         import torch
 
-        from optkit.algorithms.gptq import GptqOptions, gptq, gptq_together
+        from optkit.algorithms.gptq import GptqOptions, GptqResult, gptq, gptq_together
         from optkit.algorithms.grid import minmax_scales, round_to_nearest
         from optkit.stages.quantizing.hessians import finite_matrix
 
@@ -289,20 +290,17 @@ class Gptq(GptqFields, Backed):
             return [(round_to_nearest(weight, *minmax_scales(weight, grid), grid), None) for weight in weights]
         matrices = [finite_matrix(hessian, name, job.skeleton) for hessian, name in zip(seen, names, strict=True)]
         options = GptqOptions(self.damping, self.activation_order, self.scale_search, self.refinements)
-        try:
-            if len(names) == 1:
-                results = [gptq(weights[0], matrices[0], grid, options, held[0])]
-            elif any(zeros is not None for zeros in held):
-                raise ValueError("zeros stay in layers one by one")
-            else:
+        results: list[GptqResult] = []
+        if len(names) > 1 and all(zeros is None for zeros in held):
+            with suppress(ValueError):  # alone, the layer whose Hessian fails is known
                 results = gptq_together(torch.stack(list(weights)), torch.stack(matrices), grid, options)
-        except ValueError as error:
-            if len(names) > 1:
-                each = zip(names, weights, hessians, held, strict=True)
-                return [self._rounded(job, *([part] for part in one))[0] for one in each]  # type: ignore[arg-type]
-            raise StageError(
-                str(error), where=names[0], remedy="Exclude the layer, or calibrate on more text"
-            ) from error
+        for name, weight, matrix, zeros in () if results else zip(names, weights, matrices, held, strict=True):
+            try:
+                results.append(gptq(weight, matrix, grid, options, zeros))
+            except ValueError as error:
+                raise StageError(
+                    str(error), where=name, remedy="Exclude the layer, or calibrate on more text"
+                ) from error
         for name, result in zip(names, results, strict=True):
             if result.damping > self.damping:
                 job.details["raised_damping"][name] = result.damping

@@ -72,8 +72,7 @@ class OnnxOptimize(Transform):
 
     @model_validator(mode="after")
     def _meaningful(self) -> Self:
-        odd = [name for name in ("keep_float32", "keep_inputs") if name in self.model_fields_set]
-        if odd and not self.float16:
+        if (odd := self.set_among("keep_float32", "keep_inputs")) and not self.float16:
             raise ValueError(f"{odd[0]} means nothing without float16: true")
         if self.level == "none" and not self.float16 and self.opset is None:
             raise ValueError("nothing would change: name a level, float16 or an opset")

@@ -87,7 +87,9 @@ class PruneStructured(WidthFields, Transform):
             )
         if self.experts is not None and (self.narrows or self.remove_layers is not None):
             raise ValueError("experts go by themselves: remove other parts in a prune_structured of its own behind it")
-        if self.remove_layers is None and {"layer_importance", "layer_search"} & self.model_fields_set:
+        if self.experts is not None and (unread := self.set_among("compensate", "multiple_of")):
+            raise ValueError(f"{' and '.join(unread)} would not be read: whole experts go, and no other changes")
+        if self.remove_layers is None and self.set_among("layer_importance", "layer_search"):
             raise ValueError("layer_importance and layer_search choose blocks to remove: set remove_layers too")
         if self.kv_method and self.kv_heads is None:
             raise ValueError("kv_method says how kv_heads are made: set kv_heads too")
@@ -99,7 +101,7 @@ class PruneStructured(WidthFields, Transform):
         if isinstance(removed, tuple):
             if not removed:
                 raise ValueError("remove_layers: the list is empty. Name at least one block, or leave the field out")
-            if {"layer_importance", "layer_search"} & self.model_fields_set:
+            if self.set_among("layer_importance", "layer_search"):
                 raise ValueError(
                     "layer_importance and layer_search choose blocks, and remove_layers names them: give one of the two"
                 )

@@ -114,6 +114,19 @@ def test_experts_that_are_rounded_together_have_the_codes_that_each_has_alone(
     assert sum(same) / len(same) > 0.99
 
 
+def test_of_experts_that_are_rounded_together_the_one_that_fails_is_named(
+    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise ValueError("no damping mends it")
+
+    rounded = iter([*[algorithm.gptq] * 3, fails])
+    monkeypatch.setattr(algorithm, "gptq_together", fails)
+    monkeypatch.setattr(algorithm, "gptq", lambda *given: next(rounded)(*given))
+    with pytest.raises(StageError, match=r"layers.0.*experts.2.*: no damping mends it. Exclude the layer, or cal"):
+        Gptq(calibration=ALL, include=("*.experts.*",)).run(tiny_model("mixtral"), tmp_path, Context())
+
+
 @pytest.mark.parametrize(
     "stage",
     [

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from optkit.common.frozen import described, restored
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.inventory import take_inventory
@@ -144,6 +145,15 @@ def test_experts_go_by_themselves() -> None:
     faults = validate(PruneStructured, {"experts": 1.5})
     assert isinstance(faults, list)
     assert "1.5 is no fraction between 0 and 1" in str(faults[0])
+    faults = validate(PruneStructured, {"experts": 2, "compensate": False, "multiple_of": 8})
+    assert isinstance(faults, list)
+    assert "compensate and multiple_of would not be read: whole experts go" in str(faults[0])
+
+
+@pytest.mark.parametrize("fields", [{"experts": 2}, {"kv_heads": 1}, {"remove_layers": (0,)}])
+def test_a_stage_whose_defaults_are_written_down_is_the_same(fields: dict[str, Any]) -> None:
+    stage = PruneStructured(**fields)
+    assert restored(described(stage)) == stage
 
 
 def test_a_recipe_without_the_field_keeps_its_key() -> None:

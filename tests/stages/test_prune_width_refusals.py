@@ -192,7 +192,7 @@ def test_weights_that_no_longer_fit_their_dtype(tmp_path: Path) -> None:
         ({"kv_heads": 0}, "kv_heads: 0 is not at least 1."),
         ({"kv_method": "pooling", "attention_heads": 2}, "kv_method says how kv_heads are made: set kv_heads too"),
         (
-            {"kv_heads": 1, "layer_search": "at_once"},
+            {"kv_heads": 1, "layer_search": "one_by_one"},
             "layer_importance and layer_search choose blocks to remove: set remove_layers too",
         ),
     ],

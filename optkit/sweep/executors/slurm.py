@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import subprocess
 import time
@@ -21,7 +22,9 @@ LOOK_S = 5.0
 """How often Slurm is asked what its queue holds."""
 GRACE_S = 15.0
 """How long a shared disk may take to show what a job that ended left."""
-QUEUE = ("squeue", "--me", "--states=all", "--noheader", "--format=%i|%T|%r")
+LOOKS = 60
+"""So often the queue may lack a job that it never had."""
+QUEUE = ("squeue", "--states=all", "--noheader", "--format=%i|%T|%r")
 ENDED = (
     "BOOT_FAIL",
     "CANCELLED",
@@ -139,9 +142,11 @@ class SlurmExecutor(NodesExecutor):
         import submitit
 
         state = self._queue.state(job.job_id)
+        ended = f"ended as {state}" if state else f"was not in the queue at {LOOKS} looks and ended"
+        remedy = "" if state else f". Look at `sacct -j {job.job_id}`, then run the sweep again"
         try:
             if self._cluster == "slurm" and not job.paths.result_pickle.exists():
-                raise submitit.core.utils.UncompletedJobError(f"job {job.job_id} ended as {state} without a result")
+                raise submitit.core.utils.UncompletedJobError(f"job {job.job_id} {ended} without a result{remedy}")
             found: dict[str, Any] = job.result()
         except submitit.core.utils.UncompletedJobError as error:
             log = f"{job.stdout() or ''}\n{job.stderr() or ''}"
@@ -159,12 +164,14 @@ class Queue:
     def __init__(self) -> None:
         self._asked, self._jobs = float("-inf"), dict[str, tuple[str, str]]()
         self._ended: dict[str, float] = {}
+        self._looks, self._first = 0, dict[str, int]()
         self._told: dict[str, str] = {}
 
     def has_ended(self, job: str) -> bool:
         """Say whether a job ended, and whatever it left can be seen."""
         self._look()
-        if self.state(job) not in ENDED:
+        unlisted = not self.state(job) and self._looks - self._first.setdefault(job, self._looks) >= LOOKS
+        if self.state(job) not in ENDED and not unlisted:
             self._ended.pop(job, None)
             return False
         return self._ended.setdefault(job, time.monotonic()) + GRACE_S <= time.monotonic()
@@ -184,8 +191,9 @@ class Queue:
         if time.monotonic() - self._asked < LOOK_S:
             return
         self._asked = time.monotonic()
-        said = subprocess.run(QUEUE, capture_output=True, text=True, check=False)
+        said = subprocess.run([*QUEUE, f"--user={getpass.getuser()}"], capture_output=True, text=True, check=False)
         if said.returncode == 0:  # else Slurm does not answer now, and its jobs go on
+            self._looks += 1
             found = [line.split("|", 2) for line in said.stdout.splitlines()]
             gone = dict.fromkeys(self._jobs, ("COMPLETED", ""))
             self._jobs = gone | {job: (state, why) for job, state, why in found}

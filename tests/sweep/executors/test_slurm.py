@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +130,26 @@ def test_a_job_that_waits_says_why_and_one_that_is_cancelled_ends(
         outcome = executor.ended(lines, 0)["one"]
     assert lines.lines == ["one: waits in Slurm's queue: Resources"]
     assert outcome.reason == "Slurm: job 12 ended as CANCELLED without a result"
+
+
+def test_a_job_that_is_never_listed_and_leaves_nothing_is_waited_for_so_long(
+    tmp_path: Path, sbatch: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch("echo Submitted batch job 12")
+    for limit, value in (("LOOK_S", 0), ("GRACE_S", 0), ("LOOKS", 3)):
+        monkeypatch.setattr(f"optkit.sweep.executors.slurm.{limit}", value)
+    queue = tmp_path / "bin" / "squeue"
+    queue.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    queue.chmod(0o755)
+    with SlurmExecutor() as executor:
+        executor.begin(order(tmp_path))
+        assert [executor.ended(Lines(), 0) for _ in range(3)] == [{}] * 3
+        outcome = executor.ended(Lines(), 0)["one"]
+    assert outcome.reason == (
+        "Slurm: job 12 was not in the queue at 3 looks and ended without a result. Look at `sacct -j 12`, then run "
+        "the sweep again"
+    )
+    assert f"--user={getpass.getuser()}" in (tmp_path / "asked").read_text()  # --me is of Slurm 20.02
 
 
 def test_a_cluster_that_submitit_does_not_know(tmp_path: Path) -> None:
