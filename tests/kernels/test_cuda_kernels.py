@@ -13,19 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optkit.algorithms.eight_bit import FLOAT8, INT8, NumberFormat, round_inputs
 from optkit.algorithms.packing import pack
 from optkit.errors import OptkitError, StageError
 from optkit.kernels.cuda.decoding import MOST_SEQUENCES
 from optkit.kernels.cuda.matrix import Matrix, can_stack, dequantized, multiply, stacked, tiled, why_not_tiled
 from optkit.kernels.cuda.nvrtc import compile_source
 from optkit.kernels.cuda.schedule import default_schedule
+from optkit.kernels.cuda.step_products import step_product
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.packed_linear import PackedWeight
 from optkit.session import open_session
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.precision import Precision
-from optkit.stage import Context
+from optkit.stage import Context, Transform
+from optkit.stages.fp8 import Fp8
 from optkit.stages.rtn import Rtn
+from optkit.stages.smoothquant import SmoothQuant
 from tests.support.packed_models import random_grid
 from tests.support.tiny_models import CONFIGS, SIZES, save_tiny_model
 
@@ -105,6 +109,20 @@ def test_float_matrices_are_stacked_too() -> None:
     assert whole.parts([16, 5])[1].weight.equal(parts[1].weight)
 
 
+def test_matrices_of_8_bits_are_stacked_with_their_scales() -> None:
+    codes, static = [torch.randint(-128, 128, (rows, 32), dtype=torch.int8) for rows in (16, 32)], torch.ones(1)
+    parts = [Matrix(each, len(each), 32, torch.bfloat16, torch.rand(len(each)), static) for each in codes]
+    whole = stacked(parts)
+    assert (whole.form.bits, whole.form.integer, whole.outputs) == (8, True, 48)
+    for part, original in zip(whole.parts([16, 32]), parts, strict=True):
+        assert part.form == original.form
+        assert part.weight.equal(original.weight)
+        assert part.scales is not None
+        assert part.scales.equal(original.scales)  # type: ignore[arg-type]
+    assert can_stack(parts)
+    assert not can_stack([parts[0], replace(parts[1], offsets=torch.full((1,), 2.0))])
+
+
 def test_what_a_matrix_of_4_bits_is_not_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, _ = example(16, 128, 32, True)
     assert (
@@ -170,6 +188,46 @@ def test_products_are_those_of_float64(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (4096, 4096), (80, 576), (96, 14336)])
+@pytest.mark.parametrize("numbers", [FLOAT8, INT8], ids=["fp8", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("static", [False, True])
+def test_products_of_8_bits_are_those_of_codes(
+    outputs: int, inputs: int, numbers: NumberFormat, dtype: torch.dtype, static: bool
+) -> None:
+    torch.manual_seed(outputs + inputs)
+    limit = 8e-3 if dtype == torch.bfloat16 else 2e-3
+    codes = numbers.round(torch.randn(outputs, inputs, device="cuda") * numbers.reach / 4)
+    scales = torch.rand(outputs, device="cuda") + 0.5
+    given = torch.full((1,), 5.0 / numbers.reach, device="cuda") if static else None
+    bias = torch.randn(outputs, device="cuda").to(dtype)
+    matrix = Matrix(codes, outputs, inputs, dtype, scales / numbers.reach, given, bias=bias)
+    exact = codes.double() * (scales / numbers.reach).double()[:, None]
+    for tokens in (1, 3, 8, 9, 17, 32, 33, 70, 200):
+        x = torch.randn(tokens, inputs, device="cuda").to(dtype)
+        norm = (torch.rand(inputs, device="cuda") + 0.5).to(dtype)
+        normed = (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5) * norm.float()).to(dtype)
+        before = torch.randn(tokens, outputs, device="cuda").to(dtype)
+        added, wide = before.clone(), torch.full((tokens, outputs), torch.nan, device="cuda")
+        step_product(matrix, x, added, add=True)
+        step_product(matrix, x, wide, norm=norm, epsilon=1e-5)
+
+        def rounded(rows: Tensor) -> Tensor:
+            if given is None:
+                found, token_scales = round_inputs(rows.float(), numbers)
+                return found.double() * token_scales.double() @ exact.T + bias.double()
+            return numbers.round(rows.float() / given).double() * given.double() @ exact.T + bias.double()
+
+        assert difference(added, before.double() + rounded(x)) < limit
+        assert difference(wide, rounded(normed)) < limit
+        if outputs % 32 == 0:
+            gated, full = torch.full((tokens, outputs // 2), torch.nan, dtype=dtype, device="cuda"), rounded(normed)
+            step_product(matrix, x, gated, norm=norm, epsilon=1e-5, gated=True)
+            expected = F.silu(full[:, : outputs // 2]) * full[:, outputs // 2 :]
+            assert difference(gated, expected) < 2 * limit
+
+
+@pytest.mark.gpu
 def test_every_schedule_gives_the_same_product() -> None:
     weight, codes = example(208, 1152, 64, False, "cuda")
     matrix, x = tiled(weight, torch.bfloat16), torch.randn(5, 1152, device="cuda").bfloat16()
@@ -223,23 +281,30 @@ FAMILY: dict[str, dict[str, object]] = {
 }
 
 
+PACKED: dict[str, Transform] = {
+    "int4": Rtn(group_size=32, symmetric=False),
+    "fp8": Fp8(),
+    "w8a8": SmoothQuant(calibration={"dataset": "python-reference", "samples": 2, "sequence_length": 32}),
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("weights", ["float", "int4", "fp8", "w8a8"])
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 @pytest.mark.parametrize("kind", FAMILY)
 def test_the_graph_says_what_the_model_says(
-    kind: str, mode: str, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, mode: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CONFIGS, kind, FAMILY[kind])
     directory = save_tiny_model(kind, tmp_path / "model")
-    if packed:
+    if stage := PACKED.get(weights):
         quantized = tmp_path / "packed"
         quantized.mkdir()
-        Rtn(group_size=32, symmetric=False).run(directory, quantized, Context())
+        stage.run(directory, quantized, Context())
         directory = quantized
     graph = open_session(directory, [Precision(mode=mode), CudaGraphs()], device="cuda")  # type: ignore[arg-type]
     own = open_session(directory, [Precision(mode=mode)], device="cuda")  # type: ignore[arg-type]
-    exact = open_session(directory, device="cuda", dtype="float32")
+    exact = open_session(directory, device="cuda", dtype="float32")  # rounds inputs of 8-bit layers too
     for batch, prompt in ((1, 5), (3, 140), (12, 17), (45, 9), (130, 3), (1, 130)):
         tokens = torch.randint(0, 90, (batch, prompt))
         written = graph.generate(tokens, 30)  # type: ignore[union-attr]

@@ -52,14 +52,13 @@ def asked_for(shape: Form, rows: int, shared: bool, warps: int, row_tiles: int) 
     """
     tiles = {1: 1, 2: 2}.get(-(-rows // 8), 4)
     chunks = -(-shape.inputs // CHUNK)
-    x = rows * (chunks * 128 + 32) * 2 + (
-        0 if shape.bits == 16 else chunks * max(1, 128 // shape.group_size) * tiles * 8 * 4
-    )
+    sums = {4: chunks * max(1, 128 // shape.group_size), 8: 1, 16: 0}[shape.bits]
+    x = rows * (chunks * 128 * (1 if shape.bits == 8 else 2) + 64) + sums * tiles * 8 * 4
     return (x if shared else 0) + 4 * warps + 2 * 4 * warps * row_tiles * tiles * 8 * 16
 
 
 @pytest.mark.parametrize("group_size", [32, 128])
-@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("capability", LIMITS)
 def test_no_launch_asks_for_more_than_the_gpu_has(capability: str, name: str, bits: int, group_size: int) -> None:
@@ -125,3 +124,5 @@ def test_the_buffer_of_x_in_order_holds_x_and_its_sums() -> None:
     assert ordered_bytes(shape, 9) == 16 * 14336 * 2
     assert sums_bytes(shape, 9) == 16 * 14336 // 32 * 4
     assert sums_bytes(form("8B down_proj", bits=16)[0], 9) == 0
+    coded, _ = form("8B down_proj", bits=8)
+    assert (ordered_bytes(coded, 9), sums_bytes(coded, 9)) == (16 * 14336, 16 * 4)

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from optkit.errors import StageError
-from optkit.kernels.cuda.families import REMEDY, why_not_family
-from optkit.kernels.cuda.matrix import CODE_BASES, Matrix, can_stack, scratch_bytes, stacked
+from optkit.kernels.cuda.families import REMEDY
+from optkit.kernels.cuda.matrix import scratch_bytes
 from optkit.kernels.cuda.nvrtc import compiled
-from optkit.kernels.cuda.schedule import MOST_TOKENS, ROWS
+from optkit.kernels.cuda.schedule import MOST_TOKENS
+from optkit.kernels.cuda.step_layers import Layer, layer_of, matrix_of, why_not
 from optkit.kernels.cuda.step_products import step_product
-from optkit.kernels.cuda.tiled_linear import TiledLinear
 
 MOST_SEQUENCES = 256
 MOST_SHARES = 32
@@ -31,20 +30,6 @@ BLOCKS_AT_ONCE = 2
 """Blocks of the attention kernel that a multiprocessor holds."""
 CAPACITY_STEP = 128
 CHOOSING_BLOCKS = 32
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The matrices and norms of a block."""
-
-    qkv: Matrix
-    output: Matrix
-    gate_up: Matrix
-    down: Matrix
-    input_norm: Tensor
-    output_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
 
 
 class GraphDecoder:
@@ -65,8 +50,8 @@ class GraphDecoder:
         self.scaling = float(attention.scaling)
         self.epsilon = float(base.norm.variance_epsilon)
         self.embedding = base.embed_tokens.weight
-        self.layers = [_layer(block) for block in base.layers]
-        self.norm, self.head = base.norm.weight, _matrix(model.lm_head)
+        self.layers = [layer_of(block) for block in base.layers]
+        self.norm, self.head = base.norm.weight, matrix_of(model.lm_head)
         self._idle: Steps | None = None
         self._by_model: set[int] = set()
 
@@ -265,76 +250,6 @@ class ModelSteps:
     def next(self) -> Tensor:
         """Return the tokens behind those returned last."""
         return self.prompt(self._last[:, None])
-
-
-def why_not(model: Any) -> str | None:
-    """Return why the step of an opened model cannot be one graph, None if it can."""
-    if reason := why_not_family(model.config.to_dict()):
-        return reason
-    if model.dtype not in CODE_BASES:
-        return (
-            f"its kernels compute in bfloat16 and float16, not {str(model.dtype).removeprefix('torch.')} "
-            "(precision: bf16 opens it so)"
-        )
-    for name, module in model.named_modules():
-        if name.endswith(("_proj", "lm_head")) and not isinstance(module, (nn.Linear, TiledLinear)):
-            return f"{name} is computed by {type(module).__name__}"
-        if isinstance(module, TiledLinear) and module.order is not None:
-            return f"{name} takes its inputs in another order (activation order)"
-    return _odd_shapes(model)
-
-
-def _odd_shapes(model: Any) -> str | None:
-    for block in model.model.layers:
-        attention, mlp = block.self_attn, block.mlp
-        stacks = {
-            "q, k and v": (attention.q_proj, attention.k_proj, attention.v_proj),
-            "gate and up": (mlp.gate_proj, mlp.up_proj),
-        }
-        for name, layers in stacks.items():
-            if not can_stack([_matrix(layer) for layer in layers]):
-                return f"{name} of a block are quantized differently"
-        if mlp.up_proj.out_features % ROWS or any(
-            layer.in_features % 8 for layer in (attention.q_proj, attention.o_proj, mlp.down_proj)
-        ):
-            return "its widths are no multiples of 16"
-    return None
-
-
-def _layer(block: Any) -> Layer:
-    attention, mlp = block.self_attn, block.mlp
-    return Layer(
-        qkv=_stack_([attention.q_proj, attention.k_proj, attention.v_proj]),
-        output=_matrix(attention.o_proj),
-        gate_up=_stack_([mlp.gate_proj, mlp.up_proj]),
-        down=_matrix(mlp.down_proj),
-        input_norm=block.input_layernorm.weight,
-        output_norm=block.post_attention_layernorm.weight,
-        query_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
-        key_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
-    )
-
-
-def _matrix(layer: nn.Module) -> Matrix:
-    if isinstance(layer, TiledLinear):
-        return layer.matrix()
-    assert isinstance(layer, nn.Linear)
-    bias = None if layer.bias is None else layer.bias.data
-    return Matrix(layer.weight.data, layer.out_features, layer.in_features, layer.weight.dtype, bias=bias)
-
-
-def _stack_(layers: list[nn.Module]) -> Matrix:
-    """Return layers as one matrix, of which they become views."""
-    matrices = [_matrix(layer) for layer in layers]
-    whole = stacked(matrices)
-    for layer, part in zip(layers, whole.parts([matrix.outputs for matrix in matrices]), strict=True):
-        if isinstance(layer, TiledLinear):
-            layer.take_(part)
-        elif isinstance(layer, nn.Linear):
-            layer.weight.data = part.weight
-            if part.bias is not None:
-                layer.bias.data = part.bias
-    return whole
 
 
 def _shares(pairs: int, capacity: int, device: torch.device) -> int:

@@ -5,24 +5,28 @@
 // takes W as its 16 x 16 matrix and x as its 16 x 8. Which input sits in which of the 16 places does not matter as long as both agree: lane
 // 4 g + t of chunk c holds, of rows g and g + 8, the eight inputs 128 c + 32 j + 8 t + {0..7}, j = 0..3.
 //
-// Macros: BF16; BITS 4 or 16; INPUTS; GROUP (inputs of a scale: 32, 64 or a multiple of 128); ASYMMETRIC; TOKEN_TILES; ROW_TILES; WARPS;
-//   DEPTH (chunks in flight, a divisor of PER_WARP); SHARED (x goes through shared memory, normed where NORM says so; else it was put in
+// 8 bits: x is rounded to 8 bits too, with a scale for each token or the given one, and products are sums of codes (m16n8k32).
+//
+// Macros: BF16; BITS 4, 8 (E4M3 floats; INTEGER: int8) or 16; INPUTS; GROUP (inputs of a scale: 32, 64 or a multiple of 128); ASYMMETRIC;
+//   TOKEN_TILES; ROW_TILES; WARPS; DEPTH (chunks in flight, a divisor of PER_WARP); SHARED (x goes through shared memory, normed where NORM says so; else it was put in
 //   order by `arrange`); GATED (outputs are silu(first half) * second half); RESIDUAL (y is added to what is there); WIDE (y is float32).
 #define CHUNKS ((INPUTS + 127) / 128)
 #define THREADS (32 * WARPS)
 #define SUBGROUPS (GROUP >= 128 ? 1 : 128 / GROUP)
-#define WORDS_PER_SUBGROUP (4 / SUBGROUPS)
+#define WORDS_PER_SUBGROUP (BITS == 8 ? 2 : 4 / SUBGROUPS)
 #define PER_WARP ((CHUNKS + WARPS - 1) / WARPS)
 #define SHARE (WARPS * ROW_TILES * TOKEN_TILES * 8 * 16)  // floats
 #define PLACES (CHUNKS * SUBGROUPS)                       // of which x is summed, each with a scale
 #define VECTORS_PER_PLACE (16 / SUBGROUPS)
 #define VECTORS_OF_THREAD ((CHUNKS * 16 + THREADS - 1) / THREADS)
 #define ITEMS ((ROW_TILES * TOKEN_TILES * 128 + THREADS - 1) / THREADS)
-#define STRIDE (CHUNKS * 128 + 32)  // of a token in shared memory: tokens start 64 bytes apart, modulo the 128 of a row of banks
-#if BITS == 4
-#define VECTORS 1
+#define X_BYTES (BITS == 8 ? 1 : 2)
+#define STRIDE (CHUNKS * 128 * X_BYTES + 64)  // bytes of a token in shared memory: tokens start 64 apart, modulo the 128 of a row of banks
+#define VECTORS (BITS == 4 ? 1 : BITS / 4)  // of 16 bytes, that a lane has of a chunk of an output
+#ifdef INTEGER
+typedef int Sum;
 #else
-#define VECTORS 4
+typedef float Sum;
 #endif
 
 struct Stage {
@@ -35,11 +39,23 @@ struct Stage {
 #endif
 };
 
+#ifdef INTEGER
+__device__ __forceinline__ void multiply(int (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#else
+#if BITS == 8
+#undef MMA
+#define MMA "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
+#endif
 __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+#endif
 
 #if BITS == 4
 // codes [tiles, chunks, 2, 32] uint4; scales, offsets [tiles, chunks, SUBGROUPS, 8] words: those of rows g and g + 8
@@ -68,11 +84,11 @@ __device__ __forceinline__ void fetch(Stage& stage, const uint4* weight, const u
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       int row = min(tile[r] * 16 + half * 8 + lane / 4, rows - 1);
-      const uint4* start = weight + (size_t)row * (INPUTS / 8);
+      const uint4* start = weight + (size_t)row * (INPUTS * BITS / 128);
 #pragma unroll
-      for (int j = 0; j < 4; j++) {
-        int vector = chunk * 16 + j * 4 + lane % 4;
-        stage.weight[r][half][j] = INPUTS % 128 == 0 || vector < INPUTS / 8 ? load_once(start + vector) : make_uint4(0, 0, 0, 0);
+      for (int j = 0; j < VECTORS; j++) {
+        int vector = (chunk * VECTORS + j) * 4 + lane % 4;
+        stage.weight[r][half][j] = INPUTS % 128 == 0 || vector < INPUTS * BITS / 128 ? load_once(start + vector) : make_uint4(0, 0, 0, 0);
       }
     }
 }
@@ -120,6 +136,47 @@ __device__ __forceinline__ float sum_of_place(const uint4& values) {
 __device__ __forceinline__ uint4 in_order(const uint4& values) { return values; }
 #endif
 
+#if BITS == 8
+#ifdef INTEGER
+#define REACH 127.5f
+__device__ __forceinline__ u32 code(float value) { return (u32)__float2int_rn(fminf(fmaxf(value, -128.f), 127.f)) & 255; }
+__device__ __forceinline__ u32 codes_of(float a, float b, float c, float d) { return code(a) | code(b) << 8 | code(c) << 16 | code(d) << 24; }
+#else
+#define REACH 448.f
+__device__ __forceinline__ u32 codes_of(float a, float b, float c, float d) {
+  u32 codes;
+  asm("{.reg .b16 few, rest; cvt.rn.satfinite.e4m3x2.f32 few, %2, %1; cvt.rn.satfinite.e4m3x2.f32 rest, %4, %3; mov.b32 %0, {few, rest};}"
+      : "=r"(codes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return codes;
+}
+#endif
+__device__ __forceinline__ uint2 codes_of(const uint4& values, float by) {
+  return make_uint2(codes_of(low(values.x) * by, high(values.x) * by, low(values.y) * by, high(values.y) * by),
+                    codes_of(low(values.z) * by, high(values.z) * by, low(values.w) * by, high(values.w) * by));
+}
+
+__device__ __forceinline__ float largest_of(const uint4& values) {
+  float largest = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) largest = fmaxf(largest, fmaxf(fabsf(low(word_of(values, i))), fabsf(high(word_of(values, i)))));
+  return largest;
+}
+
+// The scale of a token, of which each thread of a block knows the largest input among its own.
+template <int COUNT>
+__device__ __forceinline__ float scale_of(float largest, const float* given, float (&partial)[COUNT]) {
+  if (given) return *given;
+  largest = maximum_of_warp(largest);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = largest;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < COUNT; w++) largest = fmaxf(largest, partial[w]);
+  __syncthreads();
+  return fmaxf(largest / REACH, 0x1p-100f);
+}
+#endif
+
 __device__ __forceinline__ void tiles_of(int (&tile)[ROW_TILES], int unit, int rows, int second_half) {
 #pragma unroll
   for (int r = 0; r < ROW_TILES; r++)
@@ -162,9 +219,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const u32 mask = 0x000f000fu | threadIdx.y;  // which is 0: a constant would be moved to a register anew for each use
 #endif
 #ifdef SHARED
-  u16* held = (u16*)memory;
-#if BITS == 4
-  float* x_sums = (float*)(held + tokens * STRIDE);  // [PLACES, TOKEN_TILES * 8]
+  char* held = (char*)memory;
+  float* x_sums = (float*)(held + tokens * STRIDE);  // 4 bits: [PLACES, TOKEN_TILES * 8]; 8 bits: the scales of tokens [TOKEN_TILES * 8]
+#if defined(NORM) || BITS == 8
+  __shared__ float partial[WARPS];
 #endif
   for (int token = 0; token < tokens; token++) {
     const uint4* source = x + (size_t)token * (INPUTS / 8);
@@ -179,7 +237,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
     }
 #ifdef NORM
-    __shared__ float partial[WARPS];
     squares = sum_of_warp(squares);
     if (lane == 0) partial[warp] = squares;
     __syncthreads();
@@ -189,28 +246,36 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float factor = rsqrtf(squares / INPUTS + epsilon);
     __syncthreads();
 #endif
+#ifdef NORM
+#pragma unroll
+    for (int v = 0; v < VECTORS_OF_THREAD; v++) values[v] = normed(values[v], norms[v], factor);
+#endif
+#if BITS == 8
+    float largest = 0;
+#pragma unroll
+    for (int v = 0; v < VECTORS_OF_THREAD; v++) largest = fmaxf(largest, largest_of(values[v]));
+    const float scale = scale_of(largest, (const float*)offsets, partial), by = 1 / scale;
+    if (threadIdx.x == 0) x_sums[token] = scale;
+#endif
 #pragma unroll
     for (int v = 0; v < VECTORS_OF_THREAD; v++) {
       const int vector = v * THREADS + threadIdx.x;
-#ifdef NORM
-      values[v] = normed(values[v], norms[v], factor);
-#endif
 #if BITS == 4
       const float sum = sum_of_place(values[v]);
       if (vector < CHUNKS * 16 && vector % VECTORS_PER_PLACE == 0) x_sums[vector / VECTORS_PER_PLACE * (TOKEN_TILES * 8) + token] = sum;
 #endif
-      if (vector < CHUNKS * 16) *(uint4*)(held + token * STRIDE + vector * 8) = in_order(values[v]);
+#if BITS == 8
+      if (vector < CHUNKS * 16) *(uint2*)(held + token * STRIDE + vector * 8) = codes_of(values[v], by);
+#else
+      if (vector < CHUNKS * 16) *(uint4*)(held + token * STRIDE + vector * 16) = in_order(values[v]);
+#endif
     }
   }
   __syncthreads();
 #endif
 
 #ifdef SHARED
-#if BITS == 4
-  float* shares = x_sums + PLACES * TOKEN_TILES * 8;
-#else
-  float* shares = (float*)(held + tokens * STRIDE);
-#endif
+  float* shares = x_sums + (BITS == 4 ? PLACES : BITS == 8) * TOKEN_TILES * 8;
 #else
   const float* x_sums = sums_of_x;
   float* shares = (float*)memory;
@@ -226,7 +291,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       before[item] = index < ROW_TILES * TOKEN_TILES * 128 && token < tokens && row < rows ? widen(y[(size_t)token * rows + row]) : 0;
     }
 #endif
-    float sums[ROW_TILES][TOKEN_TILES][4] = {};
+#if BITS == 8
+    float2 row_scales[ITEMS];
+#pragma unroll
+    for (int item = 0; item < ITEMS; item++) {
+      const int index = item * THREADS + threadIdx.x, r = index / 16 / (TOKEN_TILES * 8);
+#ifdef GATED
+      const int row = min((unit * (ROW_TILES / 2) + r / 2) * 16 + index % 16, second_half * 16 - 1);
+      row_scales[item] = make_float2(__ldg((const float*)scales + row), __ldg((const float*)scales + row + second_half * 16));
+#else
+      row_scales[item].x = __ldg((const float*)scales + min((unit * ROW_TILES + r) * 16 + index % 16, rows - 1));
+#endif
+    }
+#endif
+    Sum sums[ROW_TILES][TOKEN_TILES][4] = {};
     int following[ROW_TILES];
     tiles_of(following, unit + gridDim.x, rows, second_half);
 #pragma unroll
@@ -277,9 +355,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int n = 0; n < TOKEN_TILES; n++) {
 #ifdef SHARED
               int token = n * 8 + lane / 4;
-              uint4 b = *(uint4*)(held + (token < tokens ? token : 0) * STRIDE + chunk * 128 + j * 32 + lane % 4 * 8);
+              uint4 b = *(uint4*)(held + (token < tokens ? token : 0) * STRIDE + chunk * 128 * X_BYTES + j * 64 + lane % 4 * 16);
 #else
-              uint4 b = __ldg(x + (((size_t)n * CHUNKS + chunk) * 4 + j) * 32 + lane);
+              uint4 b = __ldg(x + (((size_t)n * CHUNKS + chunk) * (2 * X_BYTES) + j) * 32 + lane);
 #endif
 #pragma unroll
               for (int r = 0; r < ROW_TILES; r++) {
@@ -346,11 +424,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       const int row = (unit * ROW_TILES + r) * 16 + row_in_tile;
       if (row >= rows) continue;
 #endif
+#if BITS == 8
+      value *= x_sums[token] * row_scales[item].x;
+#endif
       if (bias) value += widen(bias[row]);
 #ifdef GATED
       float other = 0;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) other += shares[(w * ROW_TILES * columns + (r + 1) * columns + token) * 16 + row_in_tile];
+#if BITS == 8
+      other *= x_sums[token] * row_scales[item].y;
+#endif
       if (bias) other += widen(bias[row + second_half * 16]);
       value = value / (1 + __expf(-value)) * other;
       y[(size_t)token * (second_half * 16) + row] = (u16)narrow(value, 0);
@@ -374,15 +458,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // Puts x [tokens, INPUTS], normed where NORM says so, in the order in which `linear` reads it: [TOKEN_TILES, chunks, 4, 8 tokens, 4]
-// vectors of 8; sums_of_x [PLACES, 8 TOKEN_TILES].
+// vectors of 8; sums_of_x [PLACES, 8 TOKEN_TILES]. 8 bits: codes, 2 times 16 of them in place of 4 vectors (PLAIN: as torch has them), and
+// in place of sums the scales of tokens; `given` is the scale of all of them, or none.
 extern "C" __global__ void __launch_bounds__(256)
-    arrange(const uint4* x, const uint4* norm, float epsilon, uint4* ordered, float* sums_of_x, int tokens) {
+    arrange(const uint4* x, const uint4* norm, float epsilon, uint4* ordered, float* sums_of_x, int tokens, const float* given) {
   let_next_start();
   wait_for_previous();
   const int token = blockIdx.x;
   const uint4* source = x + (size_t)token * (INPUTS / 8);
-#ifdef NORM
+#if defined(NORM) || BITS == 8
   __shared__ float partial[8];
+#endif
+#ifdef NORM
   float squares = 0;
   for (int vector = threadIdx.x; token < tokens && vector < INPUTS / 8; vector += 256) squares += squares_of(source[vector]);
   squares = sum_of_warp(squares);
@@ -392,6 +479,19 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int w = 0; w < 8; w++) squares += partial[w];
   const float factor = rsqrtf(squares / INPUTS + epsilon);
+  __syncthreads();
+#endif
+#if BITS == 8
+  float largest = 0;
+  for (int vector = threadIdx.x; token < tokens && vector < INPUTS / 8; vector += 256) {
+    uint4 values = source[vector];
+#ifdef NORM
+    values = normed(values, norm[vector], factor);
+#endif
+    largest = fmaxf(largest, largest_of(values));
+  }
+  const float scale = scale_of(largest, given, partial), by = 1 / scale;
+  if (threadIdx.x == 0) sums_of_x[token] = scale;
 #endif
   for (int start = 0; start < CHUNKS * 16; start += 256) {
     const int vector = start + threadIdx.x;
@@ -402,14 +502,83 @@ extern "C" __global__ void __launch_bounds__(256)
       values = normed(values, norm[vector], factor);
 #endif
     }
+#ifdef PLAIN
+    if (vector < INPUTS / 8) ((uint2*)ordered)[(size_t)token * (INPUTS / 8) + vector] = codes_of(values, by);
+#elif BITS == 8
+    const int chunk = vector / 16, j = vector / 8 % 2, t = vector / 2 % 4;
+    const size_t place = ((((size_t)(token / 8) * CHUNKS + chunk) * 2 + j) * 8 + token % 8) * 4 + t;
+    if (vector < CHUNKS * 16) ((uint2*)ordered)[2 * place + vector % 2] = codes_of(values, by);
+#else
     const int chunk = vector / 16, j = vector / 4 % 4, t = vector % 4;
 #if BITS == 4
     const float sum = sum_of_place(values);
     if (vector < CHUNKS * 16 && vector % VECTORS_PER_PLACE == 0) sums_of_x[vector / VECTORS_PER_PLACE * gridDim.x + token] = sum;
 #endif
     if (vector < CHUNKS * 16) ordered[((((size_t)(token / 8) * CHUNKS + chunk) * 4 + j) * 8 + token % 8) * 4 + t] = in_order(values);
+#endif
   }
 }
+
+#if BITS == 8
+// From sums of products of codes [tokens, rows], in 16 bits if BF16, else in 32, to y as `linear` writes it; a thread for 8 outputs.
+extern "C" __global__ void __launch_bounds__(256) finish(const uint4* products, const float* scales, const float* token_scales, const u16* bias,
+                                                         u16* y, int rows) {
+  let_next_start();
+  wait_for_previous();
+#ifdef GATED
+  const int written = rows / 2;
+#else
+  const int written = rows;
+#endif
+  const int token = blockIdx.y, row = (blockIdx.x * 256 + threadIdx.x) * 8;
+  if (row >= written) return;
+  const float scale = token_scales[token];
+  float values[8];
+#ifdef GATED
+  for (int half = 1; half >= 0; half--) {
+#else
+  for (int half = 0; half >= 0; half--) {
+#endif
+    const int at = row + half * written;
+    const size_t place = ((size_t)token * rows + at) / 8;
+#if defined(BF16) && !defined(INTEGER)
+    const uint4 pairs = products[place];
+#else
+    const uint4 words[2] = {products[2 * place], products[2 * place + 1]};
+#endif
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+#ifdef INTEGER
+      float value = (int)word_of(words[i / 4], i % 4);
+#elif defined(BF16)
+      float value = i % 2 ? high(word_of(pairs, i / 2)) : low(word_of(pairs, i / 2));
+#else
+      float value = __uint_as_float(word_of(words[i / 4], i % 4));
+#endif
+      value *= scale * __ldg(scales + at + i);
+      if (bias) value += widen(bias[at + i]);
+#ifdef GATED
+      values[i] = half ? value : value / (1 + __expf(-value)) * values[i];
+#else
+      values[i] = value;
+#endif
+    }
+  }
+  const size_t place = (size_t)token * written + row;
+#ifdef WIDE
+#pragma unroll
+  for (int i = 0; i < 8; i++) ((float*)y)[place + i] = values[i];
+#else
+  uint4* target = (uint4*)(y + place);
+#ifdef RESIDUAL
+  const uint4 before = *target;
+#pragma unroll
+  for (int i = 0; i < 8; i++) values[i] += i % 2 ? high(word_of(before, i / 2)) : low(word_of(before, i / 2));
+#endif
+  *target = make_uint4(narrow(values[0], values[1]), narrow(values[2], values[3]), narrow(values[4], values[5]), narrow(values[6], values[7]));
+#endif
+}
+#endif
 
 #if BITS == 4
 // The weight as 16-bit floats [rows, INPUTS]; a warp for each tile and chunk.

@@ -1,7 +1,7 @@
 """Weights as `linear.cu` streams them, and the launch of its kernels.
 
 4 bits: the weight lies in tiles of 16 outputs x 128 inputs, lane by lane as tensor cores take them,
-so that a warp loads 512 bytes at once. 16 bits: the weight lies as torch has it.
+so that a warp loads 512 bytes at once. 8 and 16 bits: the weight lies as torch has it.
 """
 
 from __future__ import annotations
@@ -35,25 +35,28 @@ class Matrix:
     """A weight [outputs, inputs] for `multiply`, on a CUDA device."""
 
     weight: Tensor
-    """4 bits: int32 [tiles, chunks, 2, 32, 4]; 16 bits: float [outputs, inputs]."""
+    """4 bits: int32 [tiles, chunks, 2, 32, 4]; 8 and 16 bits: [outputs, inputs]."""
     outputs: int
     inputs: int
     dtype: torch.dtype
     """Of x and y: bfloat16 or float16."""
     scales: Tensor | None = None
     """4 bits: float [tiles, chunks, groups of a chunk, 8, 2], those of outputs i and i + 8 side by
-    side.
+    side. 8 bits: float32 [outputs].
     """
     offsets: Tensor | None = None
-    """The same for code base + zero point; None if all zero points are 8."""
+    """4 bits: the same for code base + zero point; None if all zero points are 8. 8 bits: the scale
+    of inputs, float32 [1]; None if each token has its own.
+    """
     group_size: int = CHUNK
     bias: Tensor | None = None
 
     @cached_property
     def form(self) -> Form:
         """What of it decides which kernel computes with it."""
-        bits = 16 if self.scales is None else 4
-        return Form(bits, self.outputs, self.inputs, self.dtype, self.group_size, self.offsets is not None)
+        bits = 16 if self.scales is None else 4 if self.weight.dtype == torch.int32 else 8
+        asymmetric, integer = bits == 4 and self.offsets is not None, self.weight.dtype == torch.int8
+        return Form(bits, self.outputs, self.inputs, self.dtype, self.group_size, asymmetric, integer)
 
     def parts(self, sizes: list[int]) -> list[Matrix]:
         """Return the matrices of consecutive outputs, as views. `sizes` but the last are multiples
@@ -61,8 +64,9 @@ class Matrix:
         """
         found, start = [], 0
         for size in sizes:
-            if self.form.bits == 16:
-                cut = replace(self, weight=self.weight[start : start + size], outputs=size)
+            if self.form.bits != 4:
+                scales = None if self.scales is None else self.scales[start : start + size]
+                cut = replace(self, weight=self.weight[start : start + size], scales=scales, outputs=size)
             else:
                 tiles = slice(start // ROWS, -(-(start + size) // ROWS))
                 scales = None if self.scales is None else self.scales[tiles]
@@ -136,7 +140,7 @@ def stacked(matrices: list[Matrix]) -> Matrix:
         weight=torch.cat([matrix.weight for matrix in matrices]),
         outputs=sum(matrix.outputs for matrix in matrices),
         scales=joined([matrix.scales for matrix in matrices]),
-        offsets=joined([matrix.offsets for matrix in matrices]),
+        offsets=first.offsets if first.form.bits == 8 else joined([matrix.offsets for matrix in matrices]),
         bias=joined([matrix.bias for matrix in matrices]),
     )
 
@@ -144,7 +148,8 @@ def stacked(matrices: list[Matrix]) -> Matrix:
 def can_stack(matrices: list[Matrix]) -> bool:
     """Say whether matrices are of one form, so that they can be one."""
     forms = {(replace(matrix.form, outputs=0), matrix.bias is None) for matrix in matrices}
-    return len(forms) == 1 and all(matrix.outputs % ROWS == 0 for matrix in matrices[:-1])
+    scales = {None if matrix.form.bits != 8 or matrix.offsets is None else float(matrix.offsets) for matrix in matrices}
+    return len(forms) == len(scales) == 1 and all(matrix.outputs % ROWS == 0 for matrix in matrices[:-1])
 
 
 def multiply(
@@ -227,17 +232,39 @@ def scratch_bytes(form: Form, tokens: int) -> int:
     return ordered_bytes(form, tokens) + sums_bytes(form, tokens)
 
 
+def coded_rows(matrix: Matrix, x: Tensor, norm: Tensor | None, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return x, float [rows, inputs], normed and rounded as a matrix of 8 bits takes it, and its
+    scales, float32 [rows].
+    """
+    codes, scales = torch.empty_like(x, dtype=matrix.weight.dtype), x.new_empty(len(x), dtype=torch.float32)
+    macros = matrix.form.macros() | {"PLAIN": "1"} | ({} if norm is None else {"NORM": "1"})
+    arguments = (x, norm, epsilon, codes, scales, len(x), matrix.offsets)
+    _kernel("arrange", macros, x.get_device())((len(x), 1, 1), 256, arguments)
+    return codes, scales
+
+
+def finish(matrix: Matrix, products: Tensor, scales: Tensor, y: Tensor, add: bool, gated: bool) -> None:
+    """Write what `multiply` writes from the sums of products of codes, [rows, outputs]."""
+    flags = {"GATED": gated, "RESIDUAL": add, "WIDE": y.dtype == torch.float32}
+    macros = matrix.form.macros() | {name: "1" for name, on in flags.items() if on}
+    blocks = -(-y.shape[1] // (8 * 256))
+    arguments = (products, matrix.scales, scales, matrix.bias, y, matrix.outputs)
+    _kernel("finish", macros, y.get_device())((blocks, len(y), 1), 256, arguments)
+
+
 def _arrange(
     matrix: Matrix, x: Tensor, norm: Tensor | None, epsilon: float, ordered: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return x, normed and in the kernel's order, and its sums over inputs that share a scale."""
+    """Return x, normed and in the kernel's order, and its sums over inputs that share a scale; of 8
+    bits the scales of tokens.
+    """
     tokens = x.shape[0]
     if ordered is None:
         ordered = torch.empty(scratch_bytes(matrix.form, tokens), dtype=torch.uint8, device=x.device)
     sums = ordered[ordered_bytes(matrix.form, tokens) :]
     macros = matrix.form.macros() | ({} if norm is None else {"NORM": "1"})
     _kernel("arrange", macros, x.get_device())(
-        (token_tiles(tokens) * 8, 1, 1), 256, (x, norm, epsilon, ordered, sums, tokens)
+        (token_tiles(tokens) * 8, 1, 1), 256, (x, norm, epsilon, ordered, sums, tokens, matrix.offsets)
     )
     return ordered, sums
 

@@ -43,6 +43,13 @@ class Form:
     dtype: torch.dtype
     group_size: int
     asymmetric: bool
+    integer: bool = False
+    """8 bits: integers, not E4M3."""
+
+    @property
+    def x_bytes(self) -> int:
+        """Of an input as it is multiplied."""
+        return 1 if self.bits == 8 else 2
 
     @property
     def tiles(self) -> int:
@@ -58,7 +65,7 @@ class Form:
             **{"BITS": self.bits, "INPUTS": self.inputs, "GROUP": self.group_size},
             **{"TOKEN_TILES": token_tiles, "ROW_TILES": row_tiles, "WARPS": warps, "DEPTH": depth},
         }
-        flags = {"BF16": self.dtype == torch.bfloat16, "ASYMMETRIC": self.asymmetric}
+        flags = {"BF16": self.dtype == torch.bfloat16, "ASYMMETRIC": self.asymmetric, "INTEGER": self.integer}
         return {name: str(number) for name, number in numbers.items()} | {name: "1" for name, on in flags.items() if on}
 
 
@@ -89,8 +96,8 @@ def choose_tiles(form: Form, tokens: int, gated: bool, limit: int, schedule: Sch
     room.
     """
     chosen = schedule or default_schedule(form, tokens, gated)
-    x_bytes = tokens * (form.chunks * CHUNK + 32) * 2 + sums_bytes(form, tokens)
-    if tokens <= 8 and tokens * (form.inputs + CHUNK + 32) * 2 <= SHARED_BYTES:
+    x_bytes = tokens * (form.chunks * CHUNK * form.x_bytes + 64) + sums_bytes(form, tokens)
+    if tokens <= 8 and tokens * ((form.inputs + CHUNK) * form.x_bytes + 64) <= SHARED_BYTES:
         tiles = Tiles(chosen, True, x_bytes + _added_bytes(chosen, tokens))
         if tiles.whole_bytes <= limit:
             return tiles
@@ -122,12 +129,13 @@ def default_schedule(form: Form, tokens: int, gated: bool) -> Schedule:
 
 def ordered_bytes(form: Form, tokens: int) -> int:
     """Return the bytes of x in the order in which the kernel reads it."""
-    return token_tiles(tokens) * 8 * form.chunks * CHUNK * 2
+    return token_tiles(tokens) * 8 * form.chunks * CHUNK * form.x_bytes
 
 
 def sums_bytes(form: Form, tokens: int) -> int:
-    """Return the bytes of a float32 for each group of inputs, no more than a chunk, and each token."""
-    return 0 if form.bits == 16 else form.chunks * max(1, CHUNK // form.group_size) * token_tiles(tokens) * 8 * 4
+    """Return the bytes of a float32 for each token and, of 4 bits, each group of inputs, no more than a chunk."""
+    places = {4: form.chunks * max(1, CHUNK // form.group_size), 8: 1, 16: 0}[form.bits]
+    return places * token_tiles(tokens) * 8 * 4
 
 
 def token_tiles(tokens: int) -> int:

@@ -4,17 +4,21 @@ our kernel, or a dense product.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.kernels.cuda.matrix import Matrix, dequantized, multiply
+from optkit.kernels.cuda.matrix import Matrix, coded_rows, dequantized, finish, multiply
 from optkit.kernels.cuda.schedule import MOST_TOKENS
 
-MOST_STREAMED = {4: 64, 16: 16}
+MOST_STREAMED = {4: 64, 8: 32, 16: 16}
 """Rows up to which our kernel is faster, by the bits of a weight, on an H200; of 4 bits it takes 32
 at a time.
 """
+FEWEST_INTEGER_ROWS = 17
+"""That torch._int_mm takes on CUDA."""
 
 
 def step_product(
@@ -30,10 +34,26 @@ def step_product(
 ) -> None:
     """Write x W^T into y like `multiply`, for any number of rows; can be captured in a CUDA graph."""
     if len(x) > MOST_STREAMED[matrix.form.bits]:
-        _dense(matrix, x, y, norm, epsilon, add, gated)
+        (_coded if matrix.form.bits == 8 else _dense)(matrix, x, y, norm, epsilon, add, gated)
         return
     for rows, written in zip(x.split(MOST_TOKENS), y.split(MOST_TOKENS), strict=True):
         multiply(matrix, rows, written, norm=norm, epsilon=epsilon, add=add, gated=gated, ordered=ordered)
+
+
+def _coded(matrix: Matrix, x: Tensor, y: Tensor, norm: Tensor | None, epsilon: float, add: bool, gated: bool) -> None:
+    codes, scales = coded_rows(matrix, x, norm, epsilon)
+    if matrix.form.integer:
+        products = torch._int_mm(F.pad(codes, (0, 0, 0, max(0, FEWEST_INTEGER_ROWS - len(codes)))), matrix.weight.T)
+    else:
+        wide = torch.bfloat16 if matrix.dtype == torch.bfloat16 else torch.float32  # float16 ends before 448^2
+        one = _one(codes.device)
+        products = torch._scaled_mm(codes, matrix.weight.T, one, one, out_dtype=wide, use_fast_accum=True)
+    finish(matrix, products, scales, y, add, gated)
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
 
 
 def _dense(matrix: Matrix, x: Tensor, y: Tensor, norm: Tensor | None, epsilon: float, add: bool, gated: bool) -> None:
