@@ -64,6 +64,8 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "cast + nvfp4": [BF16, stage("mx", type="nvfp4")],
     "cast + nvfp4, minmax": [BF16, stage("mx", type="nvfp4", scale_search="minmax")],
     "cast + mxfp4": [BF16, stage("mx", type="mxfp4")],
+    "cast + nvfp4, gptq": [BF16, stage("mx", type="nvfp4", rounding="gptq", **TEXT)],
+    "cast + mxfp4, gptq": [BF16, stage("mx", type="mxfp4", rounding="gptq", **TEXT)],
     "rtn": [stage("rtn", **GRID)],
     "gptq, 3 bits": [GPTQ3],
     "awq_scale + gptq, 3 bits": [stage("awq_scale", bits=3, **GRID, **TEXT), GPTQ3],

@@ -14,12 +14,13 @@ A code is the sign in bit 3 and an index into `E2M1` below it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from optkit.algorithms.scale_search import CHUNK
+from optkit.algorithms.scaled_gptq import compensated_codes
 from optkit.algorithms.threads import one_thread
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -52,8 +53,12 @@ class MicroscaledWeight:
     def dequantize(self) -> Tensor:
         """Return float32 [out, in]."""
         values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=self.codes.device)[self.codes.int()]
-        scales = exponent_scales(self.scales) if self.global_scale is None else self.scales.float() / self.global_scale
-        return _blocks(values, self.codes.shape[1] // self.scales.shape[1]).mul_(scales.unsqueeze(-1)).flatten(1)
+        scales = self.float_scales().unsqueeze(-1)
+        return _blocks(values, self.codes.shape[1] // self.scales.shape[1]).mul_(scales).flatten(1)
+
+    def float_scales(self) -> Tensor:
+        """Return what the codes of each block are multiplied by, float32 [out, blocks]."""
+        return exponent_scales(self.scales) if self.global_scale is None else self.scales.float() / self.global_scale
 
 
 def round_to_e2m1(values: Tensor) -> Tensor:
@@ -68,22 +73,25 @@ def exponent_scales(stored: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - E8M0_BIAS)
 
 
-def quantize_mxfp4(weight: Tensor, search: bool = False) -> MicroscaledWeight:
+def quantize_mxfp4(weight: Tensor, search: bool = False, importance: Tensor | None = None) -> MicroscaledWeight:
     """Round float [out, in] to MXFP4.
 
     The exponent is floor(log2(amax)) - 2, and one more from amax = 1.75 * 2^n on, as
     compressed-tensors has it (the specification leaves that step out and cuts those blocks).
-    `search`: the one of the exponents around it with the least squared error.
+    `search`: the one of the exponents around it with the least squared error. importance: float
+    [in], what an error at each input counts, all 1 if None.
     """
-    return _quantize(weight, MXFP4_BLOCK, lambda blocks: _exponents(blocks, search), exponent_scales)
+    return _quantize(weight, MXFP4_BLOCK, lambda blocks: _exponents(blocks, search), exponent_scales, importance)
 
 
-def quantize_nvfp4(weight: Tensor, global_scale: Tensor, search: bool = False) -> MicroscaledWeight:
+def quantize_nvfp4(
+    weight: Tensor, global_scale: Tensor, search: bool = False, importance: Tensor | None = None
+) -> MicroscaledWeight:
     """Round float [out, in] to NVFP4 with a global scale, float32 [1] (`nvfp4_global_scale`).
 
     The scale of a block maps its largest weight to 6. `search`: the E4M3 scale with the least
     squared error of those that map it to something from 4 to 8; 4 is "four over six" (Cook et
-    al. 2025) and more than 6 cuts it.
+    al. 2025) and more than 6 cuts it. importance: as of `quantize_mxfp4`.
     """
 
     def candidates(blocks: Tensor) -> list[Tensor]:
@@ -94,8 +102,18 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor, search: bool = False) -
         top = torch.tensor(E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8).item()
         return [(first + up).clamp(max=int(top)).view(torch.float8_e4m3fn) for up in range(NVFP4_TRIED)]
 
-    weighed = _quantize(weight, NVFP4_BLOCK, candidates, lambda stored: stored.float() / global_scale)
-    return MicroscaledWeight(weighed.codes, weighed.scales, global_scale)
+    weighed = _quantize(weight, NVFP4_BLOCK, candidates, lambda stored: stored.float() / global_scale, importance)
+    return replace(weighed, global_scale=global_scale)
+
+
+def compensated(weight: Tensor, rounded: MicroscaledWeight, hessian: Tensor) -> MicroscaledWeight:
+    """Return a rounded weight with its scales and the codes of GPTQ.
+
+    weight: float32 [out, in]; hessian: float32 [in, in]. Raises ValueError as `compensated_codes`.
+    """
+    tile = (1, weight.shape[1] // rounded.scales.shape[1])
+    values = compensated_codes(weight, hessian, rounded.float_scales(), tile, round_to_e2m1)
+    return replace(rounded, codes=_codes(values, values < 0))
 
 
 def nvfp4_global_scale(weights: Iterable[Tensor]) -> Tensor:
@@ -163,33 +181,47 @@ def _exponents(blocks: Tensor, search: bool) -> list[Tensor]:
 
 
 def _quantize(
-    weight: Tensor, size: int, candidates: Callable[[Tensor], list[Tensor]], as_float: Callable[[Tensor], Tensor]
+    weight: Tensor,
+    size: int,
+    candidates: Callable[[Tensor], list[Tensor]],
+    as_float: Callable[[Tensor], Tensor],
+    importance: Tensor | None,
 ) -> MicroscaledWeight:
     """Round each block with the candidate scale of the least squared error, the first of equals."""
     rows = max(1, CHUNK[weight.device.type] // weight.shape[1])
+    counts = None if importance is None else _blocks(importance[None], size)
     with one_thread():
-        parts = [_round(_blocks(part.float(), size), candidates, as_float) for part in weight.split(rows)]
+        parts = [_round(_blocks(part.float(), size), candidates, as_float, counts) for part in weight.split(rows)]
     codes, scales = zip(*parts, strict=True)
     return MicroscaledWeight(torch.cat(codes), torch.cat(scales))
 
 
 def _round(
-    blocks: Tensor, candidates: Callable[[Tensor], list[Tensor]], as_float: Callable[[Tensor], Tensor]
+    blocks: Tensor,
+    candidates: Callable[[Tensor], list[Tensor]],
+    as_float: Callable[[Tensor], Tensor],
+    counts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """float32 [out, blocks, size] -> codes, uint8 [out, in], and scales [out, blocks]."""
     chosen, *others = candidates(blocks)
     if others:
-        least = _error(blocks, as_float(chosen))
+        least = _error(blocks, as_float(chosen), counts)
         for tried in others:
-            error = _error(blocks, as_float(tried))
+            error = _error(blocks, as_float(tried), counts)
             better = error < least
             least = torch.where(better, error, least)
             chosen = torch.where(better, tried.view(torch.uint8), chosen.view(torch.uint8)).view(tried.dtype)
     scaled = blocks / as_float(chosen).unsqueeze(-1)
-    index = torch.bucketize(round_to_e2m1(scaled).abs_(), torch.tensor(E2M1, device=blocks.device), out_int32=True)
-    return (index | (scaled < 0).int() << 3).to(torch.uint8).flatten(1), chosen
+    return _codes(round_to_e2m1(scaled), scaled < 0).flatten(1), chosen
 
 
-def _error(blocks: Tensor, scales: Tensor) -> Tensor:
+def _codes(values: Tensor, negative: Tensor) -> Tensor:
+    """Return the codes, uint8, of values of E2M1; both of any shape."""
+    index = torch.bucketize(values.abs(), torch.tensor(E2M1, device=values.device), out_int32=True)
+    return (index | negative.int() << 3).to(torch.uint8)
+
+
+def _error(blocks: Tensor, scales: Tensor, counts: Tensor | None) -> Tensor:
     scales = scales.unsqueeze(-1)
-    return round_to_e2m1(blocks / scales).mul_(scales).sub_(blocks).square_().sum(-1)
+    errors = round_to_e2m1(blocks / scales).mul_(scales).sub_(blocks).square_()
+    return (errors if counts is None else errors.mul_(counts)).sum(-1)

@@ -1,31 +1,42 @@
-"""Stage `mx`: 4-bit floats in small scaled blocks, MXFP4 or NVFP4; no calibration."""
+"""Stage `mx`: 4-bit floats in small scaled blocks, MXFP4 or NVFP4."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from pydantic import Field, model_validator
+
+from optkit.common.field_types import BatchSize
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.model.calibration_memory import Work
+from optkit.model.calibration_memory import Work, calibrated_work, hessian_bytes
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import WEIGHTS_ALONE, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.microscaled import BLOCKS, Microscaled
+from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report
-from optkit.stages.quantizing.fitting import EXPERTS, refuse_conv1d, refuse_layers, refuse_some_experts
+from optkit.stages.quantizing.eight_bits import HESSIAN_COPIES
+from optkit.stages.quantizing.fitting import EXPERTS, refuse_conv1d, refuse_layers, refuse_some_experts, refuse_unknown
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from optkit.algorithms.hessian import Hessian
+    from optkit.algorithms.microscaling import MicroscaledWeight
+
 WORK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 """What rounding holds beside the weights and their codes; it works on a few rows at a time."""
+FLOAT_BYTES = 16
+"""Of a weight that GPTQ rounds: it, what is left of it, its steps and its values, in float32."""
 
 
 class Mx(LayerQuantizer):
@@ -36,6 +47,8 @@ class Mx(LayerQuantizer):
     kind: ClassVar[str] = "mx"
     example: ClassVar[str] = "- bf16\n- mx: {type: nvfp4}"
     for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
+    sees_images: ClassVar[bool] = True
+    shows_experts: ClassVar[bool] = True
 
     type: Literal["nvfp4", "mxfp4"] = "nvfp4"
     """`nvfp4`: blocks of 16 with scales of 8 bits, 4.5 bits a weight. `mxfp4`: blocks of 32 with
@@ -45,6 +58,24 @@ class Mx(LayerQuantizer):
     """`mse`: the scale of each block with the least squared rounding error. `minmax`: the one that
     reaches every weight of it.
     """
+    rounding: Literal["nearest", "gptq"] = Field(default="nearest", exclude_if=lambda value: value == "nearest")
+    """`nearest`: each weight to the nearest number, without looking at any text. `gptq`: it makes
+    up for the errors of those rounded before it, on the calibration text (arXiv:2210.17323), and
+    `scale_search: mse` weighs each input by its activations."""
+    calibration: Calibration | None = Field(default=None, exclude_if=lambda value: value is None)
+    """The text for `rounding: gptq`; nothing else needs one."""
+    batch_size: BatchSize = Field(default=8, exclude_if=lambda value: value == 8)
+    """Sequences of the calibration text that run through a block at once."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.rounding == "gptq") != (self.calibration is not None):
+            raise ValueError(
+                "the calibration text would not be read: take it out, or set rounding: gptq"
+                if self.calibration
+                else "rounding: gptq needs a text: add calibration: {dataset: c4}, or take it out"
+            )
+        return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize block by block.
@@ -56,6 +87,8 @@ class Mx(LayerQuantizer):
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves; the memory is an estimate."""
         _refuse_other_dtypes(shape, self.kind)
+        if self.calibration and shape.task is Task.UNKNOWN:
+            raise refuse_unknown(f"{self.kind}.calibration", "Calibration opens", "Leave calibration out")
         return super().predict(shape, device)
 
     def layer_format(self, layer: Layer) -> Microscaled:
@@ -84,21 +117,56 @@ class Mx(LayerQuantizer):
         )
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
+        if self.calibration is not None:
+            yield from self._calibrated_blocks(job, self.calibration)
+            return
         for index in range(len(job.skeleton.blocks)):
-            layers: dict[str, Mapping[str, Tensor]] = {}
-            # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them:
-            # those of one module share it.
-            for _, names in groupby(
-                sorted(job.modules(index), key=lambda name: name.rpartition(".")[::2]), key=_parent
-            ):
-                layers |= self.rounded_layers(job, list(names))
-            yield BlockOutput(layers)
+            yield BlockOutput(self._rounded_block(job, job.modules(index), {}))
 
     @property
     def needs_no_text(self) -> bool:
-        return True
+        return self.calibration is None
+
+    def _calibrated_blocks(self, job: QuantizationJob, text: Calibration) -> Iterator[BlockOutput]:
+        """Quantize block after block, each on what the quantized ones before it make of the text."""
+        from optkit.algorithms.microscaling import unpack
+        from optkit.model.skeleton_layers import put_weight_
+        from optkit.stages.quantizing.hessians import collect_hessians, read_text
+
+        device, skeleton = job.context.device, job.skeleton
+        tokens = read_text(skeleton, text, job.context, self.kind)
+        job.calibrated_on = (text.identity(),)
+        less = "Lower mx.batch_size, mx.calibration.samples or mx.calibration.sequence_length"
+        with out_of_memory("in front of the first block", device, less):
+            inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
+        for index in job.resume(inputs):
+            with skeleton.loaded(skeleton.blocks[index], device, less):
+                modules = job.modules(index)
+                hessians = collect_hessians(skeleton, index, inputs, modules, equal_tokens=True)
+                layers = self._rounded_block(job, modules, hessians)
+                del hessians  # before the block runs again
+                if index + 1 < len(skeleton.blocks):
+                    for name, tensors in layers.items():
+                        put_weight_(modules[name], unpack(tensors).dequantize())
+                    skeleton.advance_(index, inputs)
+            yield BlockOutput(layers)
+
+    def _rounded_block(
+        self, job: QuantizationJob, names: Iterable[str], hessians: Mapping[str, Hessian]
+    ) -> dict[str, Mapping[str, Tensor]]:
+        layers: dict[str, Mapping[str, Tensor]] = {}
+        # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them:
+        # those of one module share it.
+        for _, several in groupby(sorted(names, key=lambda name: name.rpartition(".")[::2]), key=_parent):
+            layers |= self._rounded_module(job, list(several), hessians)
+        return layers
 
     def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
+        return self._rounded_module(job, names, {})
+
+    def _rounded_module(
+        self, job: QuantizationJob, names: Sequence[str], hessians: Mapping[str, Hessian]
+    ) -> Mapping[str, Mapping[str, Tensor]]:
         from optkit.algorithms.microscaling import (
             exact_nvfp4_scale,
             nvfp4_global_scale,
@@ -113,21 +181,57 @@ class Mx(LayerQuantizer):
             weights = {
                 name: job.skeleton.checkpoint.read_finite(f"{name}.weight").to(job.context.device) for name in names
             }
-            if self.type == "mxfp4":
-                return {name: pack(quantize_mxfp4(weight, search)) for name, weight in weights.items()}
-            exact = exact_nvfp4_scale(weights.values())
-            if exact is not None:
-                job.details["layers_without_error"] = job.details.get("layers_without_error", 0) + len(names)
-            shared = nvfp4_global_scale(weights.values()) if exact is None else exact
-            search = search or exact is not None
-            return {name: pack(quantize_nvfp4(weight, shared, search)) for name, weight in weights.items()}
+            quantize = partial(quantize_mxfp4, search=search)
+            if self.type == "nvfp4":
+                exact = exact_nvfp4_scale(weights.values())
+                if exact is not None:
+                    job.details["layers_without_error"] = job.details.get("layers_without_error", 0) + len(names)
+                shared = nvfp4_global_scale(weights.values()) if exact is None else exact
+                quantize = partial(quantize_nvfp4, global_scale=shared, search=search or exact is not None)
+            return {
+                name: pack(self._rounded(job, name, weight, quantize, hessians.get(name)))
+                for name, weight in weights.items()
+            }
+
+    def _rounded(
+        self,
+        job: QuantizationJob,
+        name: str,
+        weight: Tensor,
+        quantize: Callable[..., MicroscaledWeight],
+        hessian: Hessian | None,
+    ) -> MicroscaledWeight:
+        """Return a weight in 4 bits.
+        One that saw too few tokens to be compensated on is rounded to nearest, and reported.
+        """
+        from optkit.algorithms.microscaling import compensated
+        from optkit.stages.quantizing.hessians import finite_matrix
+        from optkit.stages.quantizing.input_ranges import FEW_TOKENS
+
+        tokens = hessian.tokens if hessian else 0
+        if hessian is None or tokens < FEW_TOKENS:
+            if self.calibration is not None:
+                job.details.setdefault("rounded_to_nearest", {})[name] = tokens
+            return quantize(weight)
+        matrix = finite_matrix(hessian, name, job.skeleton)
+        try:
+            return compensated(weight.float(), quantize(weight, importance=matrix.diagonal()), matrix)
+        except ValueError as error:
+            remedy = f"Set {self.kind}.rounding to nearest, or calibrate on more text"
+            raise StageError(str(error), where=name, remedy=remedy) from error
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         modules: Counter[str] = Counter()
         for name, layer in layers.items():
             bits = DTYPE_BITS[shape.tensors[f"{name}.weight"].dtype]
             modules[_parent(name)] += layer.outputs * layer.inputs * (bits + 8) // 8
-        return Work(max(modules.values()) + WORK_BYTES[device.partition(":")[0]])
+        work = max(modules.values()) + WORK_BYTES[device.partition(":")[0]]
+        if self.calibration is None:
+            return Work(work)
+        work += FLOAT_BYTES * max(layer.outputs * layer.inputs for layer in layers.values())
+        work += HESSIAN_COPIES * 4 * max(layer.inputs for layer in layers.values()) ** 2
+        sums = hessian_bytes(shape, layers)
+        return calibrated_work(shape, layers, self.calibration.size, self.batch_size, sums, work)
 
 
 def _refuse_other_dtypes(shape: ModelShape, stage: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from optkit.algorithms.microscaling import (
     E2M1,
     MicroscaledWeight,
+    compensated,
     exact_nvfp4_scale,
     exponent_scales,
     nvfp4_global_scale,
@@ -212,3 +213,31 @@ def test_nvfp4_holds_no_more_powers_of_two_than_its_scales_have() -> None:
     assert exact_nvfp4_scale([weight * torch.tensor([[1.0], [0.5]])]) is None
     assert exact_nvfp4_scale([random_weight(2, 32, 0)]) is None
     assert exact_nvfp4_scale([torch.zeros(2, 16)]) is None
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_compensated_codes_are_nearer_under_the_hessian(form: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1000, 40, generator=generator) @ torch.randn(40, 160, generator=generator)
+    inputs += 0.3 * torch.randn(1000, 160, generator=generator)
+    inputs *= torch.rand(160, generator=generator) + 0.1
+    weight, hessian = torch.randn(48, 160, generator=generator), inputs.T @ inputs / 1000
+
+    def rounded(importance: Tensor | None) -> MicroscaledWeight:
+        if form == "mxfp4":
+            return quantize_mxfp4(weight, True, importance)
+        return quantize_nvfp4(weight, nvfp4_global_scale([weight]), True, importance)
+
+    def error(found: MicroscaledWeight) -> float:
+        off = found.dequantize() - weight
+        return float(((off @ hessian) * off).sum())
+
+    nearest, weighed = rounded(None), rounded(hessian.diagonal())
+    better = compensated(weight, weighed, hessian)
+    assert error(better) < 0.5 * min(error(nearest), error(weighed))
+    weighed_error, plain_error = (
+        float(((each.dequantize() - weight).square() * hessian.diagonal()).sum()) for each in (weighed, nearest)
+    )
+    assert weighed_error < plain_error
+    assert torch.equal(unpack(pack(better)).dequantize(), better.dequantize())
+    assert torch.equal(better.scales.view(torch.uint8), weighed.scales.view(torch.uint8))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
 from optkit.progress import asking
 from optkit.session import open_session
+from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.cast import Cast
 from optkit.stages.mx import Mx
@@ -225,7 +226,7 @@ def test_running_out_of_memory_names_the_layer(halved: Halved, tmp_path: Path, m
     from optkit.algorithms import microscaling
     from optkit.errors import ResourceError
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise MemoryError
 
     monkeypatch.setattr(microscaling, "quantize_nvfp4", full)
@@ -237,7 +238,9 @@ def test_running_out_of_memory_names_the_layer(halved: Halved, tmp_path: Path, m
 
 def test_it_is_a_quantizer_without_overrides() -> None:
     assert issubclass(Mx, LayerQuantizer)
-    assert set(Mx.model_fields) == {"include", "exclude", "towers", "type", "scale_search"}
+    calibrated = {"rounding", "calibration", "batch_size"}
+    assert set(Mx.model_fields) == {"include", "exclude", "towers", "type", "scale_search", *calibrated}
+    assert not calibrated & set(Mx().model_dump())
 
 
 def test_a_source_in_mxfp4_becomes_nvfp4_without_error(halved: Halved, tmp_path: Path) -> None:
@@ -252,3 +255,62 @@ def test_a_source_in_mxfp4_becomes_nvfp4_without_error(halved: Halved, tmp_path:
     Dequantize().run(tmp_path / "nvfp4", tmp_path / "again", Context())
     floats, again = (load_file(tmp_path / name / "model.safetensors") for name in ("floats", "again"))
     assert all(torch.equal(tensor, again[name]) for name, tensor in floats.items())
+
+
+@pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])
+def test_gptq_comes_nearer_on_the_same_grid(
+    halved: Halved, text: Calibration, tmp_path: Path, type: Literal["nvfp4", "mxfp4"]
+) -> None:
+    source = halved("llama")
+    stage = Mx(type=type, rounding="gptq", calibration=text)
+    (tmp_path / "gptq").mkdir()
+    report = stage.run(source, tmp_path / "gptq", Context())
+    quantize(source, tmp_path / "nearest", type=type)
+    cost = predicted(stage, source, tmp_path / "gptq")
+    nearest, _ = Mx(type=type).predict(Checkpoint(source).shape, "cpu")
+    assert cost.ram_bytes > nearest.ram_bytes
+    assert report.calibrated_on == (text.identity(),)
+    assert "rounded_to_nearest" not in report.details
+    tokens = text.tokens(source, None)
+    original, *others = (
+        open_session(place).logits(tokens) for place in (source, tmp_path / "gptq", tmp_path / "nearest")
+    )
+    compensated, rounded = ((each - original).square().mean().item() for each in others)
+    assert compensated < 0.8 * rounded
+
+
+def test_experts_that_saw_few_tokens_are_rounded_to_nearest(halved: Halved, text: Calibration, tmp_path: Path) -> None:
+    few = text.model_copy(update={"samples": 2})
+    report = quantize(halved("qwen2_moe"), tmp_path / "packed", type="mxfp4", rounding="gptq", calibration=few)
+    nearest = report.details["rounded_to_nearest"]
+    assert nearest
+    assert all(".experts." in name and tokens < 128 for name, tokens in nearest.items())
+
+
+def test_a_hessian_that_is_none_is_an_error_of_its_layer(
+    halved: Halved, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optkit.algorithms import microscaling
+
+    def failed(*_: Any) -> None:
+        raise ValueError("the Hessian is not positive definite, even with damping 10.0")
+
+    monkeypatch.setattr(microscaling, "compensated", failed)
+    with pytest.raises(StageError) as refused:
+        quantize(halved("llama"), tmp_path / "packed", rounding="gptq", calibration=text)
+    assert str(refused.value) == (
+        "model.layers.0.mlp.down_proj: the Hessian is not positive definite, even with damping 10.0. "
+        "Set mx.rounding to nearest, or calibrate on more text."
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rounding": "gptq"}, "rounding: gptq needs a text: add calibration: {dataset: c4}, or take it out"),
+        ({"calibration": "c4"}, "the calibration text would not be read: take it out, or set rounding: gptq"),
+    ],
+)
+def test_rounding_and_text_belong_together(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Mx.model_validate(fields)

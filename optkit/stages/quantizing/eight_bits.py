@@ -111,11 +111,11 @@ class EightBitQuantizer(LayerQuantizer):
 
     def _compensated(self, name: str, weight: Tensor, hessian: Tensor, scales: Tensor) -> Tensor:
         from optkit.algorithms.eight_bit import tile_of
-        from optkit.algorithms.eight_bit_gptq import compensated_codes
+        from optkit.algorithms.scaled_gptq import compensated_codes
 
         tile = tile_of(self.scales, (weight.shape[0], weight.shape[1]))
         try:
-            return compensated_codes(weight, hessian, scales, tile, self._numbers())
+            return compensated_codes(weight, hessian, scales, tile, self._numbers().round)
         except ValueError as error:
             raise StageError(
                 str(error), where=name, remedy=f"Set {self.kind}.rounding to nearest, or calibrate on more text"

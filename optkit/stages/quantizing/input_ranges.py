@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optkit.algorithms.eight_bit_gptq import left_variances
 from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.scaled_gptq import left_variances
 
 FEW_TOKENS = 128
 """A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms.eight_bit import FLOAT8, INT8, NumberFormat, amax_scales, dequantize, quantize, tile_of
-from optkit.algorithms.eight_bit_gptq import compensated_codes
+from optkit.algorithms.scaled_gptq import compensated_codes
 
 
 def layer() -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def test_outputs_are_nearer(numbers: NumberFormat, granularity: Any) -> None:
 
     nearest, compensated = (
         quantize(weight, scales, tile, numbers),
-        compensated_codes(weight, hessian, scales, tile, numbers),
+        compensated_codes(weight, hessian, scales, tile, numbers.round),
     )
     assert error(compensated) < 0.5 * error(nearest)
 
@@ -44,7 +44,7 @@ def test_outputs_are_nearer(numbers: NumberFormat, granularity: Any) -> None:
 def test_inputs_without_correlation_are_rounded_to_nearest() -> None:
     weight, _ = layer()
     scales = amax_scales(weight, (1, 160), INT8, torch.float32)
-    codes = compensated_codes(weight, torch.diag(torch.rand(160) + 0.5), scales, (1, 160), INT8)
+    codes = compensated_codes(weight, torch.diag(torch.rand(160) + 0.5), scales, (1, 160), INT8.round)
     assert torch.equal(codes, quantize(weight, scales, (1, 160), INT8))
 
 
@@ -52,7 +52,7 @@ def test_a_hessian_that_is_none() -> None:
     weight, _ = layer()
     scales = amax_scales(weight, (1, 160), INT8, torch.float32)
     with pytest.raises(ValueError, match="not positive definite"):
-        compensated_codes(weight, -torch.eye(160), scales, (1, 160), INT8)
+        compensated_codes(weight, -torch.eye(160), scales, (1, 160), INT8.round)
 
 
 @pytest.mark.parametrize("numbers", [FLOAT8, INT8])
@@ -64,7 +64,7 @@ def test_zeros_of_a_pruned_weight_stay(numbers: NumberFormat) -> None:
     off = {}
     for how, codes in {
         "nearest": quantize(weight, scales, tile, numbers),
-        "compensated": compensated_codes(weight, hessian, scales, tile, numbers),
+        "compensated": compensated_codes(weight, hessian, scales, tile, numbers.round),
     }.items():
         assert not dequantize(codes, scales, tile)[:, ::2].any()
         change = dequantize(codes, scales, tile) - weight

@@ -1,11 +1,15 @@
-"""GPTQ for 8 bits: round one input at a time, compensate in those left (arXiv:2210.17323)."""
+"""GPTQ on any numbers whose scales stand: 8 bits, and floats of 4 bits.
+It rounds one input at a time and compensates in those left (arXiv:2210.17323).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from optkit.algorithms.eight_bit import NumberFormat
 from optkit.algorithms.gptq import HELD_STEP, GptqOptions, damped_inverse_factor, rounding_order
 from optkit.algorithms.pruning import zeros_of_pruning
 from optkit.algorithms.threads import one_thread
@@ -14,12 +18,14 @@ BLOCK = 128
 """Inputs whose errors are carried to the inputs after them at once."""
 DAMPING = 0.01
 """Added to the Hessian's diagonal, as a fraction of its mean."""
+Rounding: TypeAlias = Callable[[Tensor], Tensor]
+"""Returns the nearest numbers of a format, in its dtype."""
 
 
 def compensated_codes(
-    weight: Tensor, hessian: Tensor, scales: Tensor, tile: tuple[int, int], numbers: NumberFormat
+    weight: Tensor, hessian: Tensor, scales: Tensor, tile: tuple[int, int], nearest: Rounding
 ) -> Tensor:
-    """Return codes [out, in] in the format's dtype, for a weight float32 [out, in].
+    """Return codes [out, in] in the dtype of `nearest`, for a weight float32 [out, in].
 
     scales: float [tiles of outputs, tiles of inputs]. Inputs with the largest activations are
     rounded first. The zeros of a pruned weight
@@ -32,11 +38,11 @@ def compensated_codes(
     steps = scales.repeat_interleave(tile[0], 0)[: weight.shape[0]].T[torch.div(order, tile[1], rounding_mode="floor")]
     if (zeros := zeros_of_pruning(weight)) is not None:
         steps = steps.masked_fill(zeros.T[order], HELD_STEP)
-    codes = torch.empty(rest.shape, dtype=numbers.dtype, device=rest.device)
+    codes = torch.empty_like(rest, dtype=nearest(rest[:1]).dtype)
     with one_thread():
         for start in range(0, len(rest), BLOCK):
             part = slice(start, min(start + BLOCK, len(rest)))
-            errors = _round_block(rest[part], steps[part], factor[part, part], codes[part], numbers)
+            errors = _round_block(rest[part], steps[part], factor[part, part], codes[part], nearest)
             rest[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
     return codes[order.argsort()].T.contiguous()
 
@@ -52,12 +58,12 @@ def left_variances(hessian: Tensor) -> Tensor:
     return factor.diagonal().square().reciprocal()[rounding_order(hessian, options).argsort()]
 
 
-def _round_block(rest: Tensor, steps: Tensor, factor: Tensor, codes: Tensor, numbers: NumberFormat) -> Tensor:
+def _round_block(rest: Tensor, steps: Tensor, factor: Tensor, codes: Tensor, nearest: Rounding) -> Tensor:
     """Fill `codes` [inputs, out] and return the errors, float [inputs, out], of one block."""
     errors = torch.empty_like(rest)
     diagonal = factor.diagonal().tolist()
     for index, (value, step) in enumerate(zip(rest, steps, strict=True)):
-        codes[index] = numbers.round(value / step)
+        codes[index] = nearest(value / step)
         errors[index] = (value - codes[index].to(rest.dtype) * step) / diagonal[index]
         rest[index + 1 :].addr_(factor[index, index + 1 :], errors[index], alpha=-1)
     return errors
