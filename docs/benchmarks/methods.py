@@ -23,6 +23,8 @@ import optkit
 from optkit.pipeline import plan
 
 TEXT = {"calibration": {"dataset": "c4", "samples": 64, "sequence_length": 512}}
+AGAIN = {"tokens": 15 * 64 * 512, "epochs": 15}
+"""As many tokens as blocks learn from in 120 steps of 8 sequences."""
 GRID = {"group_size": 64}
 WINDOWS = {"dataset": "wikitext2", "split": "test", "window": 2048, "windows": 15}
 EVALS = [{"perplexity": WINDOWS}, {"divergence": WINDOWS}, "footprint"]
@@ -71,6 +73,18 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "awq_scale + gptq, 3 bits": [stage("awq_scale", bits=3, **GRID, **TEXT), GPTQ3],
     "rotate (heads) + gptq, 3 bits": [HEADS, GPTQ3],
 }
+for bits, group in ((bits, group) for group in (64, 128) for bits in (4, 3, 2)):
+    grid = {"bits": bits, "group_size": group, **TEXT}
+    rounded = {**grid, "backend": "auto_round", "learn": "blocks"}
+    METHODS |= {
+        f"gptq, {bits} bits of {group}": [stage("gptq", **grid)],
+        f"gptq that learns, {bits} bits of {group}": [stage("gptq", effort="best", **grid)],
+        f"gptqmodel, {bits} bits of {group}": [stage("gptq", backend="gptqmodel", **grid)],
+        f"AutoRound 200, {bits} bits of {group}": [stage("gptq", **rounded)],
+        f"AutoRound 1000, {bits} bits of {group}": [stage("gptq", learning_steps=1000, **rounded)],
+        f"qat, all of the text, {bits} bits of {group}": [stage("qat", **grid)],
+        f"qat, 15 epochs of 64 x 512, {bits} bits of {group}": [stage("qat", training=AGAIN, **grid)],
+    }
 
 
 @dataclass(frozen=True)

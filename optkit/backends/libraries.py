@@ -55,7 +55,7 @@ LIBRARIES: Mapping[str, Library] = {
         Library(
             "auto_round",
             "auto-round",
-            "AWQ by auto-round, rounded to nearest; writes AutoAWQ's GEMM layout",
+            "AutoRound itself, and its AWQ rounded to nearest; writes GPTQ's format or AutoAWQ's GEMM layout",
             (*TRANSFORMERS_5, "auto-round==0.15.1", "datasets==5.2.0"),
         ),
         Library(

@@ -100,7 +100,7 @@ class Gptq(GptqFields, Backed):
 
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose hidden states decide which errors matter."""
-    backend: Literal["optkit", "gptqmodel", "llmcompressor"] = "optkit"
+    backend: Literal["optkit", "auto_round", "gptqmodel", "llmcompressor"] = "optkit"
     """Who does the work: optkit, or another library in an environment of its own (`optkit env`),
     with the same tokens.
     """

@@ -51,6 +51,9 @@ def test_only_what_decides_the_result_is_in_the_fields() -> None:
         True,
     )
     assert Gptq(**dumped).model_dump(mode="json") == dumped
+    rounded = Gptq(backend="auto_round", learn="blocks").model_dump(mode="json")
+    assert set(rounded) == offers.OFFERS["gptq", "auto_round"].fields
+    assert (rounded["learning_steps"], rounded["format"]) == (200, "gptq")  # auto-round's own
 
 
 def test_another_version_of_the_library_makes_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +106,8 @@ def test_another_version_of_the_library_makes_other_weights(monkeypatch: pytest.
         (Awq, {"backend": "auto_round", "symmetric": True}, "symmetric: auto_round has false, not true"),
         (Awq, {"backend": "gptqmodel", "bits": 8}, "bits: gptqmodel has 4, not 8"),
         (Gptq, {"backend": "llmcompressor", "bits": 3}, "bits: llmcompressor has 4 or 8, not 3"),
-        (Gptq, {"backend": "autoawq"}, "'optkit', 'gptqmodel' or 'llmcompressor'"),
+        (Gptq, {"backend": "auto_round"}, "learn: auto_round has blocks, not null"),
+        (Gptq, {"backend": "autoawq"}, "'optkit', 'auto_round', 'gptqmodel' or 'llmcompressor'"),
         (
             Rtn,
             {"backend": "llmcompressor", "scale_search": "mse"},

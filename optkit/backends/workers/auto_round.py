@@ -1,5 +1,5 @@
-"""Worker of auto-round 0.15: its AWQ, in AutoAWQ's GEMM layout.
-Weights are rounded to nearest after the scaling.
+"""Worker of auto-round 0.15: AutoRound itself in GPTQ's layout, and its AWQ in AutoAWQ's GEMM layout.
+Of AWQ weights are rounded to nearest after the scaling.
 """
 
 from __future__ import annotations
@@ -28,12 +28,16 @@ def quantize(job: Job) -> dict[str, Any]:
         "act_bits": 16,
     }
     size, length = job.fields["batch_size"], len(job.windows[0])
-    awq = AWQConfig(n_grid=job.fields["grid_points"], seqlen=length, nsamples=len(job.windows))
+    learns = job.method == "gptq"
+    if learns:
+        way: dict[str, Any] = {"iters": job.fields["learning_steps"]}
+    else:
+        awq = AWQConfig(n_grid=job.fields["grid_points"], seqlen=length, nsamples=len(job.windows))
+        way = {"alg_configs": [awq, RTNConfig(disable_opt_rtn=True)]}
     rounder = AutoRound(
         job.load_model(),
         AutoTokenizer.from_pretrained(job.source, local_files_only=True),
         scheme=grid,
-        alg_configs=[awq, RTNConfig(disable_opt_rtn=True)],
         layer_config={name: {"bits": 16} for name in job.kept if name != "lm_head"},
         dataset=DataLoader(TensorDataset(torch.tensor(job.windows)), batch_size=size, collate_fn=_rows),
         nsamples=len(job.windows),
@@ -41,9 +45,10 @@ def quantize(job: Job) -> dict[str, Any]:
         batch_size=size,
         device_map=job.device,
         seed=0,
+        **way,
     )
-    job.start("auto_round awq", 1, "model")
-    rounder.quantize_and_save(str(job.target), format="auto_awq")
+    job.start(f"auto_round {job.method}", 1, "model")
+    rounder.quantize_and_save(str(job.target), format="auto_gptq" if learns else "auto_awq")
     for path in next(job.target.glob("*/config.json")).parent.iterdir():  # it saves below a name of its own
         path.rename(job.target / path.name)
     job.advance("saved")

@@ -16,6 +16,8 @@ WEIGHTS = frozenset({"backend", "bits", "group_size", "symmetric", "format", "in
 
 GEMM = {"format": ("awq",), "bits": (4,), "symmetric": (False,)}
 """What AutoAWQ's layout holds."""
+GPTQ_LAYOUT = {"format": ("gptq",), "symmetric": (True,), "group_size": (None, *GPTQ_GROUP_SIZES)}
+"""What GPTQModel's layout holds."""
 CLIPPED_AT_ONCE = 64
 """Outputs that AutoAWQ's search for clipping takes together, in gptqmodel too."""
 
@@ -47,10 +49,17 @@ def _offer(
 
 
 OFFERS: Mapping[tuple[str, str], Offer] = {
+    ("gptq", "auto_round"): _offer(
+        "auto_round",
+        without=("overrides",),
+        passed=("batch_size", "learn", "learning_steps"),
+        values={**GPTQ_LAYOUT, "learn": ("blocks",)},
+        defaults={"format": "gptq", "learning_steps": 200},
+    ),
     ("gptq", "gptqmodel"): _offer(
         "gptqmodel",
         passed=("damping", "activation_order", "true_sequential", "batch_size"),
-        values={"format": ("gptq",), "symmetric": (True,), "group_size": (None, *GPTQ_GROUP_SIZES)},
+        values=GPTQ_LAYOUT,
         defaults={"format": "gptq", "true_sequential": True, "batch_size": 1},
     ),
     ("gptq", "llmcompressor"): _offer(
