@@ -91,41 +91,34 @@ inline void attend(const Model& model, const float* query, const float* keys, co
 
 // Several matrices times the same rows as one list of blocks; all have outputs in multiples of 16.
 void multiply_together(const std::vector<const Matrix*>& matrices, const float* rows, int64_t count, const std::vector<float*>& products) {
-  std::vector<std::vector<float>> sums;
+  std::vector<Activations> given;
   std::vector<int64_t> starts{0};
   for (const Matrix* matrix : matrices) {
-    sums.push_back(sums_of_groups(*matrix, rows, count));
+    given.emplace_back(*matrix, rows, count);
     starts.push_back(starts.back() + matrix->blocks());
   }
   torch::stable::parallel_for(0, starts.back(), matrices[0]->share(), [&](int64_t begin, int64_t end) {
-    Floats found[MOST_ROWS];
+    Floats found[MOST_TAKEN];
     size_t which = 0;
     for (int64_t each = begin; each < end; each++) {
       while (each >= starts[which + 1]) which++;
-      const Matrix& matrix = *matrices[which];
-      const int64_t block = each - starts[which];
-      for (int64_t row = 0; row < count; row += MOST_ROWS) {
-        const int64_t taken = std::min(MOST_ROWS, count - row);
-        const float* of_rows = sums[which].data() + row * (sums[which].empty() ? 0 : matrix.groups);
-        block_times(matrix, block, rows + row * matrix.inputs, of_rows, taken, found);
-        for (int64_t at = 0; at < taken; at++) store(products[which] + (row + at) * matrix.outputs + block * LANES, found[at]);
+      const int64_t block = each - starts[which], outputs = matrices[which]->outputs;
+      for (int64_t row = 0; row < count; row += given[which].together()) {
+        const int64_t taken = block_times(given[which], block, row, found);
+        for (int64_t at = 0; at < taken; at++) store(products[which] + (row + at) * outputs + block * LANES, found[at]);
       }
     }
   });
 }
 
-// silu(gate) * up.
+// silu(gate) * up; TOGETHER: both take as many rows together.
 void multiply_gated(const Matrix& gate, const Matrix& up, const float* rows, int64_t count, float* products) {
-  const std::vector<float> of_gate = sums_of_groups(gate, rows, count), of_up = sums_of_groups(up, rows, count);
-  torch::stable::parallel_for(0, gate.blocks(), gate.share(), [&](int64_t begin, int64_t end) {
-    Floats gates[MOST_ROWS], ups[MOST_ROWS];
-    for (int64_t block = begin; block < end; block++)
-      for (int64_t row = 0; row < count; row += MOST_ROWS) {
-        const int64_t taken = std::min(MOST_ROWS, count - row);
-        block_times(gate, block, rows + row * gate.inputs, of_gate.data() + row * (of_gate.empty() ? 0 : gate.groups), taken, gates);
-        block_times(up, block, rows + row * up.inputs, of_up.data() + row * (of_up.empty() ? 0 : up.groups), taken, ups);
-        for (int64_t at = 0; at < taken; at++) store(products + (row + at) * gate.outputs + block * LANES, silu(gates[at]) * ups[at]);
-      }
+  multiply_into(gate, rows, count, products);
+  multiply(up, rows, count, [&](int64_t block, int64_t row, int64_t taken, const Floats* found) {
+    for (int64_t at = 0; at < taken; at++) {
+      float* to = products + (row + at) * up.outputs + block * LANES;
+      store(to, silu(load<Floats>(to)) * found[at]);
+    }
   });
 }
 

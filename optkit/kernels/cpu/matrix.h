@@ -1,68 +1,7 @@
-// A few rows of activations times a weight in codes of 2, 4 or 8 bits or in floats, 16 outputs at a time; sums are in float32.
-//
-// Vectors are those of GCC and clang, so that one source serves AVX-512, AVX2 and NEON.
+// Rows of activations times a weight in codes of 2, 4 or 8 bits or in floats, 16 outputs at a time; sums are in float32.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
-using BFloat16 = c10::BFloat16;
-using Float16 = c10::Half;
-
-constexpr int64_t LANES = 16;             // outputs that are computed together
-constexpr int64_t MOST_ROWS = 8;          // rows of activations that one pass over a block of codes serves
-constexpr int64_t AHEAD = 1024;           // bytes that are fetched ahead
-constexpr int64_t BYTES_OF_SHARE = 1 << 15;  // fewer are not worth a thread
-
-typedef float Floats __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef int32_t Integers __attribute__((vector_size(64)));
-typedef int8_t Bytes __attribute__((vector_size(16)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-
-// A linear layer's weight, as optkit/kernels/cpu/native.py lays it out.
-struct Matrix {
-  const void* weight;    // bits 2, 4, 8: uint32 [blocks, inputs * bits / 32, 16]; 16 (bfloat16) and 32 (float): [outputs, inputs]
-  const float* scales;   // [blocks, groups, 16]
-  const int8_t* shifts;  // [blocks, groups, 16]: zero points less 2^(bits - 1); may be null
-  const float* bias;     // [outputs]; may be null
-  int64_t bits, outputs, inputs, groups;
-
-  int64_t blocks() const { return (outputs + LANES - 1) / LANES; }
-  int64_t share() const { return std::max<int64_t>(1, BYTES_OF_SHARE / (inputs * LANES * bits / 8)); }  // blocks that are worth a thread
-};
-
-template <class Vector, class Scalar>
-inline Vector load(const Scalar* from) {
-  Vector loaded;
-  std::memcpy(&loaded, from, sizeof(Vector));
-  return loaded;
-}
-
-template <class Vector, class Scalar>
-inline void store(Scalar* to, Vector vector) {
-  std::memcpy(to, &vector, sizeof(Vector));
-}
-
-inline float total(Floats vector) {
-#ifdef __AVX512F__
-  return _mm512_reduce_add_ps((__m512)vector);
-#else
-  float sum = 0;
-  for (int lane = 0; lane < LANES; lane++) sum += vector[lane];
-  return sum;
-#endif
-}
+#include "pairs.h"
 
 // The codes of one place in 16 words, less 2^(bits - 1), as floats.
 template <int BITS>
@@ -170,45 +109,72 @@ void floats_times(const Matrix& matrix, int64_t block, const float* rows, int64_
   }
 }
 
-// [rows, groups]: what the zero point of a group is multiplied with; empty where there are none.
-inline std::vector<float> sums_of_groups(const Matrix& matrix, const float* rows, int64_t count) {
-  const int64_t all = matrix.shifts ? count * matrix.groups : 0, size = matrix.groups ? matrix.inputs / matrix.groups : 0;
-  std::vector<float> sums(all);
-  for (int64_t group = 0; group < all; group++) {
-    Floats sum{};
-    int64_t input = 0;
-    for (; input + LANES <= size; input += LANES) sum += load<Floats>(rows + group * size + input);
-    sums[group] = total(sum);
-    for (; input < size; input++) sums[group] += rows[group * size + input];
-  }
-  return sums;
-}
+// Rows of activations as a matrix multiplies them: many in 16 bits if it holds codes, else as they are.
+struct Activations {
+  const Matrix& matrix;
+  const float* rows;
+  int64_t count;
+  std::vector<float> sums;  // [rows, groups]: what the zero point of a group is multiplied with; empty where there are none
+  PairedRows paired;
 
-// 16 outputs for up to MOST_ROWS rows, with the bias.
-inline void block_times(const Matrix& matrix, int64_t block, const float* rows, const float* sums, int64_t count, Floats* products) {
-  switch (matrix.bits) {
-    case 2: codes_times<2>(matrix, block, rows, sums, count, products); break;
-    case 4: codes_times<4>(matrix, block, rows, sums, count, products); break;
-    case 8: codes_times<8>(matrix, block, rows, sums, count, products); break;
-    case 16: floats_times<BFloat16>(matrix, block, rows, count, products); break;
-    default: floats_times<float>(matrix, block, rows, count, products);
+  Activations(const Matrix& of, const float* given, int64_t number) : matrix(of), rows(given), count(number) {
+    if (HAS_PAIRS && count > MOST_ROWS && matrix.bits <= 8) paired = PairedRows(matrix, rows, count);
+    else if (matrix.shifts) sum_groups();
   }
-  if (!matrix.bias) return;
+
+  void sum_groups() {
+    const int64_t size = matrix.inputs / matrix.groups;
+    sums.resize(count * matrix.groups);
+    for (size_t group = 0; group < sums.size(); group++) {
+      Floats sum{};
+      int64_t input = 0;
+      for (; input + LANES <= size; input += LANES) sum += load<Floats>(rows + group * size + input);
+      sums[group] = total(sum);
+      for (; input < size; input++) sums[group] += rows[group * size + input];
+    }
+  }
+
+  int64_t together() const { return paired.inputs ? PAIR_ROWS : MOST_ROWS; }  // rows that one pass over a block of codes serves
+};
+
+constexpr int64_t MOST_TAKEN = std::max(MOST_ROWS, PAIR_ROWS);
+
+// 16 outputs for the rows from one on that are taken together, with the bias; return how many they are.
+inline int64_t block_times(const Activations& given, int64_t block, int64_t row, Floats* products) {
+  const Matrix& matrix = given.matrix;
+  const int64_t count = std::min(given.together(), given.count - row);
+  const float *rows = given.rows + row * matrix.inputs, *sums = given.sums.data() + (given.sums.empty() ? 0 : row * matrix.groups);
+  if (given.paired.inputs) {
+    switch (matrix.bits) {
+      case 2: pairs_times<2>(matrix, block, given.paired, row / PAIR_ROWS, products); break;
+      case 4: pairs_times<4>(matrix, block, given.paired, row / PAIR_ROWS, products); break;
+      default: pairs_times<8>(matrix, block, given.paired, row / PAIR_ROWS, products);
+    }
+  } else {
+    switch (matrix.bits) {
+      case 2: codes_times<2>(matrix, block, rows, sums, count, products); break;
+      case 4: codes_times<4>(matrix, block, rows, sums, count, products); break;
+      case 8: codes_times<8>(matrix, block, rows, sums, count, products); break;
+      case 16: floats_times<BFloat16>(matrix, block, rows, count, products); break;
+      default: floats_times<float>(matrix, block, rows, count, products);
+    }
+  }
+  if (!matrix.bias) return count;
   Floats bias{};
   std::memcpy(&bias, matrix.bias + block * LANES, std::min(LANES, matrix.outputs - block * LANES) * sizeof(float));
-  for (int64_t row = 0; row < count; row++) products[row] += bias;
+  for (int64_t each = 0; each < count; each++) products[each] += bias;
+  return count;
 }
 
 // Call `keep(block, first row, count, products)` for all blocks of outputs and all rows, on torch's threads.
 template <class Keep>
 void multiply(const Matrix& matrix, const float* rows, int64_t count, const Keep& keep) {
-  const std::vector<float> sums = sums_of_groups(matrix, rows, count);
+  const Activations given(matrix, rows, count);
   torch::stable::parallel_for(0, matrix.blocks(), matrix.share(), [&](int64_t begin, int64_t end) {
-    Floats products[MOST_ROWS];
+    Floats products[MOST_TAKEN];
     for (int64_t block = begin; block < end; block++)
-      for (int64_t row = 0; row < count; row += MOST_ROWS) {
-        const int64_t taken = std::min(MOST_ROWS, count - row);
-        block_times(matrix, block, rows + row * matrix.inputs, sums.data() + row * (sums.empty() ? 0 : matrix.groups), taken, products);
+      for (int64_t row = 0; row < count; row += given.together()) {
+        const int64_t taken = block_times(given, block, row, products);
         keep(block, row, taken, products);
       }
   });

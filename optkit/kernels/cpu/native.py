@@ -23,7 +23,7 @@ from optkit.processes.commands import python_command, python_environment, run
 
 DIRECTORY = Path(__file__).parent
 SOURCES = ("linear.cpp", "decoding.cpp")
-HEADERS = ("matrix.h",)
+HEADERS = ("matrix.h", "pairs.h", "vectors.h")
 COMPILERS = ("g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared")
 LINKED_BY_NAME = "-Wl,-undefined,dynamic_lookup"

@@ -1,0 +1,75 @@
+// Vectors of 16 lanes, and a weight as these kernels read it.
+//
+// Vectors are those of GCC and clang, so that one source serves AVX-512, AVX2 and NEON.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+using BFloat16 = c10::BFloat16;
+using Float16 = c10::Half;
+
+constexpr int64_t LANES = 16;             // outputs that are computed together
+constexpr int64_t MOST_ROWS = 8;          // rows of activations that one pass over a block of codes serves
+constexpr int64_t AHEAD = 1024;           // bytes that are fetched ahead
+constexpr int64_t BYTES_OF_SHARE = 1 << 15;  // fewer are not worth a thread
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Integers __attribute__((vector_size(64)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+// A linear layer's weight, as optkit/kernels/cpu/native.py lays it out.
+struct Matrix {
+  const void* weight;    // bits 2, 4, 8: uint32 [blocks, inputs * bits / 32, 16]; 16 (bfloat16) and 32 (float): [outputs, inputs]
+  const float* scales;   // [blocks, groups, 16]
+  const int8_t* shifts;  // [blocks, groups, 16]: zero points less 2^(bits - 1); may be null
+  const float* bias;     // [outputs]; may be null
+  int64_t bits, outputs, inputs, groups;
+
+  int64_t blocks() const { return (outputs + LANES - 1) / LANES; }
+  int64_t share() const { return std::max<int64_t>(1, BYTES_OF_SHARE / (inputs * LANES * bits / 8)); }  // blocks that are worth a thread
+};
+
+template <class Vector, class Scalar>
+inline Vector load(const Scalar* from) {
+  Vector loaded;
+  std::memcpy(&loaded, from, sizeof(Vector));
+  return loaded;
+}
+
+template <class Vector, class Scalar>
+inline void store(Scalar* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof(Vector));
+}
+
+inline float total(Floats vector) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)vector);
+#else
+  float sum = 0;
+  for (int lane = 0; lane < LANES; lane++) sum += vector[lane];
+  return sum;
+#endif
+}
+
+inline float largest_of(Floats vector) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)vector);
+#else
+  float most = vector[0];
+  for (int lane = 1; lane < LANES; lane++) most = std::max(most, vector[lane]);
+  return most;
+#endif
+}
