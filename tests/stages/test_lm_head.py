@@ -63,7 +63,7 @@ def test_rtn_of_lm_head_opens_everywhere(
     assert "model.embed_tokens.weight" in written.tensors
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(TOKENS).logits
-    assert near(open_session(tmp_path).logits(TOKENS), expected)
+    assert near(open_session(tmp_path).logits(TOKENS), expected, 1e-3)
 
 
 def test_gptq_of_lm_head_makes_its_outputs_better_than_rounding(

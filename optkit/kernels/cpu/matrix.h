@@ -118,7 +118,7 @@ struct Activations {
   PairedRows paired;
 
   Activations(const Matrix& of, const float* given, int64_t number) : matrix(of), rows(given), count(number) {
-    if (HAS_PAIRS && count > MOST_ROWS && matrix.bits <= 8) paired = PairedRows(matrix, rows, count);
+    if (HAS_PAIRS && count > STEP_ROWS && matrix.bits <= 8) paired = PairedRows(matrix, rows, count);
     else if (matrix.shifts) sum_groups();
   }
 

@@ -16,6 +16,7 @@ constexpr int64_t PAIR_ROWS = 12;  // their sums fill the registers
 #else
 constexpr int64_t PAIR_ROWS = 4;
 #endif
+constexpr int64_t STEP_ROWS = 32;       // decode steps of so many sequences compute in float32; more rows are a prompt's
 constexpr int64_t MOST_TOGETHER = 128;  // inputs of a chunk: 128 * 255 * 32767 < 2^31
 
 typedef int16_t Shorts __attribute__((vector_size(64)));
