@@ -95,6 +95,13 @@ def usable_device(device: str | None) -> str:
     raise UsageError(f"torch sees {count} GPUs here", where=f"device {device}", why=why, remedy=f"Use {known}")
 
 
+def planned_device(device: str | None) -> str:
+    """Return the device that a plan is for, the best one here if None. It may be a GPU that another
+    machine has. Raises UsageError as `usable_device` if there are others here.
+    """
+    return device if device and not visible_gpus() else usable_device(device)
+
+
 def visible_gpus() -> int:
     """Return how many GPUs NVIDIA's driver shows to this process; 0 without a driver."""
     driver, count = _driver(), ctypes.c_int()
@@ -146,7 +153,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def device_name(device: str) -> str:
     """Return the name of a device, e.g. `NVIDIA H200`.
-    torch is imported only if nvidia-smi cannot tell a GPU's.
+    torch is imported only if nvidia-smi cannot tell a GPU's; one that is not here has none.
     """
     if device == "cpu":
         return cpu_name()
@@ -155,7 +162,7 @@ def device_name(device: str) -> str:
         return names.pop()
     import torch
 
-    return torch.cuda.get_device_name(device)
+    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else "a GPU elsewhere"
 
 
 def cpu_cores() -> int:

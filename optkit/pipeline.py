@@ -24,7 +24,7 @@ from optkit.artifact import (
 from optkit.common.own_files import SCORECARD_HTML, SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.common.spans import span, tracing
 from optkit.comparison.history import remember_artifact
-from optkit.environment import usable_device
+from optkit.environment import planned_device, usable_device
 from optkit.errors import UnsoundError
 from optkit.execute import Execution, check_texts, execute
 from optkit.measuring.attribution import attribute, between
@@ -83,9 +83,9 @@ def plan(
     It has every step with its key, whether the store holds it, and what it will need.
     """
     wanted = recipe if isinstance(recipe, Recipe) else load_recipe(recipe, overrides=overrides, model=model)
-    chosen = usable_device(device)
+    chosen = planned_device(device)
     shelf = open_store(store, progress)
-    made = make_plan(wanted.pinned(data), shelf, chosen)
+    made = make_plan(wanted.pinned(data, progress=progress), shelf, chosen)
     check_texts(made, shelf, data)
     return with_further(made, shelf)
 
@@ -131,7 +131,7 @@ def run(
         reserve(target, shelf.root),
         ExitStack() as held,
     ):
-        whole = wanted.pinned(data)
+        whole = wanted.pinned(data, progress=progress)
         todo = make_plan(whole if timings else whole.untimed(), shelf, chosen)
         steps_between = [each for rung in between(todo) for each in rung.evals]
         speed = speed_rungs(todo, stages=True)

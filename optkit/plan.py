@@ -18,7 +18,7 @@ from optkit.errors import EvalError, StageError
 from optkit.keys import Together, make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
 from optkit.model.cost import Cost
-from optkit.model.packed_floats import refuse_unsaid_codes
+from optkit.model.packed_floats import refuse_unopened, refuse_unsaid_codes
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
 from optkit.model.size_notes import notes_on_size
@@ -183,6 +183,8 @@ def make_plan(
     _check_rules(recipe, Start.of(recipe.model.name, shape, _format_of(shape, directory)), device)
     if recipe.transforms and recipe.transforms[0].kind != "cast":
         refuse_unsaid_codes(shape, recipe.model.name)
+    if recipe.evals:
+        refuse_unopened(shape, recipe.model.name)
     steps, left = _plan_steps(recipe, store, device, key, directory, shape)
     for setting in recipe.settings:
         setting.value.check(left, device, directory)
@@ -297,9 +299,8 @@ def _plan_eval(
 def _doomed(recipe: Recipe, device: str, left: ModelShape, shape: ModelShape) -> Iterator[str]:
     """Yield the gates that cannot pass, as far as that is known."""
     evals = [entry.value for entry in recipe.evals]
-    for key, text in recipe.gates.items():
-        if why := foreseen_failure(parse_gate(key, text), evals, device, left, shape):
-            yield why
+    found = (foreseen_failure(parse_gate(*gate), evals, device, left, shape) for gate in recipe.gates.items())
+    yield from filter(None, found)
 
 
 def session_memory(step: Step, settings: Sequence[SettingEntry], device: str) -> SessionMemory | None:

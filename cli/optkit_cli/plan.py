@@ -37,8 +37,8 @@ def command(
         from optkit.sweep.plan import plan_sweep
         from optkit_cli.sweep_plan_view import sweep_plan_view
 
-        sweep = plan_sweep(matrix.name, combinations, progress=open_progress(quiet=True), **place)
+        sweep = plan_sweep(matrix.name, combinations, progress=open_progress(quiet=False), **place)
         print_result(sweep, lambda: sweep_plan_view(sweep), as_json=as_json)
     else:
-        plan = pipeline.plan(combinations[0].recipe, progress=open_progress(quiet=True), **place)
+        plan = pipeline.plan(combinations[0].recipe, progress=open_progress(quiet=False), **place)
         print_result(plan, lambda: plan_view(plan), as_json=as_json)

@@ -6,13 +6,16 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from optkit.environment import visible_gpus
 from optkit.plan import Plan
 from optkit_cli.tables import duration_text, plain_table, size_text
 
 
 def plan_view(plan: Plan) -> list[RenderableType]:
     """Return what to print, top to bottom."""
-    title = Text.assemble((plan.recipe.name, "bold"), (f"  {plan.recipe.model.name} · {plan.device}", "dim"))
+    elsewhere = ", which is not here" if plan.device != "cpu" and not visible_gpus() else ""
+    where = f"  {plan.recipe.model.name} · {plan.device}{elsewhere}"
+    title = Text.assemble((plan.recipe.name, "bold"), (where, "dim"))
     sections: list[RenderableType] = [
         title,
         _steps(plan),
@@ -77,6 +80,7 @@ def cost_line(plan: Plan) -> Text:
     steps = f"{len(plan.pending)} of {len(plan.steps)} steps and {unmeasured} of {len(evals)} evals to do"
     needs = {
         "on disk": plan.disk_bytes,
+        "more until a step ends": max((step.cost.kept_bytes for step in plan.pending), default=0),
         "of RAM at most beside Python and torch": plan.ram_bytes,
         "of GPU memory at most": plan.gpu_bytes,
     }

@@ -69,7 +69,7 @@ def evaluate(
                 f"{model} is no artifact", where="--model", why="It is measured alone", remedy="Leave --model out"
             )
         asked = load_recipe(evals, model=model).trusting(trust_remote_code)
-        todo = make_plan(asked.model_copy(update={"stages": ()}).pinned(data), shelf, chosen)
+        todo = make_plan(asked.model_copy(update={"stages": ()}).pinned(data, progress=progress), shelf, chosen)
         if asked.stages:
             progress.say(f"{evals}: its stages are not applied; {model} is measured as it is")
         say_code(todo.recipe, progress)

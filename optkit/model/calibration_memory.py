@@ -4,21 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, Protocol
 
 from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.cost import Cost
 from optkit.model.expected_tensors import FLOATS
-from optkit.model.linear_layers import Layer, by_block, stacks
+from optkit.model.linear_layers import Layer, by_block, layers_of, stacks
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
 from optkit.model.writer import SHARD_BYTES
 
-Text: TypeAlias = tuple[int, int]
-"""Windows, and tokens of each."""
+EXPERTS = ".experts."
+
+
+class Text(Protocol):
+    """What is known of a text that a stage is calibrated on."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Windows, and tokens of each."""
+
+    @property
+    def experts(self) -> str:
+        """Whether `all` experts see every token."""
+
+    @property
+    def images(self) -> Any:
+        """None without them."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,8 @@ class Work:
     """Most of them while it works on a block or a layer."""
     entering: int = 0
     """In front of the first block."""
+    states: int = 0
+    """Those of the hidden states of a text, which are kept on the disk with finished blocks."""
 
     def cost(self, shape: ModelShape, left: ModelShape, device: str) -> Cost:
         """Return what turning one model into another costs; what is outside of blocks is written first."""
@@ -41,7 +58,8 @@ class Work:
         if device.startswith("cuda"):
             entering, block, gpu = 0, 0, max(self.entering, self.block)
         needed = max(outside + max(entering, beyond), waiting + max(block, inside), min(SHARD_BYTES, left.size_bytes))
-        return Cost(disk_bytes=left.size_bytes, ram_bytes=needed, gpu_bytes=gpu)
+        kept = left.size_bytes - left.outside_bytes + 2 * self.states  # of two blocks, until the earlier ones go
+        return Cost(disk_bytes=left.size_bytes, kept_bytes=kept, ram_bytes=needed, gpu_bytes=gpu)
 
 
 def calibrated_work(
@@ -60,7 +78,7 @@ def calibrated_work(
     hidden, running = calibration_bytes(shape, layers, text, batch)
     head = shape.tensors.get(f"{HEAD}.weight")
     outside = shape.outside_bytes - (head.size_bytes if head else 0)
-    return Work(hidden + shape.block_bytes + sums + max(running, work), hidden + outside)
+    return Work(hidden + shape.block_bytes + sums + max(running, work), hidden + outside, hidden)
 
 
 def hessian_bytes(shape: ModelShape, layers: Mapping[str, Layer]) -> int:
@@ -79,17 +97,28 @@ def calibration_bytes(shape: ModelShape, layers: Mapping[str, Layer], text: Text
     """Return the bytes of a text's hidden states, as in the file, and of a block's activations.
     `batch`: sequences that run at once.
 
-    Raises StageError as `refuse_unreached` does.
+    Raises StageError as `refuse_unreached` does, and if no expert could see all tokens.
     """
     refuse_unreached(shape, "calibration")
+    if text.experts == "all" and not any(EXPERTS in name for name in layers_of(shape)):
+        joined = next((f"{name} {[*each.shape]}" for name, each in shape.tensors.items() if EXPERTS in name), "")
+        why = f"The checkpoint stores its experts joined ({joined})" if joined else "It is dense"
+        raise no_such_experts("calibration.experts", why)
     width = shape.width or min(layer.inputs for layer in layers.values())
     element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
     widest = max(layer.inputs for layer in layers.values())
-    samples, length = text
+    samples, length = text.size
     # an encoder that hears has as many, whatever it hears
     length, sequences = max(length, shape.config.get("max_source_positions") or 0), min(batch, samples)
     running = 4 * sequences * length * (6 * width + 3 * widest) + eager_bytes(shape.config, sequences, length)
-    return samples * length * width * element, running
+    beside = (shape.config.get("vision_config") or {}).get("deepstack_visual_indexes") if text.images else None
+    return (1 + len(beside or ())) * samples * length * width * element, running
+
+
+def no_such_experts(where: str, why: str) -> StageError:
+    """Return what to raise if all experts shall see all tokens, and a model has none that could."""
+    what = "the model has no experts that could see all tokens"
+    return StageError(what, where=where, why=why, remedy="Leave it out")
 
 
 def refuse_unreached(shape: ModelShape, where: str) -> None:

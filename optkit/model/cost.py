@@ -13,6 +13,8 @@ class Cost(Frozen):
 
     disk_bytes: int = 0
     """Bytes that it leaves in the store."""
+    kept_bytes: int = 0
+    """Bytes that it keeps on the disk until it ends, if there is room, to go on from after a stop."""
     ram_bytes: int = 0
     """Peak bytes of main memory."""
     gpu_bytes: int = 0

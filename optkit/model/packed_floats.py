@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optkit.errors import SourceError
+from optkit.model.config_defaults import keys_of
+from optkit.model.expected_tensors import FLOATS
 from optkit.model.linear_layers import CONV1D_MODELS
 from optkit.model.output_layer import HEAD
 from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE, METHODS_WITH_CODES, split_tensor
@@ -26,6 +28,8 @@ INTO_HIDDEN = ("o_proj", "out_proj", "c_proj", "down_proj", "w2", "wo", "fc2", "
 """Last names of layers that lead back into the hidden states."""
 
 
+STACKED = frozenset({"gpt_oss"})
+"""`model_type` of those whose class, in transformers and vLLM, reads experts in MXFP4 by these names."""
 SCALES_OF_CODES = ("weight_scale", "weight_scale_inv", "SCB")
 CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale"})
 
@@ -93,6 +97,26 @@ def refuse_unsaid_codes(shape: ModelShape, where: str) -> None:
             where=where,
             why="Stages read weights of 16 bits or more",
             remedy="If the weights are meant as they are, put `- bf16` before the other stages",
+        )
+
+
+def stacked_experts(shape: ModelShape) -> dict[str, TensorInfo]:
+    """Return the float tensors, [experts, in, out], that may lie in MXFP4 as gpt-oss' do."""
+    if shape.config.get("model_type") not in STACKED:
+        return {}
+    return {name: info for name, info in shape.tensors.items() if len(info.shape) == 3 and info.dtype in FLOATS}
+
+
+def refuse_unopened(shape: ModelShape, where: str) -> None:
+    """Raise SourceError for packed weights that nothing opens as they are, so that nothing measures them."""
+    method = (shape.config.get("quantization_config") or {}).get("quant_method")
+    opened = keys_of("AUTO_QUANTIZATION_CONFIG_MAPPING", "quantizers/auto.py")
+    if method and opened and not opened & {method, f"{method}_4bit"}:
+        raise SourceError(
+            f"transformers does not open weights packed by {method}",
+            where=where,
+            why="So they cannot be measured as they are",
+            remedy="Run a recipe of `dequantize` alone without evals, and start from its artifact",
         )
 
 

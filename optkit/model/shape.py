@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from optkit.common.grouping import common_prefix
 from optkit.model.task import ENCODER_DECODERS, TOWERS, Task, positions_of, task_of
 from optkit.model.text_config import first_number, text_config
 
@@ -131,14 +132,21 @@ class ModelShape:
     @cached_property
     def _decoder(self) -> str | None:
         """The list of the decoder blocks, of as many as config.json says, or of more if there is none.
-        The norms of its width tell, which are never packed, else the largest is taken. None if none
-        fits, or all count.
+        The norms of its width tell, which are never packed, then the embedding of tokens beside it, else
+        the largest is taken. None if none fits, or all count.
         """
         if self.task in ENCODER_DECODERS:
             return None
         exact = [name for name, (indices, *_) in self._lists.items() if len(indices) == self.block_count]
         longer = [name for name, (indices, *_) in self._lists.items() if self._counted and indices > self._counted]
-        return max(exact or longer, key=lambda name: self._lists[name][1:], default=None)
+        vocabulary = first_number(self.config, ("vocab_size",))
+        embeddings = [name for name, info in self.tensors.items() if info.shape == (vocabulary, self.width)]
+
+        def likely(name: str) -> tuple[bool, int, int]:
+            shared = max((common_prefix(name.split("."), each.split(".")) for each in embeddings), default=0)
+            return self._lists[name][1], shared, self._lists[name][2]
+
+        return max(exact or longer, key=likely, default=None)
 
     @property
     def block_count(self) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from optkit.common.byte_sizes import size_text
 from optkit.model.inventory import FLOATS
 from optkit.model.linear_layers import matrices_of
+from optkit.model.packed_floats import stacked_experts
 from optkit.model.shape import ModelShape
 
 MOST = 0.5
@@ -31,7 +32,7 @@ def notes_on_size(origin: ModelShape, before: ModelShape, after: ModelShape) -> 
         yield (
             f"most weights stay float: {size_text(sum(each.size_bytes for each in stay.values()))} of the "
             f"{size_text(after.size_bytes)} that it leaves, such as {name} {list(info.shape)}, are those of no linear "
-            "layer, and it takes these alone"
+            f"layer, and it takes these alone; {_remedy(after)}"
         )
     if after.size_bytes > origin.size_bytes:
         method = (origin.config.get("quantization_config") or {}).get("quant_method")
@@ -40,3 +41,9 @@ def notes_on_size(origin: ModelShape, before: ModelShape, after: ModelShape) -> 
             f"{size_text(origin.size_bytes)}{f' in {method}' if method else ''}; deploy that one, or leave this stage "
             "out"
         )
+
+
+def _remedy(left: ModelShape) -> str:
+    if stacked_experts(left):
+        return "`mx: {type: mxfp4}` packs them, in the form in which such models are published"
+    return "to make it smaller, remove experts or blocks (`prune_structured`), or export it with `gguf`"

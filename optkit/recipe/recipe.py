@@ -15,6 +15,7 @@ from optkit.common.frozen import Frozen, replaced
 from optkit.errors import RecipeError
 from optkit.measure import Eval
 from optkit.model.packed_names import METHODS_WITH_CODES
+from optkit.progress import Progress
 from optkit.recipe import checks
 from optkit.recipe.entries import class_of
 from optkit.recipe.files import find_recipe, is_stream, read_text
@@ -116,14 +117,14 @@ class Recipe(Heading):
         model = self.model.model_copy(update={"trust_remote_code": True})
         return self.model_copy(update={"model": model}) if trusted else self
 
-    def pinned(self, data: Path | None, cache: Path | None = None) -> Recipe:
+    def pinned(self, data: Path | None, cache: Path | None = None, progress: Progress | None = None) -> Recipe:
         """Return the recipe with every revision filled in; raises SourceError.
         If the model is packed and its first transform needs floats, `dequantize` is put before that.
 
         `data` holds local copies of data sets; in `cache` the digests of large files are
-        remembered.
+        remembered, and `progress` shows how they are read.
         """
-        model = pin_and_remember(self.model, cache)
+        model = pin_and_remember(self.model, cache, progress)
         return self.model_copy(
             update={
                 "model": model,

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from optkit.common.out_of_resources import is_out_of_memory
 from optkit.errors import MissingPackageError, OptkitError, SourceError, first_line
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.names import is_ignorable
+from optkit.model.packed_floats import refuse_unopened
 from optkit.model.task import Task, loader_of, task_of
 from optkit.source.quiet import only_errors_of
 from optkit.stage import Loading, Opening
@@ -67,13 +67,7 @@ def load_by_transformers(
         f"{len(report[kind])} {kind.removesuffix('_keys')} ({_some(report[kind])})" for kind in report if report[kind]
     ]
     if problems:
-        if method and method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != "bitsandbytes":
-            raise SourceError(
-                f"transformers does not open weights packed by {method}",
-                where=where,
-                why="So they cannot be measured as they are",
-                remedy="Run a recipe of `dequantize` alone without evals, and start from its artifact",
-            )
+        refuse_unopened(checkpoint.shape, where)
         raise SourceError(
             f"the weights are not those of {type(model).__name__}: {', '.join(problems)}",
             where=where,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from optkit.common.frozen import digest
-from optkit.environment import cpu_threads
 from optkit.errors import SourceError
 from optkit.model.companions import files_beside, find_companions
 from optkit.model.config_file import check_against_tensors, read_config
@@ -25,6 +23,7 @@ from optkit.model.task import (
     sees_ahead,
     task_of,
 )
+from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.foreign_code import classes_in, kernels_in
 
@@ -106,21 +105,18 @@ def check_directory(directory: Path, trust_remote_code: bool) -> tuple[Path, ...
     return found.check(directory)
 
 
-def directory_revision(root: Path, weights: Iterable[Path], digests: FileDigests) -> str:
+def directory_revision(
+    root: Path, weights: Iterable[Path], digests: FileDigests, progress: Progress | None = None
+) -> str:
     """Return `sha256:...` over the names and contents of the weights and of every file beside them.
 
     Hidden files, weights in other formats and what optkit itself leaves beside an artifact are not
     looked at.
     """
-    files = sorted((files_beside(root) | {path.relative_to(root).as_posix(): path for path in weights}).items())
-    found, pool = {}, ThreadPoolExecutor(cpu_threads())
-    try:
-        for (name, _), each in zip(files, pool.map(lambda file: digests.of(file[1]), files), strict=True):
-            found[name] = each
-            digests.save()  # of hundreds of gigabytes, what was read is not read again after a stop
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-    return PREFIX + digest(found)
+    files = files_beside(root) | {path.relative_to(root).as_posix(): path for path in weights}
+    names = sorted(files)
+    found = digests.of_all([files[name] for name in names], progress)
+    return PREFIX + digest(dict(zip(names, found, strict=True)))
 
 
 def left_out(directory: Path, trust_remote_code: bool) -> str:

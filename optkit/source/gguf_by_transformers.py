@@ -7,7 +7,7 @@ Of the metadata it reads what it has a word for; the rest is named.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,7 @@ def import_foreign(gguf: Gguf, target: Path, progress: Progress) -> dict[str, An
 
     Raises SourceError for a file that transformers cannot read, and for weights that it does not find.
     """
-    with progress.task("import by transformers", 0):
-        told = _ask({"path": str(gguf.path.absolute()), "target": str(target.absolute())}, progress)
+    told = _ask({"path": str(gguf.path.absolute()), "target": str(target.absolute())}, progress)
     if why := told.get("refused"):
         raise SourceError(
             f"transformers cannot read this {gguf.architecture}",
@@ -96,7 +95,7 @@ def work(parent: Parent) -> dict[str, Any]:
     with importing():
         from optkit.source.quiet import quiet_transformers
     with quiet_transformers():
-        return _imported(order) if "target" in order else _described(order)
+        return _imported(order, parent) if "target" in order else _described(order)
 
 
 def _described(order: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,14 +120,22 @@ def _described(order: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _imported(order: Mapping[str, Any]) -> dict[str, Any]:
+def _imported(order: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
     import torch
+    import transformers.modeling_gguf_pytorch_utils as reader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     from optkit.model.gguf_file import read_gguf
     from optkit.source.gguf_tokenizer import describe_
 
+    def watched(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
+        with parent.task("import by transformers", len(tensors), "tensors") as task:
+            for tensor in tensors:
+                yield tensor
+                task.advance(note=tensor.name)
+
+    reader.tqdm = watched  # its only bar, in a process that does nothing else
     path, gguf = Path(order["path"]), read_gguf(Path(order["path"]))
     place = {"gguf_file": path.name, "local_files_only": True}
     with reading(path, "transformers cannot read it"):

@@ -119,7 +119,7 @@ class ModelSource(Frozen):
         return {"name": value} if isinstance(value, str) else value
 
 
-def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
+def pin_model(source: ModelSource, cache: Path | None = None, progress: Progress | None = None) -> ModelSource:
     """Return the source with its revision.
     That is the commit on the hub, or `sha256:...` of a directory or a GGUF file, named by its whole
     path.
@@ -134,11 +134,10 @@ def pin_model(source: ModelSource, cache: Path | None = None) -> ModelSource:
         return source.model_copy(update={"revision": _pin_hub(place, source)})
     digests = FileDigests(cache or default_store())
     if place.is_dir():
-        revision = directory_revision(place, check_directory(place, source.trust_remote_code), digests)
+        revision = directory_revision(place, check_directory(place, source.trust_remote_code), digests, progress)
     else:
         checkpoint_shape(read_gguf(place))
-        revision = PREFIX + digests.of(place)
-    digests.save()
+        revision = PREFIX + digests.of_all([place], progress)[0]
     if source.revision not in (None, revision):
         raise SourceError(
             f"the model is {revision} and not {source.revision}",

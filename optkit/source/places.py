@@ -14,6 +14,7 @@ from optkit.common.atomic import remember
 from optkit.common.cache import default_store
 from optkit.common.files import object_if_any
 from optkit.errors import SourceError
+from optkit.progress import Progress
 from optkit.source.digests import PREFIX
 from optkit.source.models import BUILT_IN, ModelSource, pin_model
 from optkit.source.texts import TextSource, is_file_name
@@ -23,11 +24,11 @@ BESIDE = "Put it beside the artifact"
 Found = TypeVar("Found")
 
 
-def pin_and_remember(source: ModelSource, cache: Path | None = None) -> ModelSource:
+def pin_and_remember(source: ModelSource, cache: Path | None = None, progress: Progress | None = None) -> ModelSource:
     """Return what `pin_model` returns, and remember where a directory or file lies. Raises what
     `pin_model` raises.
     """
-    pinned = pin_model(source, cache)
+    pinned = pin_model(source, cache, progress)
     if is_place(pinned):
         _remember(pinned.revision, pinned.name, cache)
     return pinned

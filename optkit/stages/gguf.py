@@ -122,7 +122,7 @@ class Gguf(Transform):
         logits = 4 * TOKENS * int(shape.config.get("vocab_size") or 0)
         ram = max(3 * largest, shape.size_bytes + int(size) + LOGITS * logits)
         if self.imatrix:
-            hidden, batch = calibration_bytes(shape, layers_of(shape), self.imatrix.size, BATCH)
+            hidden, batch = calibration_bytes(shape, layers_of(shape), self.imatrix, BATCH)
             ram = max(ram, hidden + batch + max(shape.block_bytes, shape.outside_bytes))
         cost = Cost(disk_bytes=size + beside, ram_bytes=LIBRARY_BYTES + ram)
         return cost, ModelShape(exported_config(shape.config, "float32"), left)

@@ -331,7 +331,7 @@ class Gptq(GptqFields, Backed):
         work += max(work_bytes(stack, len(block), wide) for block in blocks for stack in block)
         if device.startswith("cuda"):
             work += 4 * 3 * max(layer.inputs for layer in layers.values()) ** 2  # within torch's operations
-        text = self.calibration.size
+        text = self.calibration
         found = calibrated_work(shape, layers, text, self.batch_size, hessian_bytes(shape, layers), work)
         if not self.learn:
             return found

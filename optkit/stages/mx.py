@@ -17,7 +17,8 @@ from optkit.errors import StageError
 from optkit.model.calibration_memory import Work, calibrated_work, hessian_bytes
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of
-from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.packed_floats import stacked_experts
+from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.model.task import WEIGHTS_ALONE, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.microscaled import BLOCKS, Microscaled
@@ -25,6 +26,7 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.eight_bits import HESSIAN_COPIES
 from optkit.stages.quantizing.fitting import EXPERTS, refuse_conv1d, refuse_layers, refuse_some_experts, refuse_unknown
+from optkit.stages.quantizing.stacked_experts import pack_stacked, with_stacked
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:
@@ -78,10 +80,13 @@ class Mx(LayerQuantizer):
         return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
-        """Quantize block by block.
+        """Quantize block by block, and stacked experts tensor by tensor.
         Raises what every quantizer raises, and StageError if the model is not in bfloat16.
         """
-        _refuse_other_dtypes(Checkpoint(source).shape, self.kind)
+        checkpoint = Checkpoint(source)
+        _refuse_other_dtypes(checkpoint.shape, self.kind)
+        if stacked := self._stacked(checkpoint.shape):
+            return pack_stacked(checkpoint, target, context, stacked, self.scale_search == "mse")
         return super().run(source, target, context)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
@@ -89,7 +94,24 @@ class Mx(LayerQuantizer):
         _refuse_other_dtypes(shape, self.kind)
         if self.calibration and shape.task is Task.UNKNOWN:
             raise refuse_unknown(f"{self.kind}.calibration", "Calibration opens", "Leave calibration out")
+        if stacked := self._stacked(shape):
+            left = with_stacked(shape, stacked)
+            largest = max(info.elements // info.shape[0] for info in stacked.values())
+            work = Work(largest * 4 + WORK_BYTES[device.partition(":")[0]])
+            return work.cost(shape, left, device).model_copy(update={"kept_bytes": 0}), left
         return super().predict(shape, device)
+
+    def _stacked(self, shape: ModelShape) -> Mapping[str, TensorInfo]:
+        """Return the experts that are packed as gpt-oss' are; no engine opens other layers beside them."""
+        stacked = stacked_experts(shape) if self.type == "mxfp4" else {}
+        if stacked and (named := self.set_among("include", "exclude", "towers", "rounding")):
+            raise StageError(
+                "the experts are rounded to nearest, all of them, and nothing else is packed",
+                where=f"{self.kind}.{named[0]}",
+                why="transformers and vLLM open a model whose experts are stacked so alone",
+                remedy="Leave it out",
+            )
+        return stacked
 
     def layer_format(self, layer: Layer) -> Microscaled:
         return Microscaled(self.type)
@@ -231,7 +253,7 @@ class Mx(LayerQuantizer):
         work += FLOAT_BYTES * max(layer.outputs * layer.inputs for layer in layers.values())
         work += HESSIAN_COPIES * 4 * max(layer.inputs for layer in layers.values()) ** 2
         sums = hessian_bytes(shape, layers)
-        return calibrated_work(shape, layers, self.calibration.size, self.batch_size, sums, work)
+        return calibrated_work(shape, layers, self.calibration, self.batch_size, sums, work)
 
 
 def _refuse_other_dtypes(shape: ModelShape, stage: str) -> None:

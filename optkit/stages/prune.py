@@ -228,10 +228,11 @@ class Prune(Transform):
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""
         selection = self._select(layers_of(shape), outside_of(shape))
-        text = self.calibration.size if self.calibration else None
-        cost = pruning_memory(shape, selection.layers, self.method, text, self.batch_size).cost(shape, shape, device)
-        if text and self.sensitivity_samples:
-            seen = min(self.sensitivity_samples, text[0]) * text[1]
+        work = pruning_memory(shape, selection.layers, self.method, self.calibration, self.batch_size)
+        cost = work.cost(shape, shape, device)
+        if self.calibration and self.sensitivity_samples:
+            windows, length = self.calibration.size
+            seen = min(self.sensitivity_samples, windows) * length
             ram, gpu = sensitivity_memory(shape, selection.layers, seen, LEVELS, device)
             more = {"ram_bytes": max(cost.ram_bytes, ram), "gpu_bytes": max(cost.gpu_bytes, gpu)}
             cost = cost.model_copy(update=more)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optkit.common.frozen import Frozen
-from optkit.environment import usable_device
+from optkit.environment import planned_device
 from optkit.errors import OptkitError, StageError
 from optkit.measuring.evaluation import metric_keys
 from optkit.measuring.further import with_further
@@ -64,8 +64,8 @@ def plan_sweep(
     progress: Progress | None = None,
 ) -> SweepPlan:
     """Return what a sweep would do. Raises the error of the first combination if all would fail."""
-    shelf, device = open_store(store, progress), usable_device(device)
-    planned = [_planned(each, shelf, device, data) for each in combinations]
+    shelf, device = open_store(store, progress), planned_device(device)
+    planned = [_planned(each, shelf, device, data, progress) for each in combinations]
     plans = {each.name: each.plan for each in planned if each.plan}
     if not plans:
         raise StageError(planned[0].reason, where=f"all {len(planned)} combinations")
@@ -92,10 +92,13 @@ def plan_sweep(
     )
 
 
-def _planned(combination: Combination, store: Store, device: str, data: Path | None) -> Planned:
+def _planned(
+    combination: Combination, store: Store, device: str, data: Path | None, progress: Progress | None
+) -> Planned:
     try:
         return Planned(
-            name=combination.name, plan=plan_recipe(combination.recipe, device=device, store=store, data=data)
+            name=combination.name,
+            plan=plan_recipe(combination.recipe, device=device, store=store, data=data, progress=progress),
         )
     except OptkitError as error:
         return Planned(name=combination.name, plan=None, reason=reason_of(error))

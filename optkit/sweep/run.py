@@ -116,7 +116,7 @@ class Sweep:
         if entry.status is Status.FAILED and not self.retry and entry.artifact_key is None:
             return entry
         try:
-            plan = make_plan(combination.recipe.pinned(self.data), self.store, self.device)
+            plan = make_plan(combination.recipe.pinned(self.data, progress=self.progress), self.store, self.device)
         except OptkitError as error:
             return entry.model_copy(update={"status": Status.FAILED, "reason": reason_of(error)})
         self.plans[entry.name] = plan

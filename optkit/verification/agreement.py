@@ -115,7 +115,7 @@ def compare_logits(ours: Tensor, theirs: Tensor) -> Agreement:
     divergence = (left.exp() * (left - right)).sum(-1)
     return Agreement(
         max_logit_difference=float((ours - theirs).abs().max()),
-        mean_kl=float(divergence.mean()),
+        mean_kl=max(float(divergence.mean()), 0.0),  # below 0 by rounding alone
         top1_agreement=float((ours.gather(-1, theirs.argmax(-1, keepdim=True))[:, 0] == ours.amax(-1)).float().mean()),
     )
 
@@ -139,7 +139,7 @@ def compare_likeliest(ours: Tensor, likeliest: Sequence[Sequence[tuple[int, floa
         rest, their_rest = (1 - mine.exp().sum()).clamp_min(1e-9), (1 - theirs.exp().sum()).clamp_min(1e-9)
         divergence += float((mine.exp() * (mine - theirs)).sum() + rest * (rest / their_rest).log())
         same += int(mine[theirs.argmax()] == row.max())
-    return Agreement(difference, divergence / len(left), same / len(left))
+    return Agreement(difference, max(divergence, 0.0) / len(left), same / len(left))
 
 
 def tolerance(*dtypes: str, rounded_activations: bool) -> float:

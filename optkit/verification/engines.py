@@ -274,6 +274,10 @@ def _environment(python: str, device: str) -> dict[str, str]:
     }
 
 
+REMEDIES = {"Failed to find a kernel": "Take 4 bits in groups of 32, 64 or 128, or serve it by transformers"}
+"""What an engine says -> what to do."""
+
+
 def _reason(text: str) -> str:
     """Return the first line of what an engine said.
     If that only announces the reason, as many more follow as fit.
@@ -284,7 +288,8 @@ def _reason(text: str) -> str:
             if len(first) + len(line) > LONGEST_REASON:
                 break
             first += f" {line}"
-    return first
+    remedy = next((remedy for words, remedy in REMEDIES.items() if words in first), "")
+    return f"{first.rstrip('.')}. {remedy}" if remedy else first
 
 
 def _printed(log: Path) -> str:

@@ -101,7 +101,7 @@ def _check_steps(reference: Reference, stepped: Agreement, rounded: bool) -> Che
     """Return whether decode steps, each with the state before it, compute what the whole text does."""
     limit = agreement.tolerance(reference.dtype, rounded_activations=rounded)
     fed = f"the last {len(reference.tokens) - reference.prompt} of {len(reference.tokens)} tokens, fed one at a time"
-    near = f"{fed}, are at a mean KL of {max(stepped.mean_kl, 0):.2g} from the same tokens at once"
+    near = f"{fed}, are at a mean KL of {stepped.mean_kl:.2g} from the same tokens at once"
     far = f"{near}, and rounding explains {limit:g}: generation forgets what it read"
     return check_of("decodes", [] if stepped.mean_kl < limit else [far], near)
 

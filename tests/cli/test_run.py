@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from optkit_cli.progress import LineProgress
 from optkit_evals.perplexity import Perplexity
 from safetensors.torch import load_file, save_file
@@ -181,9 +182,15 @@ def test_what_is_not_there_is_an_error(words: list[str], desk: Path, capsys: pyt
     assert "bug in optkit" not in err
 
 
-@pytest.mark.parametrize(
-    "words", [["run", "tiny.yaml"], ["plan", "tiny.yaml"], ["eval", "artifacts", "--evals", "tiny.yaml"]]
-)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.usefixtures("desk")
+def test_a_plan_for_a_gpu_needs_none(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = spoken(capsys, "plan", "tiny.yaml", "--device", "cuda")
+    assert " · cuda, which is not here" in out
+    assert "of GPU memory at most" in out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("words", [["run", "tiny.yaml"], ["eval", "artifacts", "--evals", "tiny.yaml"]])
 def test_a_gpu_that_is_not_there(words: list[str], desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, err = spoken(capsys, *words, "--device", "cuda:99", status=2)
     assert err.startswith("error: device cuda:99: torch sees ")

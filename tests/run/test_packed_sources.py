@@ -71,6 +71,12 @@ def test_a_stage_that_keeps_codes_does_not(deepseek: Path, packed: Path, tmp_pat
     assert kinds(plan(tmp_path, deepseek, scales)) == ["model", "dequantize", "kv_scales"]
 
 
+def test_what_nothing_opens_cannot_be_the_baseline(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = rewritten(tiny_model("llama"), tmp_path / "packed", fp8, quant_method="modelopt", quant_algo="FP8")
+    with pytest.raises(SourceError, match=r"does not open weights packed by modelopt\. .*Run a recipe of `dequantize`"):
+        plan(tmp_path, source, "rtn")
+
+
 def test_float_models_are_left_alone(tiny_model: TinyModel, tmp_path: Path) -> None:
     assert kinds(plan(tmp_path, tiny_model("llama"), "rtn")) == ["model", "rtn"]
     with pytest.raises(StageError, match="dequantize reads one with packed weights and .* is a .* Take it out."):

@@ -7,6 +7,7 @@ import pytest
 
 from optkit.source import digests
 from optkit.source.digests import FileDigests
+from tests.support.remembered import Lines
 
 
 class TestDigests:
@@ -25,6 +26,16 @@ class TestDigests:
             assert known.of(tmp_path / "big") == "digest 1"
             known.save()
         assert big == ["big"]
+
+    def test_reading_many_bytes_shows_how_far_it_is(self, big, tmp_path, monkeypatch):
+        monkeypatch.setattr(digests, "WORTH_SAYING_BYTES", 0)
+        (tmp_path / "large").write_bytes(bytes(3 << 20))
+        files, first, again = [tmp_path / name for name in ("big", "large", "small")], Lines(), Lines()
+        found = FileDigests(tmp_path / "cache").of_all(files, first)
+        said = f"reading {tmp_path} once for its digest of"
+        assert first.lines == [f"{said} 3 MB", "+0 big", "+3 large", "+0 small", "end"]
+        assert FileDigests(tmp_path / "cache").of_all(files[:2], again) == found[:2]
+        assert again.lines[0] == f"{said} 0 MB"
 
     def test_a_small_one_each_time(self, big, tmp_path):
         known = FileDigests(tmp_path / "cache")

@@ -8,7 +8,7 @@ import pytest
 
 from optkit.errors import SourceError
 from optkit.model.task import Task, loader_of, task_of
-from optkit.source import digests, directory
+from optkit.source import digests
 from optkit.source.digests import FileDigests
 from optkit.source.directory import check_config, directory_revision
 
@@ -55,7 +55,7 @@ def test_what_was_read_before_a_stop_is_not_read_again(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(digests, "REMEMBERED_BYTES", 1)
     monkeypatch.setattr(digests, "sha256_of", sha256_of)
-    monkeypatch.setattr(directory, "cpu_threads", lambda: 1)
+    monkeypatch.setattr(digests, "cpu_threads", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
         directory_revision(model, shards, FileDigests(cache))
     read.clear()

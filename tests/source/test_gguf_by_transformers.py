@@ -9,11 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optkit.model.checkpoint import Checkpoint
-from optkit.progress import SilentProgress
 from optkit.source.models import ModelSource, import_model, model_shape, pin_model
 from tests.conftest import TinyModel
 from tests.support.fresh_python import imported_by
 from tests.support.gguf_files import save_by_names
+from tests.support.remembered import Lines
 
 pytest.importorskip("gguf")
 GEMMA3 = {
@@ -32,16 +32,6 @@ GEMMA3 = {
 TEXT = "def f(x): return x + 1"
 
 
-class Heard(SilentProgress):
-    """Keeps what it is warned of."""
-
-    def __init__(self) -> None:
-        self.warned: list[str] = []
-
-    def warn(self, message: str) -> None:
-        self.warned.append(message)
-
-
 @pytest.fixture(scope="module")
 def gemma3(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a GGUF file of a tiny Gemma 3, whose norms llama.cpp's converter stores plus 1."""
@@ -50,14 +40,16 @@ def gemma3(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.mark.usefixtures("warm_children")
 def test_an_import_is_what_transformers_reads(gemma3: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
-    pinned, heard = pin_model(ModelSource(name=str(gemma3)), tmp_path / "cache"), Heard()
+    pinned, heard = pin_model(ModelSource(name=str(gemma3)), tmp_path / "cache"), Lines()
     shape = model_shape(pinned, None)
     details = import_model(pinned, tmp_path, heard)
     written = Checkpoint(tmp_path)
     assert dict(shape.tensors) == written.tensors
     assert (details["reader"], details["left_out"]) == ("transformers", ["final_logit_softcapping"])
     said = "gemma3 is read by transformers; it does not look at final_logit_softcapping of the metadata. Compare"
-    assert said in heard.warned[0]
+    assert said in heard.lines[-1]
+    assert heard.lines[0].startswith("import by transformers of 41 tensors")
+    assert "+1 blk.0.attn_q.weight" in heard.lines
     stored, read = Checkpoint(tiny_model("gemma3")), {name: written.read(name) for name in written.tensors}
     assert all(torch.allclose(tensor, stored.read(name), atol=1e-6) for name, tensor in read.items())
     tokens, place = torch.arange(24).view(1, 24), {"gguf_file": gemma3.name, "dtype": torch.float32}

@@ -150,6 +150,9 @@ def test_a_model_without_experts_that_can_is_refused(kind: str, why: str, tiny_m
     )
     with pytest.raises(StageError, match=message):
         Gptq(calibration=ALL, group_size=16).run(tiny_model(kind), tmp_path, Context())
+    message = message.replace(r"^gptq\.", "^").replace("more than their matrices", "stores its experts joined")
+    with pytest.raises(StageError, match=message):
+        Gptq(calibration=ALL, group_size=16).predict(Checkpoint(tiny_model(kind)).shape, "cpu")
 
 
 def test_stages_that_watch_no_expert_and_other_libraries_refuse_it() -> None:

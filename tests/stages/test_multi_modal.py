@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText
 from optkit.errors import StageError
 from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.linear_layers import Layer
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.weights import weights_of
 from optkit.session import open_session
@@ -130,6 +131,26 @@ def test_the_norms_tell_the_decoder_from_a_larger_tower() -> None:
     assert shape.block("eyes.1.w.weight") is None
 
 
+@pytest.mark.parametrize("tokens", ["model.mind.embed", "lm_head"])
+def test_the_embedding_of_tokens_tells_the_decoder_from_an_equal_tower(tokens: str) -> None:
+    towers = ("model.mind.layers", "model.eyes.blocks", "a.z.blocks")
+    tensors = {f"{each}.{index}.norm.weight": TensorInfo("F32", (8,)) for each in towers for index in range(2)}
+    tensors |= {f"{each}.0.w.weight": TensorInfo("F32", (99, 9)) for each in towers[1:]}
+    tensors |= {"model.mind.embed.weight": TensorInfo("F32", (50, 8)), f"{tokens}.weight": TensorInfo("F32", (50, 8))}
+    nested = {"num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 50}
+    shape = ModelShape({"text_config": nested, "vision_config": {"depth": 2}}, tensors)
+    assert {name for name in tensors if shape.block(name)} == {f"{towers[0]}.{index}.norm.weight" for index in (0, 1)}
+
+
+def test_what_is_added_between_blocks_counts_with_images(text: Calibration) -> None:
+    config = {"hidden_size": 8, "vision_config": {"deepstack_visual_indexes": [1, 2]}}
+    shape = ModelShape(config, {"layers.0.w.weight": TensorInfo("F32", (8, 8))})
+    seen = text.model_copy(update={"images": "image"})
+    layers = {"w": Layer("w", 8, 8, transposed=False)}
+    alone, with_images = (calibration_bytes(shape, layers, each, 1)[0] for each in (text, seen))
+    assert with_images == 3 * alone
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_a_step_reads_the_decoder_and_the_head_alone(models: dict[str, Path], kind: str) -> None:
     shape = Checkpoint(models[kind]).shape
@@ -171,7 +192,7 @@ def test_blocks_that_text_does_not_reach_are_not_calibrated(text: Calibration) -
     shape = ModelShape({**config, "text_config": nested}, {})
     stages = (Rotate(residual=False), KvScales(calibration=text), PruneStructured(remove_layers=1))
     planned = [(stage.kind, lambda stage=stage: stage.predict(shape, "cpu")) for stage in stages]
-    for where, fails in (*planned, ("calibration", lambda: calibration_bytes(shape, {}, (1, 1), 1))):
+    for where, fails in (*planned, ("calibration", lambda: calibration_bytes(shape, {}, text, 1))):
         with pytest.raises(StageError) as raised:
             fails()
         assert str(raised.value) == (

@@ -77,6 +77,11 @@ def test_a_process_that_fails_says_its_last_lines(tmp_path: Path) -> None:
             "ValueError: no kernel. Reasons:\n  A: 3 bits\n  B: no GPU",
             "ValueError: no kernel. Reasons: A: 3 bits B: no GPU",
         ),
+        (
+            "ValueError: Failed to find a kernel that can implement the WNA16 linear layer. Reasons: \n  A: 3 bits",
+            "ValueError: Failed to find a kernel that can implement the WNA16 linear layer. Reasons: A: 3 bits. Take 4 "
+            "bits in groups of 32, 64 or 128, or serve it by transformers",
+        ),
     ],
 )
 def test_a_refusal_is_its_first_line(words: str, problem: str, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def _why_not_read(module: nn.Module) -> str | None:
     if isinstance(module, CodedLinear):
         return None if module.order is None else "takes its inputs in another order (activation order)"
     if not isinstance(module, nn.Linear):
-        return f"is computed by {type(module).__name__}"
+        return "has weights in a form that it does not read"
     if module.weight.dtype not in (torch.float32, torch.bfloat16) or not module.weight.is_contiguous():
         return "is neither float32 nor bfloat16"
     return None

@@ -40,7 +40,7 @@ def why_not(model: Any) -> str | None:
         )
     for name, module in model.named_modules():
         if name.endswith(("_proj", "lm_head")) and not isinstance(module, (nn.Linear, TiledLinear, EightBitLinear)):
-            return f"{name} is computed by {type(module).__name__}"
+            return f"{name} has weights in a form that it does not read"
         if isinstance(module, Float8Linear) and not module.scaled:
             return f"{name} is in 8-bit floats, which GPUs of compute capability 8.9 and above alone multiply"
         if isinstance(module, EightBitLinear) and (module.in_features % ROWS or module.out_features % ROWS):

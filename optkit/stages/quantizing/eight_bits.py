@@ -241,7 +241,7 @@ class EightBitQuantizer(LayerQuantizer):
             hessians = hessian_bytes(shape, layers)
         kept, prepared = self.preparation_bytes(by_block(shape, layers), layers, compensating + matrix)
         return calibrated_work(
-            shape, layers, self.calibration.size, self.batch_size, hessians + kept, max(work + compensating, prepared)
+            shape, layers, self.calibration, self.batch_size, hessians + kept, max(work + compensating, prepared)
         )
 
     def preparation_bytes(

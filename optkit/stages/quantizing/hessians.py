@@ -17,6 +17,7 @@ from optkit.algorithms.hessian import Hessian
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
 from optkit.model.blocks import BlockInputs
+from optkit.model.calibration_memory import no_such_experts
 from optkit.model.experts import experts_in, seeing_all
 from optkit.model.output_layer import HEAD
 from optkit.model.replaced_forward import hooked
@@ -62,12 +63,7 @@ def read_text(skeleton: Skeleton, text: Calibration, context: Context, stage: st
     """
     skeleton.experts_see_all = text.experts == "all"
     if skeleton.experts_see_all and not experts_in(skeleton.model):
-        raise StageError(
-            "the model has no experts that could see all tokens",
-            where=f"{stage}.calibration.experts",
-            why=next(iter(skeleton.fused.values()), "It is dense"),
-            remedy="Leave it out",
-        )
+        raise no_such_experts(f"{stage}.calibration.experts", next(iter(skeleton.fused.values()), "It is dense"))
     return text.inputs(skeleton.checkpoint.directory, context.data, context.trust_remote_code)
 
 

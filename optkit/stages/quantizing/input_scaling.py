@@ -71,7 +71,7 @@ class InputScaling(Frozen):
             code_bytes(shape, layers) + 4 * FLOAT_COPIES * weights,
         )
         kept = hessian_bytes(shape, layers)
-        return calibrated_work(shape, layers, self.calibration.size, self.batch_size, kept, work)
+        return calibrated_work(shape, layers, self.calibration, self.batch_size, kept, work)
 
 
 def _reader_bytes(group: Sequence[Sequence[str]], layers: Mapping[str, Layer]) -> int:

@@ -1,0 +1,87 @@
+"""Experts that a model stacks in one tensor, in MXFP4 as gpt-oss is published.
+
+NAME         float [experts, in, out] becomes
+NAME_blocks  uint8 [experts, out, in / 32, 16]: two codes a byte, the low half first
+NAME_scales  uint8 [experts, out, in / 32]: E8M0
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.linear_layers import layers_of
+from optkit.model.packed_floats import BLOCKS, SCALES
+from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.writer import CheckpointWriter, copy_companions, write_config
+from optkit.packed_tensors.microscaled import BLOCKS as WIDTHS
+from optkit.stage import Context, Report
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KIND, WIDTH = "mx", WIDTHS["mxfp4"]
+ALONE = "engines open experts alone in this form"
+
+
+def with_stacked(shape: ModelShape, stacked: Mapping[str, TensorInfo]) -> ModelShape:
+    """Return the shape that packing leaves. Raises StageError if blocks do not fit."""
+    tensors: dict[str, TensorInfo] = {}
+    for name, info in shape.tensors.items():
+        tensors |= _packed(name, info) if name in stacked else {name: info}
+    return ModelShape(config=_config(shape), tensors=tensors)
+
+
+def pack_stacked(
+    checkpoint: Checkpoint, target: Path, context: Context, stacked: Mapping[str, TensorInfo], search: bool
+) -> Report:
+    """Fill `target` tensor by tensor, without a model. Raises StageError and SourceError as a quantizer."""
+    started, shape = time.monotonic(), checkpoint.shape
+    config = with_stacked(shape, stacked).config
+    with context.progress.task(KIND, len(stacked), "tensors") as task, CheckpointWriter(target) as writer:
+        for name in shape.tensors:
+            tensor = checkpoint.read_finite(name)
+            for written, part in _parts(name, tensor, context.device, search) if name in stacked else [(name, tensor)]:
+                writer.add(written, part)
+            task.advance(int(name in stacked), name)
+    copy_companions(checkpoint.directory, target, context.trust_remote_code)
+    write_config(target, config)
+    return Report(
+        changed=len(stacked),
+        skipped=dict.fromkeys(layers_of(shape), ALONE),
+        details={"formats": {"mxfp4, blocks of 32": len(stacked)}, "seconds": round(time.monotonic() - started, 2)},
+    )
+
+
+def _parts(name: str, weight: Tensor, device: str, search: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield codes and scales of [experts, in, out], an expert at a time on the device."""
+    import torch
+
+    from optkit.algorithms.microscaling import pack, quantize_mxfp4
+
+    packed = [pack(quantize_mxfp4(expert.to(device).T.contiguous(), search)) for expert in weight]
+    codes, scales = (torch.stack([each[leaf].cpu() for each in packed]) for leaf in ("weight_packed", "weight_scale"))
+    yield f"{name}{BLOCKS}", codes.view(*scales.shape, -1)
+    yield f"{name}{SCALES}", scales
+
+
+def _packed(name: str, info: TensorInfo) -> dict[str, TensorInfo]:
+    experts, inputs, outputs = info.shape
+    if inputs % WIDTH:
+        raise StageError(
+            f"{name} has {inputs} inputs, no multiple of {WIDTH}",
+            where=f"{KIND}.type",
+            why=f"Blocks of mxfp4 are {WIDTH} inputs wide",
+            remedy="Take a stage that leaves experts float, such as rtn",
+        )
+    scales = (experts, outputs, inputs // WIDTH)
+    return {f"{name}{BLOCKS}": TensorInfo("U8", (*scales, WIDTH // 2)), f"{name}{SCALES}": TensorInfo("U8", scales)}
+
+
+def _config(shape: ModelShape) -> dict[str, Any]:
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return {**shape.config, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept}}
