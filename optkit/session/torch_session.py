@@ -192,6 +192,10 @@ class TorchSession(GeneratingSession, TorchModel):
         check_speculates(self.new_state(), self.compiled)
         self._proposer, self.speculation = (proposer, tokens), Speculation()
 
+    def add_note(self, note: str) -> None:
+        """Add a sentence to the notes."""
+        self._notes = (*self._notes, note)
+
     def decode_with(self, decoder: Decoder) -> None:
         """Let a decoder compute the tokens behind prompts from now on."""
         self._decoder = decoder

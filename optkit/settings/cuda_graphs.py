@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from optkit.errors import StageError
-from optkit.kernels.cuda.families import REMEDY, why_not_family
-from optkit.model.shape import ModelShape
+from optkit.errors import MissingPackageError, StageError
 from optkit.settings.compile import Compile
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
 from optkit.stage import Format, Setting
 
+FALLBACK: Literal["reduce-overhead"] = "reduce-overhead"
+"""Mode of `compile` for a model that the graph does not know."""
+
 
 class CudaGraphs(Setting):
     """Decode by one CUDA graph a token, five kernels a layer.
-    It takes models of the Llama family in bfloat16 or float16, in 4 bits or not.
+    It takes decoders of RMS norms, rotary embeddings and grouped heads in bfloat16 or float16, with
+    weights in 4, 8 or 16 bits. What a layer is made of is read from the model's modules.
 
-    Up to 256 sequences at once; prompts, and larger batches, run through the model itself. On the
-    CPU nothing changes.
+    At opening its logits are compared with the model's own. A model that it does not know is
+    compiled in its place (`compile: reduce-overhead`), and a note says why. Up to 256 sequences at
+    once; larger batches run through the model itself. On the CPU nothing changes.
     """
 
     kind: ClassVar[str] = "cuda_graphs"
@@ -27,13 +29,6 @@ class CudaGraphs(Setting):
         "- gptq: {bits: 4, group_size: 32, symmetric: false}\n- precision: bf16\n- attention: sdpa\n- cuda_graphs"
     )
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
-
-    def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError for a model whose step the graph does not know."""
-        if self.applies(device) and (reason := why_not_family(shape.config)):
-            raise StageError(
-                "the decode step of this model cannot be one graph", where="cuda_graphs", why=reason, remedy=REMEDY
-            )
 
     def excludes(self, other: Setting, device: str) -> str:
         """Return why the graph cannot be used beside another setting.
@@ -52,16 +47,32 @@ class CudaGraphs(Setting):
         """Say whether decoding changes on a device."""
         return device.startswith("cuda")
 
+    def on_load(self, model: Any, device: str) -> Any:
+        """Return the model with its decoder, compiled if there is none.
+
+        Raises StageError if it cannot be compiled either.
+        """
+        if not self.applies(device):
+            return model
+        from optkit.kernels.cuda.decoding import GraphDecoder
+
+        try:
+            model.graph_decoder = GraphDecoder(model)
+        except StageError as reason:
+            try:
+                Compile(mode=FALLBACK).on_load(model, device)
+            except (StageError, MissingPackageError):
+                raise reason from None
+            model.graph_decoder = f"{self.kind}: compile: {FALLBACK} in its place, because {reason.why}"
+        return model
+
     def on_open(self, session: Any) -> Any:
         """Return the session, its decode steps one graph each.
 
-        Raises StageError for another step than the graph's, or if something else decides how the
-        model decodes.
+        Raises StageError if something else decides how the model decodes.
         """
         if not self.applies(session.device):
             return session
-        from optkit.kernels.cuda.decoding import GraphDecoder
-
         if session.codes_cache:
             raise StageError(
                 "the checkpoint has scales for a KV cache of codes, and cuda_graphs keeps floats",
@@ -69,7 +80,11 @@ class CudaGraphs(Setting):
                 why="Each of them decides how a token is decoded",
                 remedy="Take cuda_graphs or kv_scales out of the recipe",
             )
-        session.decode_with(GraphDecoder(session.model))
+        decoder = session.model.graph_decoder
+        if isinstance(decoder, str):
+            session.add_note(decoder)
+        else:
+            session.decode_with(decoder)
         return session
 
     def step_mode(self, device: str) -> str:

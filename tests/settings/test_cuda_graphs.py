@@ -11,10 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from optkit.errors import RecipeError, StageError
+from optkit.errors import MissingPackageError, RecipeError, StageError
 from optkit.kernels.cuda.decoding import GraphDecoder, ModelSteps
-from optkit.kernels.cuda.families import why_not_family
-from optkit.model.shape import ModelShape
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
@@ -26,44 +24,28 @@ from optkit.settings.speculative import Speculative
 from optkit.stage import Setting, exclusion
 from optkit.store.store import Store
 
-LLAMA = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_model_that_the_graph_does_not_know_is_compiled(
+    compiles: bool, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaGraphs, "applies", lambda self, device: True)
+    monkeypatch.setattr(Compile, "applies", lambda self, device: True)
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"model_type": "gpt2"}, "gpt2 is not of the families that it is known for (llama, mistral, qwen2, qwen3)"),
-        ({"head_dim": 72}, "72 channels a head are no multiple of 16 up to 256"),
-        (
-            {"num_key_value_heads": 1},
-            "32 queries of 128 channels share a head of keys (at most 16, and 2,048 channels)",
-        ),
-        (
-            {"num_key_value_heads": 2, "head_dim": 256},
-            "16 queries of 256 channels share a head of keys (at most 16, and 2,048 channels)",
-        ),
-        ({"hidden_act": "gelu"}, "the MLP's activation is gelu, not silu"),
-        ({"sliding_window": 4096}, "its attention has a sliding window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "its attention has a sliding window"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic"}},
-            "its rotary embeddings (dynamic) change with the length of the text",
-        ),
-    ],
-)
-def test_models_with_another_step_are_refused_before_anything_runs(changed: dict[str, Any], reason: str) -> None:
-    shape = ModelShape({**LLAMA, **changed}, {})
-    CudaGraphs().check(shape, "cpu")
-    with pytest.raises(StageError, match="the decode step of this model cannot be one graph") as error:
-        CudaGraphs().check(shape, "cuda:1")
-    assert reason in str(error.value)
-    assert "Take cuda_graphs out of the recipe, or use compile" in str(error.value)
+    def require(kind: str) -> None:
+        if not compiles:
+            raise MissingPackageError("triton", where="compile on cuda")
 
-
-def test_models_of_the_family_are_taken() -> None:
-    assert why_not_family(LLAMA) is None
-    assert why_not_family({**LLAMA, "sliding_window": 4096, "use_sliding_window": False}) is None
-    CudaGraphs().check(ModelShape({**LLAMA, "rope_scaling": {"rope_type": "llama3"}}, {}), "cuda")
+    monkeypatch.setattr("optkit.settings.compile._require_tools", require)
+    why = "GPT2LMHeadModel has no `embed_tokens` where Llama has one"
+    if not compiles:
+        with pytest.raises(StageError, match=f"the decode step of GPT2LMHeadModel cannot be one graph. {why}"):
+            open_session(tiny_model("gpt2"), [CudaGraphs()])
+        return
+    session: Any = open_session(tiny_model("gpt2"), [CudaGraphs()])
+    assert session.compiled
+    assert f"cuda_graphs: compile: reduce-overhead in its place, because {why}" in session.notes
+    session.close()
 
 
 OTHERS: list[Setting] = [

@@ -1,10 +1,13 @@
 // Attention of one new token for each sequence: turns q and k by their position, keeps k and v, attends to all that is kept.
 //
-// qkv [batch, (HEADS + 2 KV_HEADS) SIZE]; keys, values [batch, KV_HEADS, capacity, SIZE]; cosines, sines float [positions, SIZE / 2], for
-// halves that are turned against each other (as Llama's); output [batch, HEADS * SIZE]. A block for each head of keys, share of the past,
+// qkv [batch, (HEADS + 2 KV_HEADS) SIZE]; keys, values [batch, KV_HEADS, capacity, SIZE]; cosines, sines float [positions, ROTARY / 2], for
+// halves of the first ROTARY channels that are turned against each other (as Llama's); output [batch, HEADS * SIZE]. `window`: the newest
+// keys that are attended to, 0 for all; `cap`: where CAPPED says so, scores end at -cap and cap (Gemma 2); `sinks` [HEADS], or none:
+// scores of a key that has no value (gpt-oss). A block for each head of keys, share of the past,
 // and sequence. Its 4 warps take 16 keys in turn, with a softmax of their own: scores [queries, keys] and sums [queries, channels] are
 // products of 16 rows in tensor cores, the rows being the queries that share the head (FlashAttention-2, arXiv:2307.08691). Then all of
-// them are joined. Macros: BF16, HEADS, KV_HEADS (at most 16 queries each), SIZE (a multiple of 16 up to 256), SHARES, QK_NORM.
+// them are joined. Macros: BF16, HEADS, KV_HEADS (at most 16 queries each), SIZE (a multiple of 16 up to 256), ROTARY, SHARES, QK_NORM,
+// CAPPED.
 //
 // Fragments of mma.m16n8k16: lane l = 4 r + c has, of queries, row r (and r + 8); of scores, rows r, r + 8 and columns 2 c, 2 c + 1.
 // Channels may be summed in any order, so a lane reads neighbouring ones of key r (lanes c take turns) and calls them what the fragment
@@ -41,32 +44,44 @@ __device__ __forceinline__ void product(float (&sums)[4], const u32 (&rows)[4], 
 // A head of a query or key [SIZE] turned by its position, by a warp; with QK_NORM divided by its root mean square and times `norm` before.
 __device__ __forceinline__ void turn(const u16* x, const u16* norm, float epsilon, const float* cosine, const float* sine, u16* turned) {
   const int lane = threadIdx.x % 32;
+  const u32 *pairs = (const u32*)x, *norms = (const u32*)norm;
   float factor = 1;
 #ifdef QK_NORM
   float squares = 0;
-  for (int i = lane; i < SIZE; i += 32) squares += widen(x[i]) * widen(x[i]);
+  for (int i = lane; i < SIZE / 2; i += 32) squares += low(pairs[i]) * low(pairs[i]) + high(pairs[i]) * high(pairs[i]);
   factor = rsqrtf(sum_of_warp(squares) / SIZE + epsilon);
 #endif
-  for (int i = lane; i < SIZE / 2; i += 32) {
-    float a = widen(x[i]) * factor, b = widen(x[i + SIZE / 2]) * factor;
+  for (int i = lane; i < ROTARY / 4; i += 32) {
+    const u32 first = pairs[i], second = pairs[i + ROTARY / 4];
+    float a[2] = {low(first) * factor, high(first) * factor}, b[2] = {low(second) * factor, high(second) * factor};
 #ifdef QK_NORM
-    a *= widen(norm[i]), b *= widen(norm[i + SIZE / 2]);
+    a[0] *= low(norms[i]), a[1] *= high(norms[i]), b[0] *= low(norms[i + ROTARY / 4]), b[1] *= high(norms[i + ROTARY / 4]);
 #endif
-    turned[i] = (u16)narrow(a * cosine[i] - b * sine[i], 0);
-    turned[i + SIZE / 2] = (u16)narrow(b * cosine[i] + a * sine[i], 0);
+    const float2 c = ((const float2*)cosine)[i], s = ((const float2*)sine)[i];
+    ((u32*)turned)[i] = narrow(a[0] * c.x - b[0] * s.x, a[1] * c.y - b[1] * s.y);
+    ((u32*)turned)[i + ROTARY / 4] = narrow(b[0] * c.x + a[0] * s.x, b[1] * c.y + a[1] * s.y);
+  }
+  for (int i = ROTARY / 2 + lane; i < SIZE / 2; i += 32) {
+#ifdef QK_NORM
+    ((u32*)turned)[i] = narrow(low(pairs[i]) * factor * low(norms[i]), high(pairs[i]) * factor * high(norms[i]));
+#else
+    ((u32*)turned)[i] = pairs[i];
+#endif
   }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     attend(const u16* qkv, u16* keys, u16* values, const float* cosines, const float* sines, const int* position_of, int capacity,
-           float scaling, const u16* query_norm, const u16* key_norm, float epsilon, float* shared, unsigned int* arrived, u16* output) {
+           float scaling, const u16* query_norm, const u16* key_norm, float epsilon, int window, float cap, const u16* sinks, float* shared,
+           unsigned int* arrived, u16* output) {
   __shared__ __align__(16) u16 query[ROWS * 8][SIZE];
   __shared__ float sums[WARPS][GROUP][SIZE];
   __shared__ float largests[WARPS][GROUP], totals[WARPS][GROUP];
   const int head = blockIdx.x, share = blockIdx.y, sequence = blockIdx.z, thread = threadIdx.x;
   const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
   const int position = *position_of, length = position + 1;  // written by the step before, which has ended
-  const int each = (length + SHARES - 1) / SHARES, first = min(share * each, length), behind = min(first + each, length);
+  const int oldest = window ? max(0, length - window) : 0, each = (length - oldest + SHARES - 1) / SHARES;
+  const int first = min(oldest + share * each, length), behind = min(first + each, length);
   const size_t kept = ((size_t)sequence * KV_HEADS + head) * capacity * SIZE;
   const Vector<KEY_WORDS>* past_keys = (const Vector<KEY_WORDS>*)(keys + kept) + column;
   const Vector<VALUE_WORDS>* past_values = (const Vector<VALUE_WORDS>*)(values + kept) + row;
@@ -98,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   wait_for_previous();
 
   const u16* now = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * SIZE;
-  const float* cosine = cosines + (size_t)position * (SIZE / 2);
-  const float* sine = sines + (size_t)position * (SIZE / 2);
+  const float* cosine = cosines + (size_t)position * (ROTARY / 2);
+  const float* sine = sines + (size_t)position * (ROTARY / 2);
   for (int g = warp; g < ROWS * 8; g += WARPS) {
     if (g < GROUP)
       turn(now + (head * GROUP + g) * SIZE, query_norm, epsilon, cosine, sine, query[g]);
@@ -144,6 +159,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         float& score = scores[i / 2][2 * r + i % 2];
+#ifdef CAPPED
+        score = cap * tanhf(score * scaling / cap) / scaling;
+#endif
         score = start + i / 2 * 8 + column * 2 + i % 2 < behind ? score * to_powers_of_two : NOTHING;
         highest = fmaxf(highest, score);
       }
@@ -207,6 +225,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
       all += totals[w][g] * factor, value += sums[w][g][c] * factor;
     }
 #if SHARES == 1
+    if (sinks) all += exp2f(widen(sinks[head * GROUP + g]) * 1.4426950408889634f - highest);
     outputs[i] = (u16)narrow(value / all, 0);
 #else
     theirs[(share * GROUP + g) * SIZE + c] = value;
@@ -228,7 +247,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   for (int g = warp; g < GROUP; g += WARPS) {
     const int s = thread % 32;
     const float2 end = s < SHARES ? __ldcg(ends + s * GROUP + g) : make_float2(NOTHING, 0);
-    const float factor = exp2f(end.x - maximum_of_warp(end.x)), all = sum_of_warp(end.y * factor);
+    const float highest = maximum_of_warp(end.x), factor = exp2f(end.x - highest);
+    float all = sum_of_warp(end.y * factor);
+    if (sinks) all += exp2f(widen(sinks[head * GROUP + g]) * 1.4426950408889634f - highest);
     if (s < SHARES) factors[s][g] = factor / all;
   }
   __syncthreads();
@@ -244,4 +265,27 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     ((uint2*)outputs)[i] = make_uint2(narrow(value.x, value.y), narrow(value.z, value.w));
   }
 #endif
+}
+
+// The heads of a prompt's token: queries are turned in place, keys and values go where `attend` keeps them. A block for each token, its
+// warps take heads in turn.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    turn_prompt(u16* qkv, u16* keys, u16* values, const float* cosines, const float* sines, int prompt, int capacity, const u16* query_norm,
+                const u16* key_norm, float epsilon) {
+  let_next_start();
+  wait_for_previous();
+  const int sequence = blockIdx.x / prompt, position = blockIdx.x % prompt, lane = threadIdx.x % 32;
+  u16* now = qkv + (size_t)blockIdx.x * (HEADS + 2 * KV_HEADS) * SIZE;
+  const float* cosine = cosines + (size_t)position * (ROTARY / 2);
+  const float* sine = sines + (size_t)position * (ROTARY / 2);
+  for (int head = threadIdx.x / 32; head < HEADS + 2 * KV_HEADS; head += WARPS) {
+    u16* x = now + head * SIZE;
+    const size_t kept = (((size_t)sequence * KV_HEADS + (head - HEADS) % KV_HEADS) * capacity + position) * SIZE;
+    if (head < HEADS)
+      turn(x, query_norm, epsilon, cosine, sine, x);
+    else if (head < HEADS + KV_HEADS)
+      turn(x, key_norm, epsilon, cosine, sine, keys + kept);
+    else
+      for (int i = lane; i < SIZE / 8; i += 32) ((uint4*)(values + kept))[i] = ((const uint4*)x)[i];
+  }
 }

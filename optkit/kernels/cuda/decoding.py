@@ -9,26 +9,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.errors import StageError
-from optkit.kernels.cuda.families import REMEDY
-from optkit.kernels.cuda.matrix import scratch_bytes
+from optkit.kernels.cuda.layer_pass import Rows, norms_all_heads
 from optkit.kernels.cuda.nvrtc import compiled
-from optkit.kernels.cuda.schedule import MOST_TOKENS
-from optkit.kernels.cuda.step_layers import Layer, layer_of, matrix_of, why_not
+from optkit.kernels.cuda.step_layers import (
+    Layer,
+    epsilon_of,
+    kv_heads_of,
+    matrix_of,
+    norm_of,
+    read_layers,
+    rotations,
+    why_not,
+)
 from optkit.kernels.cuda.step_products import step_product
 
 MOST_SEQUENCES = 256
+REMEDY = "Take cuda_graphs out of the recipe, or use compile"
 MOST_SHARES = 32
 KEYS_OF_SHARE = 64
 """The fewest that are worth a block."""
 BLOCKS_AT_ONCE = 2
 """Blocks of the attention kernel that a multiprocessor holds."""
 CAPACITY_STEP = 128
+MOST_PROMPT_ROWS = 16384
+"""Tokens of prompts that are read at once: what they need at most besides the cache."""
+TRIED, ALIKE = 25, 0.98
+"""Tokens of which the graph's logits are compared with the model's own, and their cosine at least."""
 CHOOSING_BLOCKS = 32
 
 
@@ -39,21 +53,54 @@ class GraphDecoder:
 
     def __init__(self, model: Any) -> None:
         """Raises StageError for a model whose step is another one."""
-        if reason := why_not(model):
+        base: Any = getattr(model, "model", None)
+        self.model = model
+        if not (reason := why_not(model)):
+            attention, config = base.layers[0].self_attn, model.config
+            self.size, self.scaling = int(attention.head_dim), float(attention.scaling)
+            self.heads, self.kv_heads = int(config.num_attention_heads), kv_heads_of(config)
+            self.embedding, self.epsilon = base.embed_tokens.weight, epsilon_of(model)
+            self.layers, self.head = read_layers(model), matrix_of(model.lm_head)
+            self.norm = norm_of(base.norm, self.embedding.shape[1], self.epsilon)
+            self._idle: Steps | None = None
+            self._by_model: set[int] = set()
+            self.embedding_scale, expected = self._one_pass()
+            try:
+                reason = self._why_differs(expected)
+            except RuntimeError as error:
+                reason = f"CUDA cannot capture it: {next(iter(str(error).splitlines()), '')}"
+        if reason:
             what = f"the decode step of {type(model).__name__} cannot be one graph"
             raise StageError(what, where="cuda_graphs", why=reason, remedy=REMEDY)
-        self.model, base = model, model.model
-        attention = base.layers[0].self_attn
-        self.size = int(attention.head_dim)
-        self.heads = int(model.config.num_attention_heads)
-        self.kv_heads = int(model.config.num_key_value_heads)
-        self.scaling = float(attention.scaling)
-        self.epsilon = float(base.norm.variance_epsilon)
-        self.embedding = base.embed_tokens.weight
-        self.layers = [layer_of(block) for block in base.layers]
-        self.norm, self.head = base.norm.weight, matrix_of(model.lm_head)
-        self._idle: Steps | None = None
-        self._by_model: set[int] = set()
+
+    def _one_pass(self) -> tuple[float, Tensor]:
+        """Return by what the model multiplies embeddings, and its logits of `TRIED`."""
+        seen: list[Tensor] = []
+        hook = self.model.model.layers[0].register_forward_pre_hook(
+            lambda _, given, named: seen.append(given[0] if given else named["hidden_states"]), with_kwargs=True
+        )
+        tokens = self._tried_tokens()
+        with hook, torch.no_grad():
+            logits: Tensor = self.model.forward(input_ids=tokens, use_cache=False).logits[:, -1].float()
+            hidden, embedded = seen[0].flatten().float(), F.embedding(tokens, self.embedding).flatten().float()
+            scale = float((hidden @ embedded / (embedded @ embedded)).to(self.embedding.dtype))
+        return scale, logits
+
+    def _tried_tokens(self) -> Tensor:
+        count = self.embedding.shape[0]
+        numbers = torch.arange(2 * TRIED, device=self.embedding.device).view(2, TRIED)
+        return numbers.mul_(7919).add_(3).remainder_(count)
+
+    def _why_differs(self, expected: Tensor) -> str | None:
+        """Return how far the graph's logits are from the model's own, None if they are the same."""
+        with torch.no_grad(), self.steps(2, TRIED) as steps:
+            assert isinstance(steps, Steps)
+            steps.prompt(self._tried_tokens()[:, :-1])
+            steps.tokens[TRIED - 1] = self._tried_tokens()[:, -1]
+            steps.launch()
+            alike = float(F.cosine_similarity(steps.logits, expected, dim=-1).min())
+        self._idle = None
+        return None if alike >= ALIKE else f"its logits are not the model's own (cosine {alike:.3f})"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -90,18 +137,9 @@ class Steps:
     def __init__(self, decoder: GraphDecoder, batch: int, capacity: int) -> None:
         self.decoder, self.batch, self.capacity = decoder, batch, capacity
         device, dtype = decoder.embedding.device, decoder.embedding.dtype
-        first = decoder.layers[0]
-        outputs = max(layer.gate_up.outputs for layer in decoder.layers)
-        self.hidden = torch.zeros(batch, decoder.embedding.shape[1], dtype=dtype, device=device)
-        self.qkv = torch.zeros(batch, first.qkv.outputs, dtype=dtype, device=device)
+        self.rows = Rows(decoder, batch, 1)
         self.attended = torch.zeros(batch, decoder.heads * decoder.size, dtype=dtype, device=device)
-        self.gated = torch.zeros(batch, outputs // 2, dtype=dtype, device=device)
         self.logits = torch.zeros(batch, decoder.head.outputs, dtype=torch.float32, device=device)
-        matrices = [
-            matrix for layer in decoder.layers for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down)
-        ]
-        needed = max(scratch_bytes(matrix.form, min(batch, MOST_TOKENS)) for matrix in (*matrices, decoder.head))
-        self.ordered = torch.zeros(needed, dtype=torch.uint8, device=device)
         shape = (len(decoder.layers), 2, batch, decoder.kv_heads, capacity, decoder.size)
         self.cache = torch.zeros(shape, dtype=dtype, device=device)
         self.best = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -112,30 +150,65 @@ class Steps:
         shared = batch * decoder.kv_heads * self.shares * group * (decoder.size + 2)
         self.partial = torch.zeros(shared, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(batch * decoder.kv_heads, dtype=torch.int32, device=device)
-        positions = torch.arange(capacity, device=device)[None]
-        cosines, sines = decoder.model.model.rotary_emb(self.hidden[:1, None], positions)
-        self.cosines = cosines[0, :, : decoder.size // 2].float().contiguous()
-        self.sines = sines[0, :, : decoder.size // 2].float().contiguous()
+        self.rotations = rotations(decoder.model, self.rows.hidden[:1, None], capacity)
         self.graph = self._capture()
         self.length, self._at, self._running = capacity, 0, self.tokens[0]
 
     def prompt(self, tokens: Tensor) -> Tensor:
-        """Run the prompts, int64 [batch, prompt], through the model itself.
+        """Read prompts, int64 [batch, prompt].
         Return the tokens behind them, int64 [batch].
         """
+        length = tokens.shape[1]
+        if any(layer.cap or layer.sinks is not None or 0 < layer.window < length for layer in self.decoder.layers):
+            chosen = self._prompt_by_model(tokens)
+        else:
+            parts = tokens.split(max(1, MOST_PROMPT_ROWS // length))
+            caches = self.cache.split(len(parts[0]), dim=2)
+            chosen = torch.cat([self._read(part, cache) for part, cache in zip(parts, caches, strict=True)])
+        self.position.fill_(length)
+        self.tokens[length] = chosen
+        self._at = length
+        return self._when_done(chosen)
+
+    def _prompt_by_model(self, tokens: Tensor) -> Tensor:
         from transformers import DynamicCache
 
         model, length = self.decoder.model, tokens.shape[1]
         cache = DynamicCache(config=model.config)
         logits = model.forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         for index, layer in enumerate(cache.layers):
-            self.cache[index, 0, :, :, :length] = layer.keys
-            self.cache[index, 1, :, :, :length] = layer.values
+            kept = layer.keys.shape[2]  # the newest, if a window does not need the others
+            self.cache[index, 0, :, :, length - kept : length] = layer.keys
+            self.cache[index, 1, :, :, length - kept : length] = layer.values
         chosen: Tensor = logits[:, -1].argmax(-1)
-        self.position.fill_(length)
-        self.tokens[length] = chosen
-        self._at = length
-        return self._when_done(chosen)
+        return chosen
+
+    def _read(self, tokens: Tensor, cache: Tensor) -> Tensor:
+        """Return the tokens behind prompts; cache: float [layers, 2, batch, heads, capacity, channels]."""
+        decoder, (batch, length) = self.decoder, tokens.shape
+        rows = Rows(decoder, batch, length)
+        torch.mul(F.embedding(tokens.flatten(), decoder.embedding), decoder.embedding_scale, out=rows.hidden)
+        for index, layer in enumerate(decoder.layers):
+            keys, values = cache[index]
+
+            def attend(
+                index: int = index, layer: Layer = layer, keys: Tensor = keys, values: Tensor = values
+            ) -> Tensor:
+                turned = (*self.rotations[index], length, self.capacity, *self._head_norms(layer), decoder.epsilon)
+                kernel = self._kernel("attention.cu", "turn_prompt", self._macros(index))
+                kernel((batch * length, 1, 1), 128, (rows.qkv, keys, values, *turned))
+                queries = rows.qkv.view(batch, length, -1, decoder.size)[:, :, : decoder.heads].transpose(1, 2)
+                past = keys[:, :, :length], values[:, :, :length]
+                found = F.scaled_dot_product_attention(
+                    queries, *past, is_causal=True, scale=decoder.scaling, enable_gqa=decoder.heads != decoder.kv_heads
+                )
+                return found.transpose(1, 2).reshape(batch * length, -1)
+
+            rows.through(layer, attend)
+        logits = torch.empty(batch, decoder.head.outputs, dtype=torch.float32, device=tokens.device)
+        last = rows.hidden.view(batch, length, -1)[:, -1].contiguous()
+        step_product(decoder.head, last, logits, norm=decoder.norm, epsilon=decoder.epsilon)
+        return logits.argmax(-1)
 
     def next(self) -> Tensor:
         """Return the tokens behind those returned last, int64 [batch], when the device has them.
@@ -156,61 +229,45 @@ class Steps:
 
     def launch(self) -> None:
         """Launch the kernels of one step on the current stream."""
-        decoder, epsilon = self.decoder, self.decoder.epsilon
-        self._small("embed", (self.batch, 1, 1), (decoder.embedding, self.tokens, self.position, self.hidden))
+        decoder, rows = self.decoder, self.rows
+        embedding = (decoder.embedding, self.tokens, self.position, rows.hidden, decoder.embedding_scale)
+        self._small("embed", (self.batch, 1, 1), embedding)
         for index, layer in enumerate(decoder.layers):
-            step_product(layer.qkv, self.hidden, self.qkv, norm=layer.input_norm, epsilon=epsilon, ordered=self.ordered)
-            self._attend(index, layer)
-            step_product(layer.output, self.attended, self.hidden, add=True, ordered=self.ordered)
-            step_product(
-                layer.gate_up,
-                self.hidden,
-                self.gated,
-                norm=layer.output_norm,
-                epsilon=epsilon,
-                gated=True,
-                ordered=self.ordered,
-            )
-            step_product(layer.down, self.gated, self.hidden, add=True, ordered=self.ordered)
-        step_product(decoder.head, self.hidden, self.logits, norm=decoder.norm, epsilon=epsilon, ordered=self.ordered)
+            rows.through(layer, partial(self._attend, index, layer))
+        rows.product(decoder.head, rows.hidden, self.logits, decoder.norm)
         self._small("choose", (CHOOSING_BLOCKS, self.batch, 1), (self.logits, self.best))
         self._small("keep", (1, 1, 1), (self.best, self.tokens, self.position, self.batch))
 
-    def _attend(self, index: int, layer: Layer) -> None:
+    def _attend(self, index: int, layer: Layer) -> Tensor:
         decoder = self.decoder
-        macros = {"HEADS": decoder.heads, "KV_HEADS": decoder.kv_heads, "SIZE": decoder.size, "SHARES": self.shares}
-        if layer.query_norm is not None:
-            macros["QK_NORM"] = 1
-        arguments = (
-            *(
-                self.qkv,
-                self.cache[index, 0],
-                self.cache[index, 1],
-                self.cosines,
-                self.sines,
-                self.position,
-                self.capacity,
-            ),
-            *(
-                decoder.scaling,
-                layer.query_norm,
-                layer.key_norm,
-                decoder.epsilon,
-                self.partial,
-                self.arrived,
-                self.attended,
-            ),
+        macros = self._macros(index) | {"SHARES": self.shares} | ({"CAPPED": 1} if layer.cap else {})
+        given = (self.rows.qkv, *self.cache[index], *self.rotations[index], self.position, self.capacity)
+        how = (decoder.scaling, *self._head_norms(layer), decoder.epsilon, layer.window, layer.cap, layer.sinks)
+        self._kernel("attention.cu", "attend", macros)(
+            (decoder.kv_heads, self.shares, self.batch),
+            128,
+            (*given, *how, self.partial, self.arrived, self.attended),
         )
-        self._kernel("attention.cu", "attend", macros)((decoder.kv_heads, self.shares, self.batch), 128, arguments)
+        return self.attended
+
+    def _macros(self, index: int) -> dict[str, int]:
+        decoder, layer = self.decoder, self.decoder.layers[index]
+        macros = {"HEADS": decoder.heads, "KV_HEADS": decoder.kv_heads, "SIZE": decoder.size}
+        macros["ROTARY"] = 2 * self.rotations[index][0].shape[1]
+        return macros | ({} if self._head_norms(layer) == (None, None) else {"QK_NORM": 1})
+
+    @staticmethod
+    def _head_norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if norms_all_heads(layer) else (layer.query_norm, layer.key_norm)
 
     def _small(self, name: str, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
-        macros = {"WIDTH": self.hidden.shape[1], "VOCABULARY": self.logits.shape[1]}
+        macros = {"WIDTH": self.rows.hidden.shape[1], "VOCABULARY": self.logits.shape[1]}
         self._kernel("tokens.cu", name, macros)(grid, 256, arguments)
 
     def _kernel(self, source: str, name: str, macros: dict[str, int]) -> Any:
-        given = {**macros, **({"BF16": 1} if self.hidden.dtype == torch.bfloat16 else {})}
+        given = {**macros, **({"BF16": 1} if self.cache.dtype == torch.bfloat16 else {})}
         return compiled(
-            source, name, tuple(sorted((key, str(value)) for key, value in given.items())), self.hidden.get_device()
+            source, name, tuple(sorted((key, str(value)) for key, value in given.items())), self.cache.get_device()
         )
 
     def _capture(self) -> torch.cuda.CUDAGraph:

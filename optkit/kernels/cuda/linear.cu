@@ -8,8 +8,9 @@
 // 8 bits: x is rounded to 8 bits too, with a scale for each token or the given one, and products are sums of codes (m16n8k32).
 //
 // Macros: BF16; BITS 4, 8 (E4M3 floats; INTEGER: int8) or 16; INPUTS; GROUP (inputs of a scale: 32, 64 or a multiple of 128); ASYMMETRIC;
-//   TOKEN_TILES; ROW_TILES; WARPS; DEPTH (chunks in flight, a divisor of PER_WARP); SHARED (x goes through shared memory, normed where NORM says so; else it was put in
-//   order by `arrange`); GATED (outputs are silu(first half) * second half); RESIDUAL (y is added to what is there); WIDE (y is float32).
+//   TOKEN_TILES; ROW_TILES; WARPS; DEPTH (chunks in flight, a divisor of PER_WARP); SHARED (x goes through shared memory, normed where
+//   NORM says so; else it was put in order by `arrange`); GATED (outputs are silu(first half) * second half; GELU: gelu, by tanh);
+//   RESIDUAL (y is added to what is there); WIDE (y is float32).
 #define CHUNKS ((INPUTS + 127) / 128)
 #define THREADS (32 * WARPS)
 #define SUBGROUPS (GROUP >= 128 ? 1 : 128 / GROUP)
@@ -56,6 +57,14 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 #endif
+
+__device__ __forceinline__ float activated(float value) {
+#ifdef GELU
+  return value / (1 + __expf(-1.5957691216057308f * (value + 0.044715f * value * value * value)));
+#else
+  return value / (1 + __expf(-value));
+#endif
+}
 
 #if BITS == 4
 // codes [tiles, chunks, 2, 32] uint4; scales, offsets [tiles, chunks, SUBGROUPS, 8] words: those of rows g and g + 8
@@ -140,7 +149,9 @@ __device__ __forceinline__ uint4 in_order(const uint4& values) { return values; 
 #ifdef INTEGER
 #define REACH 127.5f
 __device__ __forceinline__ u32 code(float value) { return (u32)__float2int_rn(fminf(fmaxf(value, -128.f), 127.f)) & 255; }
-__device__ __forceinline__ u32 codes_of(float a, float b, float c, float d) { return code(a) | code(b) << 8 | code(c) << 16 | code(d) << 24; }
+__device__ __forceinline__ u32 codes_of(float a, float b, float c, float d) {
+  return code(a) | code(b) << 8 | code(c) << 16 | code(d) << 24;
+}
 #else
 #define REACH 448.f
 __device__ __forceinline__ u32 codes_of(float a, float b, float c, float d) {
@@ -436,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       other *= x_sums[token] * row_scales[item].y;
 #endif
       if (bias) other += widen(bias[row + second_half * 16]);
-      value = value / (1 + __expf(-value)) * other;
+      value = activated(value) * other;
       y[(size_t)token * (second_half * 16) + row] = (u16)narrow(value, 0);
 #else
       size_t place = (size_t)token * rows + row;
@@ -519,8 +530,11 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
-#if BITS == 8
-// From sums of products of codes [tokens, rows], in 16 bits if BF16, else in 32, to y as `linear` writes it; a thread for 8 outputs.
+// From products [tokens, rows] to y as `linear` writes it; a thread for 8 outputs. 8 bits: they are sums of products of codes, in 16 bits if
+// BF16, else in 32.
+#if defined(INTEGER) || (BITS == 8 && !defined(BF16))
+#define LONG_PRODUCTS
+#endif
 extern "C" __global__ void __launch_bounds__(256) finish(const uint4* products, const float* scales, const float* token_scales, const u16* bias,
                                                          u16* y, int rows) {
   let_next_start();
@@ -530,9 +544,11 @@ extern "C" __global__ void __launch_bounds__(256) finish(const uint4* products, 
 #else
   const int written = rows;
 #endif
-  const int token = blockIdx.y, row = (blockIdx.x * 256 + threadIdx.x) * 8;
+  const int token = blockIdx.x, row = (blockIdx.y * 256 + threadIdx.x) * 8;
   if (row >= written) return;
+#if BITS == 8
   const float scale = token_scales[token];
+#endif
   float values[8];
 #ifdef GATED
   for (int half = 1; half >= 0; half--) {
@@ -541,24 +557,26 @@ extern "C" __global__ void __launch_bounds__(256) finish(const uint4* products, 
 #endif
     const int at = row + half * written;
     const size_t place = ((size_t)token * rows + at) / 8;
-#if defined(BF16) && !defined(INTEGER)
-    const uint4 pairs = products[place];
-#else
+#ifdef LONG_PRODUCTS
     const uint4 words[2] = {products[2 * place], products[2 * place + 1]};
+#else
+    const uint4 pairs = products[place];
 #endif
 #pragma unroll
     for (int i = 0; i < 8; i++) {
 #ifdef INTEGER
       float value = (int)word_of(words[i / 4], i % 4);
-#elif defined(BF16)
+#elif !defined(LONG_PRODUCTS)
       float value = i % 2 ? high(word_of(pairs, i / 2)) : low(word_of(pairs, i / 2));
 #else
       float value = __uint_as_float(word_of(words[i / 4], i % 4));
 #endif
+#if BITS == 8
       value *= scale * __ldg(scales + at + i);
+#endif
       if (bias) value += widen(bias[at + i]);
 #ifdef GATED
-      values[i] = half ? value : value / (1 + __expf(-value)) * values[i];
+      values[i] = half ? value : activated(value) * values[i];
 #else
       values[i] = value;
 #endif
@@ -578,7 +596,6 @@ extern "C" __global__ void __launch_bounds__(256) finish(const uint4* products, 
   *target = make_uint4(narrow(values[0], values[1]), narrow(values[2], values[3]), narrow(values[4], values[5]), narrow(values[6], values[7]));
 #endif
 }
-#endif
 
 #if BITS == 4
 // The weight as 16-bit floats [rows, INPUTS]; a warp for each tile and chunk.

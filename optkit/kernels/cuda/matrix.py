@@ -50,13 +50,15 @@ class Matrix:
     """
     group_size: int = CHUNK
     bias: Tensor | None = None
+    gelu: bool = False
+    """Its gated outputs go through GELU, not SiLU."""
 
     @cached_property
     def form(self) -> Form:
         """What of it decides which kernel computes with it."""
         bits = 16 if self.scales is None else 4 if self.weight.dtype == torch.int32 else 8
         asymmetric, integer = bits == 4 and self.offsets is not None, self.weight.dtype == torch.int8
-        return Form(bits, self.outputs, self.inputs, self.dtype, self.group_size, asymmetric, integer)
+        return Form(bits, self.outputs, self.inputs, self.dtype, self.group_size, asymmetric, integer, self.gelu)
 
     def parts(self, sizes: list[int]) -> list[Matrix]:
         """Return the matrices of consecutive outputs, as views. `sizes` but the last are multiples
@@ -243,13 +245,15 @@ def coded_rows(matrix: Matrix, x: Tensor, norm: Tensor | None, epsilon: float) -
     return codes, scales
 
 
-def finish(matrix: Matrix, products: Tensor, scales: Tensor, y: Tensor, add: bool, gated: bool) -> None:
-    """Write what `multiply` writes from the sums of products of codes, [rows, outputs]."""
+def finish(matrix: Matrix, products: Tensor, scales: Tensor | None, y: Tensor, add: bool, gated: bool) -> None:
+    """Write what `multiply` writes from the products, [rows, outputs], without the bias.
+    8 bits: they are sums of products of codes, and `scales` those of rows.
+    """
     flags = {"GATED": gated, "RESIDUAL": add, "WIDE": y.dtype == torch.float32}
     macros = matrix.form.macros() | {name: "1" for name, on in flags.items() if on}
     blocks = -(-y.shape[1] // (8 * 256))
     arguments = (products, matrix.scales, scales, matrix.bias, y, matrix.outputs)
-    _kernel("finish", macros, y.get_device())((blocks, len(y), 1), 256, arguments)
+    _kernel("finish", macros, y.get_device())((len(y), blocks, 1), 256, arguments)
 
 
 def _arrange(

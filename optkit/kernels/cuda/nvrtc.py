@@ -89,7 +89,8 @@ def compiled(source: str, name: str, macros: tuple[tuple[str, str], ...], device
     capability = torch.cuda.get_device_capability(device)
     code = (SOURCES / "numbers.cuh").read_text(encoding="utf-8") + (SOURCES / source).read_text(encoding="utf-8")
     where = f"{source} ({', '.join(f'{key}={value}' for key, value in macros)})"
-    binary = compile_source(code, dict(macros), f"sm_{capability[0]}{capability[1]}", where)
+    architecture = f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")  # a: wgmma
+    binary = compile_source(code, dict(macros), architecture, where)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the context is torch's
         module, function = ctypes.c_void_p(), ctypes.c_void_p()

@@ -45,6 +45,8 @@ class Form:
     asymmetric: bool
     integer: bool = False
     """8 bits: integers, not E4M3."""
+    gelu: bool = False
+    """Gated outputs go through GELU (tanh), not SiLU."""
 
     @property
     def x_bytes(self) -> int:
@@ -65,7 +67,12 @@ class Form:
             **{"BITS": self.bits, "INPUTS": self.inputs, "GROUP": self.group_size},
             **{"TOKEN_TILES": token_tiles, "ROW_TILES": row_tiles, "WARPS": warps, "DEPTH": depth},
         }
-        flags = {"BF16": self.dtype == torch.bfloat16, "ASYMMETRIC": self.asymmetric, "INTEGER": self.integer}
+        flags = {
+            "BF16": self.dtype == torch.bfloat16,
+            "ASYMMETRIC": self.asymmetric,
+            "INTEGER": self.integer,
+            "GELU": self.gelu,
+        }
         return {name: str(number) for name, number in numbers.items()} | {name: "1" for name, on in flags.items() if on}
 
 
@@ -110,6 +117,10 @@ def default_schedule(form: Form, tokens: int, gated: bool) -> Schedule:
     """Return what is good on an H200 for matrices of thousands of inputs."""
     few, quantized = tokens <= 8, form.bits == 4
     wide, narrow, long = form.outputs > 16 * form.inputs, form.outputs <= form.inputs, form.inputs > 2 * form.outputs
+    if form.bits == 8 and not wide:
+        square = few and narrow and not long
+        depth = 4 if few and not square and not gated else 2
+        return Schedule(warps=8, depth=depth, row_tiles=1 if square else 2, blocks=2 if square else 1)
     if not few:
         return Schedule(warps=8, depth=1 if gated or wide else 2, row_tiles=2, blocks=1 if gated else 3)
     if gated:

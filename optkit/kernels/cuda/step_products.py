@@ -13,7 +13,7 @@ from torch import Tensor
 from optkit.kernels.cuda.matrix import Matrix, coded_rows, dequantized, finish, multiply
 from optkit.kernels.cuda.schedule import MOST_TOKENS
 
-MOST_STREAMED = {4: 64, 8: 32, 16: 16}
+MOST_STREAMED = {4: 64, 8: 16, 16: 16}
 """Rows up to which our kernel is faster, by the bits of a weight, on an H200; of 4 bits it takes 32
 at a time.
 """
@@ -43,7 +43,8 @@ def step_product(
 def _coded(matrix: Matrix, x: Tensor, y: Tensor, norm: Tensor | None, epsilon: float, add: bool, gated: bool) -> None:
     codes, scales = coded_rows(matrix, x, norm, epsilon)
     if matrix.form.integer:
-        products = torch._int_mm(F.pad(codes, (0, 0, 0, max(0, FEWEST_INTEGER_ROWS - len(codes)))), matrix.weight.T)
+        padded = F.pad(codes, (0, 0, 0, max(0, FEWEST_INTEGER_ROWS - len(codes))))
+        products = torch._int_mm(padded, matrix.weight.T)[: len(codes)]
     else:
         wide = torch.bfloat16 if matrix.dtype == torch.bfloat16 else torch.float32  # float16 ends before 448^2
         one = _one(codes.device)
@@ -60,13 +61,14 @@ def _dense(matrix: Matrix, x: Tensor, y: Tensor, norm: Tensor | None, epsilon: f
     weight = (matrix.weight if matrix.form.bits == 16 else dequantized(matrix)).T
     if norm is not None:
         x = F.rms_norm(x, norm.shape, norm, epsilon)
-    if add and matrix.bias is None:
-        y.addmm_(x, weight)
-        return
-    product = torch.mm(x, weight) if y.dtype == x.dtype else torch.mm(x, weight, out_dtype=y.dtype)
-    if matrix.bias is not None:
-        product += matrix.bias
     if gated:
-        gate, up = product.chunk(2, dim=-1)
-        product = F.silu(gate).mul_(up)
-    y.copy_(product + y if add else product)
+        finish(matrix, torch.mm(x, weight), None, y, add, gated)
+    elif matrix.bias is None and add:
+        y.addmm_(x, weight)
+    elif matrix.bias is None and y.dtype == x.dtype:
+        torch.mm(x, weight, out=y)
+    else:
+        product = torch.mm(x, weight) if y.dtype == x.dtype else torch.mm(x, weight, out_dtype=y.dtype)
+        if matrix.bias is not None:
+            product += matrix.bias
+        y.copy_(product + y if add else product)

@@ -35,9 +35,15 @@ extern "C" __global__ void __launch_bounds__(256) keep(u64* best, long long* tok
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    embed(const uint4* embedding, const long long* tokens, const int* position, uint4* hidden) {
+    embed(const uint4* embedding, const long long* tokens, const int* position, uint4* hidden, float scale) {
   let_next_start();
   wait_for_previous();
   const uint4* row = embedding + (size_t)tokens[(size_t)*position * gridDim.x + blockIdx.x] * (WIDTH / 8);
-  for (int i = threadIdx.x; i < WIDTH / 8; i += 256) hidden[(size_t)blockIdx.x * (WIDTH / 8) + i] = row[i];
+  for (int i = threadIdx.x; i < WIDTH / 8; i += 256) {
+    uint4 values = row[i];
+    if (scale != 1)
+      values = make_uint4(narrow(low(values.x) * scale, high(values.x) * scale), narrow(low(values.y) * scale, high(values.y) * scale),
+                          narrow(low(values.z) * scale, high(values.z) * scale), narrow(low(values.w) * scale, high(values.w) * scale));
+    hidden[(size_t)blockIdx.x * (WIDTH / 8) + i] = values;
+  }
 }

@@ -1,0 +1,80 @@
+"""Rows of hidden states through a layer: of one new token for each sequence, or of whole prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optkit.kernels.cuda.matrix import Matrix, scratch_bytes
+from optkit.kernels.cuda.schedule import MOST_TOKENS
+from optkit.kernels.cuda.step_layers import GatedMlp, Layer
+from optkit.kernels.cuda.step_products import step_product
+
+if TYPE_CHECKING:
+    from optkit.kernels.cuda.decoding import GraphDecoder
+
+
+class Rows:
+    """Hidden states of `batch` sequences of `length` new tokens, and the buffers that a layer fills."""
+
+    def __init__(self, decoder: GraphDecoder, batch: int, length: int) -> None:
+        first, device = decoder.layers[0], decoder.embedding.device
+        self.batch, self.epsilon, rows = batch, decoder.epsilon, batch * length
+        mlps = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, GatedMlp)]
+        self.hidden, self.qkv = (
+            torch.zeros(rows, width, dtype=decoder.embedding.dtype, device=device)
+            for width in (decoder.embedding.shape[1], first.qkv.outputs)
+        )
+        matrices = [decoder.head, *(matrix for layer in decoder.layers for matrix in (layer.qkv, layer.output))]
+        matrices += [matrix for mlp in mlps for matrix in (mlp.gate_up, mlp.down)]
+        needed = max(scratch_bytes(matrix.form, min(rows, MOST_TOKENS)) for matrix in matrices)
+        self.ordered = torch.zeros(needed, dtype=torch.uint8, device=device)
+
+    def through(self, layer: Layer, attend: Callable[[], Tensor]) -> None:
+        """Add to the hidden states what a layer does.
+        `attend` returns what attention makes of `qkv`, [rows, heads * channels].
+        """
+        self.product(layer.qkv, self.hidden, self.qkv, layer.input_norm)
+        self._norm_heads_(layer)
+        self._add(layer.output, attend(), layer.attended_norm)
+        if isinstance(layer.mlp, GatedMlp):
+            gated = self.hidden.new_empty(len(self.hidden), layer.mlp.down.inputs)
+            self.product(layer.mlp.gate_up, self.hidden, gated, layer.mlp_norm, gated=True)
+            self._add(layer.mlp.down, gated, layer.fed_norm)
+            return
+        normed = self.hidden if layer.mlp_norm is None else self._normed(self.hidden, layer.mlp_norm)
+        found = layer.mlp(normed.view(self.batch, -1, normed.shape[1]))
+        found = (found[0] if isinstance(found, tuple) else found).view_as(normed)
+        self.hidden += found if layer.fed_norm is None else self._normed(found, layer.fed_norm)
+
+    def product(self, matrix: Matrix, x: Tensor, y: Tensor, norm: Tensor | None = None, *, gated: bool = False) -> None:
+        """Write x W^T into y, x normed before if there is a norm."""
+        step_product(matrix, x, y, norm=norm, epsilon=self.epsilon, gated=gated, ordered=self.ordered)
+
+    def _add(self, matrix: Matrix, x: Tensor, norm: Tensor | None) -> None:
+        if norm is None:
+            step_product(matrix, x, self.hidden, add=True, ordered=self.ordered)
+            return
+        added = torch.empty_like(self.hidden)
+        self.product(matrix, x, added)
+        self.hidden += self._normed(added, norm)
+
+    def _norm_heads_(self, layer: Layer) -> None:
+        """Norm queries and keys over all heads (OLMo 2); over each head the attention kernel does it."""
+        if layer.query_norm is None or layer.key_norm is None or not norms_all_heads(layer):
+            return
+        queries, keys = self.qkv.split([layer.query_norm.numel(), self.qkv.shape[1] - layer.query_norm.numel()], 1)
+        for part, norm in ((queries, layer.query_norm), (keys[:, : layer.key_norm.numel()], layer.key_norm)):
+            part.copy_(self._normed(part, norm))
+
+    def _normed(self, x: Tensor, norm: Tensor) -> Tensor:
+        return F.rms_norm(x, norm.shape, norm, self.epsilon)
+
+
+def norms_all_heads(layer: Layer) -> bool:
+    """Say whether queries are normed over all of their heads at once."""
+    return layer.query_norm is not None and layer.query_norm.numel() == layer.output.inputs

@@ -1,0 +1,174 @@
+"""Which models the CUDA-graph step knows: what it reads of their modules gives transformers' logits, on a CPU with
+the kernels' references in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from optkit.algorithms.eight_bit import INT8, amax_scales, quantize
+from optkit.errors import StageError
+from optkit.kernels.cuda.decoding import GraphDecoder
+from optkit.kernels.int8_linear import Int8Linear
+from tests.support.eager_kernels import run_on_cpu
+
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0},
+    **{"bos_token_id": 1, "eos_token_id": 2},
+}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+TURNED = {"rope_type": "default", "rope_theta": 1e4}
+KNOWN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},
+    "qwen3": {"layer_types": TYPES, "sliding_window": 8, "use_sliding_window": True},
+    "phi3": {"sliding_window": 8, "rope_parameters": {**TURNED, "partial_rotary_factor": 0.5}},
+    "gemma2": {"sliding_window": 8, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": TYPES},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "arcee": {},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "sliding_window": 8, "layer_types": TYPES},
+}
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt2": ({"n_embd": 64, "n_head": 4}, "GPT2LMHeadModel has no `embed_tokens` where Llama has one"),
+    "granite": ({"residual_multiplier": 0.3}, "its logits are not the model's own (cosine 0."),
+    "starcoder2": ({}, "its logits are not the model's own (cosine "),
+    "deepseek_v3": ({}, "DeepseekV3Attention has kv_a_layernorm, kv_a_proj_with_mqa, kv_b_proj, "),
+    "apertus": ({}, "ApertusDecoderLayer is not attention and an MLP, with norms before and behind them"),
+    "llama": ({"head_dim": 24}, "24 channels a head are no multiple of 16 up to 256"),
+    "mistral": (
+        {"head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 1},
+        "16 queries of 256 channels share a head of keys (at most 16, and 2,048 channels)",
+    ),
+    "qwen3": (
+        {"rope_parameters": {**TURNED, "rope_type": "dynamic", "factor": 2.0}},
+        "its rotary embeddings (dynamic) change with the length of the text",
+    ),
+    "ministral3": (
+        {},
+        "its rotary embeddings have llama_4_scaling_beta, max_position_embeddings, which its kernels do not know",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on_cpu(monkeypatch)
+
+
+def random_model(kind: str, changed: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**{**SIZES, **changed})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).eval()
+    for parameter in model.parameters():
+        scale = 0.15 if parameter.ndim > 1 else 0.3
+        parameter.data += torch.randn_like(parameter) * scale
+    return model
+
+
+@torch.no_grad()
+def logits_of_both(model: Any, batch: int = 3, prompt: int = 20, steps: int = 15) -> tuple[Tensor, Tensor]:
+    """The graph's logits of the last of several steps, and the model's of the same tokens."""
+    decoder = GraphDecoder(model)
+    tokens = torch.randint(0, 97, (batch, prompt))
+    with decoder.steps(batch, prompt + steps) as lent:
+        lent.prompt(tokens)
+        for _ in range(steps - 1):
+            lent.next()
+        written = torch.cat([tokens, lent.tokens[prompt : prompt + steps - 1].T], 1)  # type: ignore[union-attr]
+        ours = lent.logits.clone()  # type: ignore[union-attr]
+    logits = model(written).logits[:, -1]
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    return (cap * torch.tanh(ours / cap) if cap else ours), logits
+
+
+FAST = {
+    "llama",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "olmo2",
+    "qwen3_moe",
+    "gpt_oss",
+    "gpt2",
+    "granite",
+    "mistral",
+    "qwen3",
+}
+
+
+def some(kinds: Iterable[str]) -> list[Any]:
+    """Importing the code of a model takes longer than trying it."""
+    return [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", some(KNOWN))
+def test_a_layer_is_what_the_modules_say(kind: str) -> None:
+    ours, reference = logits_of_both(random_model(kind, KNOWN[kind]))
+    assert float((ours - reference).norm() / reference.norm()) < 1e-4
+    assert ours.argmax(-1).equal(reference.argmax(-1))
+
+
+@pytest.mark.parametrize("kind", some(UNKNOWN))
+def test_what_is_not_known_says_why(kind: str) -> None:
+    changed, reason = UNKNOWN[kind]
+    with pytest.raises(StageError) as error:
+        GraphDecoder(random_model(kind, changed))
+    assert reason in str(error.value)
+    assert "Take cuda_graphs out of the recipe, or use compile" in str(error.value)
+
+
+def test_other_layers_and_dtypes_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("llama", {}, torch.float16)
+    with pytest.raises(StageError, match="its kernels compute in bfloat16 and float16, not float16"):
+        GraphDecoder(model)  # the references know float32 and bfloat16
+    model = random_model("llama", {})
+    model.model.layers[0].self_attn.kv_a_proj = torch.nn.Linear(1, 1)
+    with pytest.raises(StageError, match="LlamaAttention has kv_a_proj, which its kernels do not know"):
+        GraphDecoder(model)
+    model = random_model("llama", {})
+    model.model.layers[0].more = torch.nn.Linear(1, 1)
+    with pytest.raises(StageError, match="LlamaDecoderLayer is not attention and an MLP, with norms before and"):
+        GraphDecoder(model)
+    model = random_model("llama", {})
+    model.model.layers[1].self_attn.k_proj = torch.nn.Bilinear(1, 1, 1)
+    with pytest.raises(StageError, match="a projection of its attention has weights in a form that"):
+        GraphDecoder(model)
+    model = random_model("llama", {"layer_types": ["full_attention", "linear_attention", "full_attention"]})
+    with pytest.raises(StageError, match="its layers are of linear_attention"):
+        GraphDecoder(model)
+
+
+def test_layers_of_8_bits_are_stacked_and_round_their_inputs() -> None:
+    model = random_model("qwen2", {})
+    for block in model.model.layers:
+        for part in (block.self_attn, block.mlp):
+            for name, layer in [*part.named_children()]:
+                if isinstance(layer, torch.nn.Linear):
+                    weight, tile = layer.weight.data, (1, layer.in_features)
+                    scales = amax_scales(weight, tile, INT8, torch.float32)
+                    codes, bias = quantize(weight, scales, tile, INT8), layer.bias
+                    packed = Int8Linear(codes, scales, None, None if bias is None else bias.data, torch.float32)
+                    setattr(part, name, packed)
+    ours, reference = logits_of_both(model)
+    assert float((ours - reference).norm() / reference.norm()) < 2e-2  # a code rounds the other way now and then
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.codes.untyped_storage().data_ptr() == attention.v_proj.codes.untyped_storage().data_ptr()
+
+
+def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optkit.kernels.cuda.decoding.MOST_PROMPT_ROWS", 40)
+    ours, reference = logits_of_both(random_model("llama", {}), batch=5)
+    assert float((ours - reference).norm() / reference.norm()) < 1e-4

@@ -1,0 +1,137 @@
+"""The kernels of attention.cu, tokens.cu and a part of linear.cu in torch, so that a decode step runs on a CPU.
+Each takes what the kernel takes; `linear` itself is left out, since dense products say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optkit.algorithms.eight_bit import FLOAT8, INT8, round_inputs
+from optkit.kernels.cuda import decoding, matrix, step_layers, step_products
+
+Macros = dict[str, str]
+
+
+def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let GraphDecoder run on CPU tensors, in float32 too."""
+    for module in (decoding, matrix):
+        monkeypatch.setattr(module, "compiled", kernel)
+    monkeypatch.setattr(step_products, "MOST_STREAMED", {4: 0, 8: 0, 16: 0})
+    monkeypatch.setattr(step_layers, "CODE_BASES", {torch.float32: 0, torch.bfloat16: 0})
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=int, synchronize=int))
+    properties = SimpleNamespace(multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(decoding.Steps, "_capture", lambda self: SimpleNamespace(replay=self.launch))
+
+
+def kernel(source: str, name: str, macros: tuple[tuple[str, str], ...], device: int) -> Callable[..., None]:
+    """Return what `compiled` would."""
+    function, named = KERNELS[name], dict(macros)
+
+    def launch(grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0) -> None:
+        function(named, grid, *arguments)
+
+    return launch
+
+
+def embed(
+    m: Macros, grid: Any, embedding: Tensor, tokens: Tensor, position: Tensor, hidden: Tensor, scale: float
+) -> None:
+    hidden.copy_(embedding[tokens[int(position)]] * scale)
+
+
+def choose(m: Macros, grid: Any, logits: Tensor, best: Tensor) -> None:
+    best.copy_(logits.argmax(-1))
+
+
+def keep(m: Macros, grid: Any, best: Tensor, tokens: Tensor, position: Tensor, batch: int) -> None:
+    position += 1
+    tokens[int(position)] = best
+
+
+def arrange(
+    m: Macros,
+    grid: Any,
+    x: Tensor,
+    norm: Tensor | None,
+    epsilon: float,
+    codes: Tensor,
+    scales: Tensor,
+    count: int,
+    given: Any,
+) -> None:
+    numbers = INT8 if "INTEGER" in m else FLOAT8
+    normed = x if norm is None else F.rms_norm(x, norm.shape, norm, epsilon)
+    found, each = round_inputs(normed.float(), numbers)
+    if given is not None:
+        found, each = numbers.round(normed.float() / given), given.expand(count)
+    codes.copy_(found)
+    scales.copy_(each.flatten())
+
+
+def finish(
+    m: Macros, grid: Any, products: Tensor, scales: Any, of_tokens: Any, bias: Any, y: Tensor, rows: int
+) -> None:
+    values = products.float() if m["BITS"] != "8" else products.float() * scales * of_tokens[:, None]
+    values = values if bias is None else values + bias
+    if "GATED" in m:
+        gate, up = values.chunk(2, -1)
+        values = (F.gelu(gate, approximate="tanh") if "GELU" in m else F.silu(gate)) * up
+    y.copy_(values + y if "RESIDUAL" in m else values)
+
+
+def turned(x: Tensor, norm: Tensor | None, epsilon: float, cosine: Tensor, sine: Tensor, m: Macros) -> Tensor:
+    """x: [..., SIZE]; cosine, sine: [..., ROTARY / 2]."""
+    rotary = int(m["ROTARY"])
+    if "QK_NORM" in m:
+        assert norm is not None
+        x = F.rms_norm(x, norm.shape, norm, epsilon)
+    a, b = x[..., :rotary].chunk(2, -1)
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine, x[..., rotary:]], -1)
+
+
+def turn_prompt(
+    m: Macros, grid: Any, qkv: Tensor, keys: Tensor, values: Tensor, cosines: Tensor, sines: Tensor, prompt: int,
+    capacity: int, query_norm: Any, key_norm: Any, epsilon: float,
+) -> None:  # fmt: skip
+    heads, kv_heads, size = int(m["HEADS"]), int(m["KV_HEADS"]), int(m["SIZE"])
+    every = qkv.view(-1, prompt, heads + 2 * kv_heads, size)
+    turns = cosines[:prompt, None], sines[:prompt, None]
+    q, k, v = every.split([heads, kv_heads, kv_heads], 2)
+    q.copy_(turned(q, query_norm, epsilon, *turns, m))
+    keys[:, :, :prompt] = turned(k, key_norm, epsilon, *turns, m).transpose(1, 2)
+    values[:, :, :prompt] = v.transpose(1, 2)
+
+
+def attend(
+    m: Macros, grid: Any, qkv: Tensor, keys: Tensor, values: Tensor, cosines: Tensor, sines: Tensor,
+    position_of: Tensor, capacity: int, scaling: float, query_norm: Any, key_norm: Any, epsilon: float, window: int,
+    cap: float, sinks: Any,
+    shared: Tensor, arrived: Tensor, output: Tensor,
+) -> None:  # fmt: skip
+    heads, kv_heads, size, at = int(m["HEADS"]), int(m["KV_HEADS"]), int(m["SIZE"]), int(position_of)
+    q, k, v = qkv.view(len(qkv), -1, size).split([heads, kv_heads, kv_heads], 1)
+    q = turned(q, query_norm, epsilon, cosines[at], sines[at], m)
+    keys[:, :, at], values[:, :, at] = turned(k, key_norm, epsilon, cosines[at], sines[at], m), v
+    past = slice(max(0, at + 1 - window) if window else 0, at + 1)
+    grouped = heads // kv_heads
+    scores = torch.einsum("bhc,bhkc->bhk", q, keys[:, :, past].repeat_interleave(grouped, 1)) * scaling
+    scores = cap * torch.tanh(scores / cap) if "CAPPED" in m else scores
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None].expand(len(q), -1, 1)], -1)
+    chances = scores.float().softmax(-1).to(q.dtype)[..., : at + 1 - past.start]
+    output.copy_(torch.einsum("bhk,bhkc->bhc", chances, values[:, :, past].repeat_interleave(grouped, 1)).flatten(1))
+
+
+KERNELS: dict[str, Callable[..., None]] = {
+    each.__name__: each for each in (embed, choose, keep, arrange, finish, turn_prompt, attend)
+}
