@@ -4,6 +4,7 @@
 # make storm     what is malformed, damaged, killed, signalled and at work together
 # make test      lint, types, import contracts, tests
 # make slow      the tests, also those of the real model and all pairs of which `make test` takes a few
+# make bench     has anything become slower than it was on this machine? Nothing else should run
 # make dist      a wheel and a source archive in dist/
 # make vendor    what the pages are drawn with, bundled from pinned npm packages; needs npm
 # make coverage  the tests, and which lines they run: a table, and htmlcov/index.html
@@ -22,7 +23,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile --con
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/' .venv/lib >/dev/null || true
 
-.PHONY: run dist test slow docs coverage storm zoo vendor clean
+.PHONY: run dist test slow bench docs coverage storm zoo vendor clean
 .DELETE_ON_ERROR:
 
 run: .venv/installed
@@ -39,6 +40,10 @@ test: .venv/installed-test
 
 slow: .venv/installed-test
 	$(PYTEST) --slow
+
+# Of some rows, and what is slower on purpose: .venv/bin/python -m docs.benchmarks.suite --only '*decode*' --accept
+bench: .venv/installed-test
+	$(BIN)/python -m docs.benchmarks.suite
 
 docs: .venv/installed-test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
