@@ -1,7 +1,7 @@
-"""Codes of 2, 3, 4 or 8 bits in 32-bit words, as compressed-tensors, GPTQ and AWQ store them.
+"""Codes of 2 to 8 bits in 32-bit words, as compressed-tensors, GPTQ and AWQ store them.
 
 All formats are one dense bit stream: code i of a line occupies bits i * bits .. (i + 1) * bits - 1,
-counted from the lowest bit of the first word, and may straddle two words (3 bits). They differ in
+counted from the lowest bit of the first word, and may straddle two words (3, 5 and 6 bits). They differ in
 the direction of the lines, in the names, and AWQ in the order of the codes in a word:
 
     compressed-tensors pack-quantized (compressed_tensors.compressors.pack_quantized, 0.19)

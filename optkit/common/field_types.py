@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
@@ -56,6 +56,8 @@ Devices = Annotated[int, Field(ge=1, le=1024)]
 """Processes or GPUs."""
 Bytes = Annotated[int, Field(ge=1, le=10**18)]
 """A size."""
+CodeBits = Literal[2, 3, 4, 5, 6, 8]
+"""Bits of a code that readers of compressed-tensors open."""
 Bits = Annotated[float, Field(ge=1, le=32)]
 """Bits of a weight, on average."""
 Share = Annotated[float, Field(gt=0, lt=1)]

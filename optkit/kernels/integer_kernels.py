@@ -19,7 +19,8 @@ from optkit.kernels.packed_linear import PackedLinear, PackedWeight
 from optkit.kernels.stored_layer import StoredLayer
 from optkit.progress import ToActOn
 
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 8, 5, 6)
+"""Rare ones last: few inputs take as many words in several of them."""
 
 
 class IntegerLayer(StoredLayer):
@@ -51,7 +52,7 @@ def bits_of(words: Tensor, scales: Tensor, shape: tuple[int, int], where: str) -
     if bits is None or scales.dim() != 2 or scales.shape[0] != outputs:
         raise SourceError(
             f"words {list(words.shape)} and scales {list(scales.shape)} are no weight [{outputs}, "
-            f"{inputs}] of 2, 3, 4 or 8 bits",
+            f"{inputs}] of 2 to 6 or 8 bits",
             where=where,
             remedy="Make the artifact again",
         )

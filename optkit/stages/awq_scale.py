@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from optkit.common.field_types import GroupSize
+from optkit.common.field_types import CodeBits, GroupSize
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
@@ -42,7 +42,7 @@ class AwqScale(InputScaling, Transform):
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
 
-    bits: Literal[2, 3, 4, 8] = 4
+    bits: CodeBits = 4
     """Bits that the weights are going to have."""
     group_size: GroupSize | None = 64
     """Inputs that are going to share a scale; null: one scale per output channel."""

@@ -42,7 +42,7 @@ def test_rounding_equals_compressed_tensors(bits: int, symmetric: bool, group_si
 
 @settings(max_examples=40, deadline=None)
 @given(
-    bits=st.sampled_from((2, 3, 4, 8)),
+    bits=st.sampled_from((2, 3, 4, 5, 6, 8)),
     symmetric=st.booleans(),
     seed=st.integers(0, 50),
     size=st.sampled_from((1e-6, 1.0, 1e4)),

@@ -17,7 +17,7 @@ from optkit.algorithms.packing import (
 )
 from tests.support.unpacking import unpack_compressed_tensors, unpack_gptq
 
-BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 5, 6, 8)
 
 
 def random_codes(rows: int, columns: int, bits: int, low: int = 0, seed: int = 0) -> torch.Tensor:

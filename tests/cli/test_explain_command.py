@@ -73,7 +73,7 @@ def test_a_name_with_several_meanings_has_several_pages(capsys: pytest.CaptureFi
 def test_a_stage_has_its_fields_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = spoken(capsys, "explain", "gptq")
     assert "    stages:\n      - gptq: {bits: 4" in out
-    assert "`bits`: `2`, `3`, `4` or `8`, default `4`\n    Bits of a weight.\n" in out
+    assert "`bits`: `2`, `3`, `4`, `5`, `6` or `8`, default `4`\n    Bits of a weight.\n" in out
     assert spoken(capsys, "explain", "sdpa")[0].startswith(
         "sdpa (preset): short for `- attention: {implementation: sdpa}`"
     )
@@ -86,7 +86,12 @@ def test_a_stage_has_its_fields_and_an_example(capsys: pytest.CaptureFixture[str
         ("stages.0.gptq.bits", "default `4`\n    Bits of a weight.", "In stages.gptq.", "- gptq: {bits: 4"),
         ("calibration.sequence_length", "", "stages.gptq.calibration", ""),
         ("seed", "The seed of everything random", "A key of the recipe.", "    seed: VALUE"),
-        ("mine.yaml:4:9: gptq.bits: 5 is not one of 2, 3, 4, 8.", "Bits of a weight.", "In stages.gptq.", "bits: 4"),
+        (
+            "mine.yaml:4:9: gptq.bits: 7 is not one of 2, 3, 4, 5, 6, 8.",
+            "Bits of a weight.",
+            "In stages.gptq.",
+            "bits: 4",
+        ),
     ],
 )
 def test_a_field_is_explained_by_name_path_and_message(name: str, meaning: str, places: str, example: str) -> None:

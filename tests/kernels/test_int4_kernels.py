@@ -99,7 +99,7 @@ def test_no_layer_keeps_a_float_copy() -> None:
 
 
 def test_words_of_all_bits() -> None:
-    for bits in (2, 3, 4, 8):
+    for bits in (2, 3, 4, 5, 6, 8):
         codes = torch.randint(0, 1 << bits, (5, 70), dtype=torch.uint8)
         assert torch.equal(unpack_words(pack(codes, bits, 1), bits, 70), codes)
 

@@ -138,7 +138,7 @@ def test_fields_of_one_name_are_told_apart_by_their_way() -> None:
         ),
         (
             "stages.0.rtn.bits: [4, 9]",
-            f"recipe:{FIRST + 1}:26: bits: 9 is not one of 2, 3, 4, 8. Combinations: bits9.",
+            f"recipe:{FIRST + 1}:26: bits: 9 is not one of 2, 3, 4, 5, 6, 8. Combinations: bits9.",
         ),
         (
             "stages.0.rtn.groupsize: [16, 32]",
@@ -192,7 +192,7 @@ def test_a_mistake_is_told_at_its_line(text: str, said: str) -> None:
         ("seed=1,", "--set seed: an empty value in '1,'. Write PATH=VALUE,VALUE."),
         ("seed=1,1", "--set seed: the axis seed has the value 1 twice. Remove one."),
         ("seed=1,[", "--set seed: the value '[' is not YAML: "),
-        ("stages.0.rtn.bits=4,5", "--set stages.0.rtn.bits: 5 is not one of 2, 3, 4, 8. Combinations: bits5."),
+        ("stages.0.rtn.bits=4,7", "--set stages.0.rtn.bits: 7 is not one of 2, 3, 4, 5, 6, 8. Combinations: bits7."),
         ("seed", "--set seed: write PATH=VALUE, for example stages.0.gptq.group_size=32."),
     ],
 )

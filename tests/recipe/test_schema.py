@@ -71,7 +71,7 @@ def test_it_accepts_recipes(schema: dict[str, Any], recipe: dict[str, Any]) -> N
         {"model": 4},
         {"model": "a/b", "stage": []},
         {"model": "a/b", "stages": ["gtpq"]},
-        {"model": "a/b", "stages": [{"gptq": {"bits": 5}}]},
+        {"model": "a/b", "stages": [{"gptq": {"bits": 7}}]},
         {"model": "a/b", "stages": [{"gptq": {"bit": 4}}]},
         {"model": "a/b", "stages": [{"gptq": {}, "rtn": {}}]},
         {"model": "a/b", "stages": [{}]},

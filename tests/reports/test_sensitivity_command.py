@@ -128,8 +128,8 @@ def test_forms_are_read_as_they_are_written() -> None:
     ("text", "message"),
     [
         (
-            "4g64,5",
-            "--choices: '5' is no form of a layer. A form is 2, 3, 4 or 8 bits; g and a group size of at "
+            "4g64,7",
+            "--choices: '7' is no form of a layer. A form is 2 to 6 or 8 bits; g and a group size of at "
             "least 8 (64 if left out); a"
             " for zero points. Write it as 4g64,3g32a,8.",
         ),

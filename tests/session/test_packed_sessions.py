@@ -44,7 +44,7 @@ def test_packed_weights_give_the_logits_of_the_float_model(
 @pytest.mark.parametrize(
     ("bits", "form"),
     crossed(
-        [2, 3, 4, 8],
+        [2, 3, 4, 5, 6, 8],
         {
             f"{method} {'symmetric' if symmetric else 'asymmetric'}{' in order' * activation_order}": {
                 "method": method,
@@ -112,7 +112,7 @@ def test_packed_weights_that_do_not_fit_the_model(tiny_model: TinyModel, tmp_pat
         open_session(broken("a", lambda tensors: tensors.pop(f"{layer}.weight_scale")))  # type: ignore[arg-type,return-value]
     with pytest.raises(SourceError, match=r"model\.norm\.weight"):
         open_session(broken("b", lambda tensors: tensors.pop("model.norm.weight")))  # type: ignore[arg-type,return-value]
-    with pytest.raises(SourceError, match=r"are no weight \[128, 64\] of 2, 3, 4 or 8 bits"):
+    with pytest.raises(SourceError, match=r"are no weight \[128, 64\] of 2 to 6 or 8 bits"):
         open_session(
             broken(
                 "c", lambda tensors: tensors.update({f"{layer}.weight_packed": torch.zeros(128, 5, dtype=torch.int32)})

@@ -169,6 +169,10 @@ def test_refusals(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict
             "open zero points in this format only from gptqmodel",
         ),
         ({"format": "gptq", "overrides": {"*": {"group_size": 48}}}, "gptqmodel opens group sizes 16, .* not 48"),
+        (
+            {"format": "gptq", "overrides": {"*": {"bits": 6}}},
+            "open 2, 3, 4 and 8 bits in this format, not 6: take one, or",
+        ),
         ({"overrides": {"*": "drop"}}, "Input should be 'keep'"),
     ],
 )

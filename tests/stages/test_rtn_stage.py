@@ -52,6 +52,8 @@ def dequantized(packed: Checkpoint, bits: int) -> dict[str, torch.Tensor]:
         ("llama", {"exclude": ("*.0.mlp.*", "lm_head")}),
         ("qwen2", {"bits": 8, "group_size": None, "symmetric": False}),
         ("qwen2", {"bits": 2, "group_size": 16, "scale_search": "mse"}),
+        ("llama", {"bits": 5, "symmetric": False}),
+        ("llama", {"bits": 6}),
         ("gemma", {}),
         ("mixtral", {}),
         ("qwen2_moe", {"bits": 8}),

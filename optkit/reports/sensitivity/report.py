@@ -9,7 +9,7 @@ from optkit.common.frozen import Frozen
 from optkit.errors import UsageError
 from optkit.stages.sensitivity.budget import Choice
 
-FORM = re.compile(r"([2348])(?:g(\d+))?(a?)")
+FORM = re.compile(r"([234568])(?:g(\d+))?(a?)")
 USUAL_GROUP = 64
 
 
@@ -70,7 +70,7 @@ def parse_choices(text: str) -> tuple[Choice, ...]:
         match = FORM.fullmatch(word)
         group_size = int(match[2] or USUAL_GROUP) if match else 0
         if not match or group_size < 8:
-            form = "A form is 2, 3, 4 or 8 bits; g and a group size of at least 8 (64 if left out); a for zero points"
+            form = "A form is 2 to 6 or 8 bits; g and a group size of at least 8 (64 if left out); a for zero points"
             what, remedy = f"'{word}' is no form of a layer", "Write it as 4g64,3g32a,8"
             raise UsageError(what, where="--choices", why=form, remedy=remedy)
         choice = Choice.model_validate({"bits": int(match[1]), "group_size": group_size, "symmetric": not match[3]})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from optkit.common.field_types import GroupSize
+from optkit.common.field_types import CodeBits, GroupSize
 from optkit.errors import StageError
 from optkit.model.linear_layers import Layer, Selection, refuse_unmatched
 from optkit.model.output_layer import HEAD
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class WeightQuantizer(LayerQuantizer):
     """Round the weights of linear layers to a few bits each and store them packed."""
 
-    bits: Literal[2, 3, 4, 8] = 4
+    bits: CodeBits = 4
     """Bits of a weight."""
     group_size: GroupSize | None = 64
     """Inputs that share a scale; it must divide the inputs of every layer. null (or -1): one scale
@@ -72,6 +72,11 @@ class WeightQuantizer(LayerQuantizer):
             raise ValueError(
                 "gptqmodel and vLLM open zero points in this format only from gptqmodel: set symmetric: true, "
                 "or format: compressed-tensors"
+            )
+        if odd := next((bits for bits in (self.bits, *(each.bits for each in changes)) if bits in (5, 6)), None):
+            raise ValueError(
+                f"gptqmodel and vLLM open 2, 3, 4 and 8 bits in this format, not {odd}: take one, or "
+                "format: compressed-tensors"
             )
         asked = (self.group_size, *(each.group_size for each in changes))
         wrong = next((size for size in asked if size not in (None, -1, *GPTQ_GROUP_SIZES)), None)

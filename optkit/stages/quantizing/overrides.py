@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from optkit.common.field_types import Name
+from optkit.common.field_types import CodeBits, Name
 from optkit.common.frozen import Frozen
 from optkit.errors import StageError
 
@@ -20,7 +20,7 @@ KEEP = "keep"
 class Override(Frozen):
     """What is different for some layers; a field that is left out is as in the stage."""
 
-    bits: Literal[2, 3, 4, 8] | None = None
+    bits: CodeBits | None = None
     """Bits of a weight."""
     group_size: int | None = Field(default=None, ge=-1, le=65_536)
     """Inputs that share a scale; -1: one scale per output channel."""

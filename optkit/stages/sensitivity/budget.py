@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import field_validator
 
-from optkit.common.field_types import GroupSize
+from optkit.common.field_types import CodeBits, GroupSize
 from optkit.common.frozen import Frozen
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
@@ -25,7 +25,7 @@ from optkit.stages.quantizing.fitting import EXPERTS
 class Choice(Frozen):
     """One form that a layer may take."""
 
-    bits: Literal[2, 3, 4, 8]
+    bits: CodeBits
     """Bits of a weight."""
     group_size: GroupSize | None = 64
     """Inputs that share a scale. null (or -1): one scale per output channel."""
