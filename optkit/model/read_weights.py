@@ -1,4 +1,4 @@
-"""Layers whose weight the model's own code reads, beside calling them.
+"""Layers whose weight the model's own code reads, beside calling them, or calls in an unusual way.
 
 A packed layer has no such weight. transformers' source is read and not imported, so that a plan
 knows these layers too, and those that only its kernels for GPUs read. Names of attributes tell.
@@ -25,6 +25,7 @@ class Read(StrEnum):
     OPENS = "transformers looks for its weight when it opens the model"
     CLASS = "the model's own code has a class for it, which transformers keeps"
     REPLACED = "transformers puts other modules in the place of its experts as soon as a layer is packed"
+    FOUR = "its inputs have four dimensions, and bitsandbytes' products of 8 bits on a CPU take three at most"
     SHARED = "several blocks share its weight, and transformers shares nothing of a packed one"
 
 
@@ -99,7 +100,21 @@ class _Reads(ast.NodeVisitor):
         self.opens = "init" in function.name
         self.of_linears: list[bool] = []
         """Of each class that is asked for around a node: whether it is that of linear layers."""
+        self.of_four: set[str] = set()
+        """Tensors whose shape is four numbers."""
         self.visit(function)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        (target, *_), value = node.targets, node.value
+        if isinstance(target, ast.Tuple) and len(target.elts) == 4 and ast.unparse(value).endswith(".shape"):
+            self.of_four.add(ast.unparse(value).removesuffix(".shape"))
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = ast.unparse(node.func).removeprefix("self.")
+        if node.args and ast.unparse(node.args[0]) in self.of_four and called.isidentifier():
+            self.found.append((called, Read.FOUR))
+        self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
         words = set(re.findall(r"\w+", ast.unparse(node.test)))

@@ -98,10 +98,12 @@ def _missed_weight(layer: Layer, form: LayerFormat) -> str:
     compressed-tensors gives the dtype of the float weight, bitsandbytes that of its codes. In its
     packed forms, compressed-tensors has nothing called weight until the model runs.
     """
-    packed = not layer.transposed and "weight" not in form.tensors("F32", layer.outputs, layer.inputs)
+    leaves = form.tensors("F32", layer.outputs, layer.inputs)
+    packed = not layer.transposed and "weight" not in leaves
     missed = {
         Read.COMPUTES: True,
         Read.SHARED: True,
+        Read.FOUR: form.method == BITSANDBYTES and "SCB" in leaves,
         Read.REPLACED: form.method in (COMPRESSED_TENSORS, BITSANDBYTES),
         Read.DTYPE: form.method == BITSANDBYTES,
         Read.CLASS: form.method == BITSANDBYTES or (form.method == COMPRESSED_TENSORS and packed),

@@ -66,7 +66,7 @@ def read_pairs(path: Path, text: str, images: str) -> Iterator[Pair]:
 
     Raises SourceError with the line for a record that is none, with the file for a missing image.
     """
-    for where, record in read_objects(path):
+    for where, record in read_objects(path, text, images):
         yield pair_of_row(record, text, images, where, path.parent)
 
 

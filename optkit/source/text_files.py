@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,16 @@ def read_rows(path: Path) -> list[str]:
 
 def read_records(paths: Iterable[Path], field: str, files: bool = False) -> list[str]:
     """Return one field of each record; raises SourceError as `text_of` does, with file and line."""
-    return [text_of(record, field, where, files) for path in paths for where, record in read_objects(path)]
+    return [text_of(record, field, where, files) for path in paths for where, record in read_objects(path, field)]
 
 
-def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a .jsonl file, each with file and line, or the rows of a .parquet file.
-    Raises SourceError for other lines, MissingPackageError without pyarrow.
+def read_objects(path: Path, *fields: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of a .jsonl file, each with file and line, or the rows of a .parquet file, of
+    which these fields alone are read if it has them. Raises SourceError for other lines,
+    MissingPackageError without pyarrow.
     """
     if path.suffix == ".parquet":
-        yield from _rows_of(path)
+        yield from _rows_of(path, fields)
         return
     for number, line in enumerate(read_text(path, most_bytes=None).split("\n"), start=1):
         if not line.strip():
@@ -54,14 +55,18 @@ def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, record
 
 
-def _rows_of(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows_of(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     check_regular(path)
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise MissingPackageError("pyarrow", where=str(path), install="optkit[hub]") from error
     with reading(path, "not a whole Parquet file"):
-        rows = (row for batch in ParquetFile(path).iter_batches(64) for row in batch.to_pylist())
+        file = ParquetFile(path)
+        columns = (
+            [*fields] if fields and {*fields} <= {*file.schema_arrow.names} else None
+        )  # who reads them says what is missing
+        rows = (row for batch in file.iter_batches(64, columns=columns) for row in batch.to_pylist())
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 

@@ -23,7 +23,7 @@ from optkit.model.task import GENERATING, Task
 from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
-from optkit.stages.quantizing.fitting import EXPERTS
+from optkit.stages.quantizing.fitting import EXPERTS, refuse_learning
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros, tell_zeros
 from optkit.stages.quantizing.stacks import HEAD_ROWS, parts_of, together, work_bytes
@@ -174,6 +174,7 @@ class Gptq(GptqFields, Backed):
     def _learner(self, job: QuantizationJob, inputs: BlockInputs) -> BlockLearner | None:
         if self.learn is None:
             return None
+        refuse_learning(job.skeleton.checkpoint.config)
         from optkit.training.block_learning import BlockLearner
 
         job.details["block_losses"] = {}
@@ -335,13 +336,7 @@ class Gptq(GptqFields, Backed):
         found = calibrated_work(shape, layers, text, self.batch_size, hessian_bytes(shape, layers), work)
         if not self.learn:
             return found
-        if shape.config.get("is_encoder_decoder"):
-            raise StageError(
-                "blocks of encoder-decoders do not learn",
-                where="gptq.learn",
-                why="A decoder's targets would be those of another encoder",
-                remedy="Leave out learn, or effort: best",
-            )
+        refuse_learning(shape.config)
         hidden, batch = calibration_bytes(shape, layers, text, self.batch_size)
         weights = max(sum(layer.outputs * layer.inputs for stack in block for layer in stack) for block in blocks)
         learning = shape.block_bytes + LEARNING_BYTES * weights + LEARNING_BATCHES * batch

@@ -18,7 +18,8 @@ from optkit.stages.fp8 import Fp8
 from optkit.stages.int8 import Int8
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
-from tests.zoo.models import save_model
+from tests.zoo.models import TOKENS as ZOO_TOKENS
+from tests.zoo.models import plain_logits, save_model
 
 TOKENS = torch.randint(1, 500, (2, 24), generator=torch.Generator().manual_seed(5))
 RTN = Rtn(group_size=16, lm_head=True)
@@ -70,6 +71,15 @@ def test_a_model_whose_every_layer_is_missed_is_refused_and_told_what_works(
 ) -> None:
     with pytest.raises(StageError, match=message):
         stage.predict(Checkpoint(tiny_model(kind)).shape, "cpu")
+
+
+def test_inputs_of_four_dimensions_keep_a_layer_of_latent_attention_out_of_int8(tmp_path: Path) -> None:
+    source, target = save_model("youtu", tmp_path / "source"), tmp_path / "target"
+    target.mkdir()
+    report = Int8().run(source, target, CONTEXT)
+    assert {name.rpartition(".")[2] for name, why in report.skipped.items() if why == Read.FOUR} == {"kv_b_proj"}
+    found, wanted = open_session(target).logits(ZOO_TOKENS), plain_logits(target)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
 def test_experts_that_transformers_replaces_in_a_packed_model_are_a_reason_to_refuse(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from optkit.stages.gptq import Gptq
 from optkit.training import block_learning
 from tests.conftest import TinyModel
 from tests.stages.test_gptq_stage import outputs, weights
+from tests.support.encoder_decoders import write_pairs
 from tests.support.predictions import predicted
 from tests.support.pruning import prune
 
@@ -131,10 +132,18 @@ def test_a_model_in_bfloat16_learns(tiny_model: TinyModel, tmp_path: Path, few: 
     assert all(after < 0.95 * before for before, after in report.details["block_losses"].values())
 
 
-def test_encoder_decoders_are_refused_in_the_plan(tiny_encoder_decoder: TinyModel, few: Calibration) -> None:
-    shape = Checkpoint(tiny_encoder_decoder("BartForConditionalGeneration")).shape
-    with pytest.raises(StageError, match=r"gptq.learn: blocks of encoder-decoders do not learn. .* Leave out learn"):
-        Gptq(calibration=few, effort="best").predict(shape, "cpu")
+def test_encoder_decoders_are_refused_in_the_plan_and_in_the_run(
+    tiny_encoder_decoder: TinyModel, few: Calibration, tmp_path: Path
+) -> None:
+    source, message = tiny_encoder_decoder("BartForConditionalGeneration"), "gptq.learn: blocks of encoder-decoders do"
+    pairs = few.model_copy(update={"dataset": str(write_pairs(tmp_path / "pairs", False)), "input": "input"})
+    stage = Gptq(calibration=pairs.model_copy(update={"field": "target", "samples": 2}), effort="best")
+    for fails in (
+        lambda: stage.predict(Checkpoint(source).shape, "cpu"),
+        lambda: stage.run(source, tmp_path / "target", Context()),
+    ):
+        with pytest.raises(StageError, match=rf"{message} not learn. .* Leave out learn"):
+            fails()
 
 
 def test_the_plan_knows_the_form_and_asks_for_more_memory(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
+from typing import Any
 
 from optkit.errors import StageError
 from optkit.model.linear_layers import OUTSIDE, ROUTER, Layer, Selection, stacks
@@ -14,6 +15,17 @@ from optkit.packed_tensors.base import COMPRESSED_TENSORS, LayerFormat
 from optkit.packed_tensors.gptq import GPTQ, GPTQ_MULTIPLE
 
 EXPERTS = ".experts."
+
+
+def refuse_learning(config: Mapping[str, Any]) -> None:
+    """Raise StageError if blocks of a model cannot learn."""
+    if config.get("is_encoder_decoder"):
+        raise StageError(
+            "blocks of encoder-decoders do not learn",
+            where="gptq.learn",
+            why="A decoder's targets would be those of another encoder",
+            remedy="Leave out learn, or effort: best",
+        )
 
 
 def refuse_unfit(selection: Selection, formats: Mapping[str, LayerFormat], stage: str) -> None:
