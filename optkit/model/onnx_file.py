@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 MODEL = "model.onnx"
+ENCODER, DECODER, STEPS = "encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"
+PARTS = (STEPS, DECODER, ENCODER)
+"""The graphs of an encoder-decoder, as optimum calls them: the decoder behind its first tokens, at
+them, where it leaves the KV cache, and what makes both of their input.
+"""
 AGAIN = "Copy or export it again"
 RENAMED = {"float": "float32", "double": "float64"}
 SAFETENSORS_NAMES = {
@@ -57,7 +62,9 @@ class Initializer:
     dtype: str
     shape: tuple[int, ...]
     location: str | None
-    """The external file that it lies in, as the graph names it; None if model.onnx holds it."""
+    """The external file that it lies in, as the graph names it; None if the graph itself holds it."""
+    offset: int = 0
+    """Where it begins in the external file."""
 
     @property
     def elements(self) -> int:
@@ -83,7 +90,7 @@ class Node:
 
 
 class OnnxFile:
-    """A model.onnx and its external data. Weights are not read, and not held even inside the file."""
+    """A graph, such as model.onnx, and its external data. Weights are not read, and not held even inside the file."""
 
     def __init__(self, path: Path) -> None:
         """Raises SourceError if the file is missing, cut off or no ONNX.
@@ -134,7 +141,8 @@ class OnnxFile:
             )
         if min(shape, default=0) < 0 or (dtype == "string" and location):
             raise ValueError(f"{tensor.name} is {dtype} {list(shape)}")
-        found = Initializer(tensor.name, dtype, shape, location)
+        offset = int(_external(tensor).get("offset") or 0) if location else 0
+        found = Initializer(tensor.name, dtype, shape, location, offset)
         if tensor.HasField("raw_data"):
             self._check_size(found, len(tensor.raw_data))
         return found
@@ -166,10 +174,9 @@ class OnnxFile:
             entry = _external(tensor)
             length = int(entry.get("length") or known.size_bytes)
             self._check_size(known, length, f" in {place}")
-            offset = int(entry.get("offset") or 0)
-            if offset < 0:
-                raise ValueError(f"{tensor.name} begins at byte {offset:,} of {place}")
-            needed[known.location] = max(needed.get(known.location, 0), offset + length)
+            if known.offset < 0:
+                raise ValueError(f"{tensor.name} begins at byte {known.offset:,} of {place}")
+            needed[known.location] = max(needed.get(known.location, 0), known.offset + length)
         for name in (self.path.name, *needed):
             require_inside(self.path.parent, name)
         missing = [name for name in needed if not (root / name).is_file()]
@@ -189,6 +196,30 @@ class OnnxFile:
                     why="It was cut off, or belongs to another model",
                     remedy=AGAIN,
                 )
+
+
+def graph_names(directory: Path) -> tuple[str, ...]:
+    """Return the names of a directory's graphs: model.onnx, or the parts of an encoder-decoder."""
+    whole = (directory / MODEL).is_file() or not any((directory / name).is_file() for name in PARTS)
+    return (MODEL,) if whole else PARTS
+
+
+def read_graphs(directory: Path) -> tuple[OnnxFile, ...]:
+    """Return the graphs of a directory. Raises what `OnnxFile` raises, for a part that is missing too."""
+    return tuple(OnnxFile(directory / name) for name in graph_names(directory))
+
+
+def all_initializers(graphs: Iterable[OnnxFile]) -> dict[str, Initializer]:
+    """Return the initializers of all graphs. What several of them read from one place is there once."""
+    places: dict[object, tuple[str, OnnxFile, Initializer]] = {}
+    for graph in graphs:
+        for name, each in graph.initializers.items():
+            place = (each.location, each.offset) if each.location else (graph.path, name)
+            places.setdefault(place, (name, graph, each))
+    found: dict[str, Initializer] = {}
+    for name, graph, each in places.values():
+        found[name if name not in found else f"{graph.path.stem}/{name}"] = each
+    return found
 
 
 def read_proto(path: Path) -> ModelProto:

@@ -8,7 +8,7 @@ from typing import Any
 
 from optkit.common.files import read_object, reading
 from optkit.model.config_file import check_values, read_config
-from optkit.model.onnx_file import MODEL, SAFETENSORS_NAMES, OnnxFile
+from optkit.model.onnx_file import SAFETENSORS_NAMES, all_initializers, read_graphs
 from optkit.model.shape import ModelShape, TensorInfo
 
 GENAI_CONFIG = "genai_config.json"
@@ -20,8 +20,8 @@ def onnx_shape(directory: Path) -> ModelShape:
 
     Raises SourceError if the graph, its data or a config is damaged.
     """
-    graph = OnnxFile(directory / MODEL)
-    known = {name: each for name, each in graph.initializers.items() if each.dtype in SAFETENSORS_NAMES}
+    held = all_initializers(read_graphs(directory))
+    known = {name: each for name, each in held.items() if each.dtype in SAFETENSORS_NAMES}
     tensors = {name: TensorInfo(SAFETENSORS_NAMES[each.dtype], each.shape) for name, each in known.items()}
     config = (
         read_config(directory / "config.json")

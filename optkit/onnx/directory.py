@@ -9,7 +9,7 @@ from typing import Any
 
 from optkit.errors import SourceError
 from optkit.model.config_file import read_config
-from optkit.model.onnx_file import MODEL, Initializer, Node, OnnxFile, Port
+from optkit.model.onnx_file import MODEL, Initializer, Node, OnnxFile, Port, graph_names
 from optkit.model.onnx_shape import GENAI_CONFIG, read_genai_config
 from optkit.model.task import positions_of
 from optkit.model.text_config import text_config
@@ -35,16 +35,16 @@ class CacheLayer:
 
 
 class OnnxDirectory:
-    """A directory with model.onnx."""
+    """A directory with model.onnx, or one part of an encoder-decoder; the decoder unless it is named."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str | None = None) -> None:
         """Raises SourceError if the graph or its data is missing, cut off or damaged.
         Raises MissingPackageError without `onnx`.
         """
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise SourceError("no such directory", where=str(directory))
-        self.graph = OnnxFile(self.directory / MODEL)
+        self.graph = OnnxFile(self.directory / (name or graph_names(self.directory)[0]))
         """Inputs, outputs, nodes, initializers, opsets, IR version, producer and files of the
         model.
         """
@@ -55,16 +55,18 @@ class OnnxDirectory:
 
     @property
     def path(self) -> Path:
-        """model.onnx itself."""
+        """The graph itself."""
         return self.graph.path
 
     @cached_property
     def cache(self) -> tuple[CacheLayer, ...]:
         """The tensors of the KV cache, in the order of the inputs; empty for a model without.
+        What an encoder-decoder keeps of its input stays as it is, and is none of them.
 
         Raises SourceError if what is read has nothing that takes its place.
         """
-        pasts = [port for name, port in self.graph.inputs.items() if "past" in name and len(port.shape) == 4]
+        grown = [port for name, port in self.graph.inputs.items() if "past" in name and ".encoder." not in name]
+        pasts = [port for port in grown if len(port.shape) == 4]
         pairs = [(past, self._present(past)) for past in pasts]
         return tuple(CacheLayer(past, present, self._is_shared(past.name, present)) for past, present in pairs)
 

@@ -1,4 +1,4 @@
-"""Which exporter makes the fastest graph known to be equal, and which models are encoders.
+"""Which exporter makes the fastest graph known to be equal, and which models have an encoder.
 No torch is needed.
 """
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from optkit.errors import StageError
-from optkit.model.task import ENCODING, HEADS, Task, architecture_of, task_of
+from optkit.model.task import ENCODER_DECODERS, ENCODING, HEADS, Task, architecture_of, task_of
 from optkit.onnx.builder import ARCHITECTURES
 
 OPSET = 21
@@ -22,10 +22,10 @@ def exporter_for(config: Mapping[str, Any]) -> Literal["genai", "torch"]:
     return "genai" if architecture_of(config) in ARCHITECTURES else "torch"
 
 
-def encoder_task(config: Mapping[str, Any]) -> Task:
-    """Return what an encoder (BERT and its kin) is for. Raises StageError for what is none."""
+def traced_task(config: Mapping[str, Any]) -> Task:
+    """Return what a model is for that has an encoder. Raises StageError for what is none."""
     task = task_of(config)
-    if task in ENCODING:
+    if task in ENCODING | ENCODER_DECODERS:
         return task
     raise StageError(
         f"{architecture_of(config) or config.get('model_type')} is no encoder that torch exports here",

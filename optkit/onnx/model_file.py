@@ -7,6 +7,7 @@ with several hard links, which a user's may have.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -33,13 +34,13 @@ EXTERNAL = 1
 
 
 class ModelFile:
-    """The model of a directory: `proto` is the graph, to be changed; weights are read on demand."""
+    """A graph of a directory: `proto` is the graph, to be changed; weights are read on demand."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str = MODEL) -> None:
         """Raises SourceError if the graph or data is missing or damaged; MissingPackageError."""
         self.directory = Path(directory)
-        self.files = OnnxFile(self.directory / MODEL).files
-        self.replace_graph(read_proto(self.directory / MODEL))
+        self.files = OnnxFile(self.directory / name).files
+        self.replace_graph(read_proto(self.directory / name))
         self._maps: dict[Path, Any] = {}
 
     @property
@@ -100,12 +101,16 @@ class ModelFile:
 class ModelWriter:
     """Writes a changed model to `target`: new arrays as they come, all else at the end."""
 
-    def __init__(self, model: ModelFile, target: Path) -> None:
+    def __init__(self, model: ModelFile, target: Path, shared: dict[bytes, int] | None = None) -> None:
+        """`shared`: SHA-256 -> place of what writers of other graphs left in the data file, and this
+        one adds to.
+        """
         self.model = model
         self.target = Path(target)
         self._new: dict[str, Any] = {}
-        self._end = 0
-        (self.target / DATA).write_bytes(b"")
+        self._shared = shared
+        with (self.target / DATA).open("ab" if shared else "wb") as file:
+            self._end = file.tell()
 
     def add(self, name: str, array: NDArray[Any]) -> str:
         """Take an array as the initializer `name` and return that; ResourceError on a full disk."""
@@ -136,18 +141,23 @@ class ModelWriter:
             elif len(tensor.raw_data) > INLINE_BYTES:
                 self._place(tensor, np.frombuffer(tensor.raw_data, np.uint8))
         text = self.model.proto.SerializeToString()
-        with disk_space_for(self.target / MODEL, len(text)):
-            (self.target / MODEL).write_bytes(text)
+        path = self.target / self.model.files[0].name
+        with disk_space_for(path, len(text)):
+            path.write_bytes(text)
         if not self._end:
             (self.target / DATA).unlink()
 
     def _place(self, tensor: Any, data: NDArray[np.uint8]) -> None:
-        offset = -(-self._end // PAGE_BYTES) * PAGE_BYTES
-        path = self.target / DATA
-        with disk_space_for(path, len(data)), path.open("r+b") as file:
-            file.seek(offset)
-            file.write(data.data)
-        self._end = offset + len(data)
+        digest = b"" if self._shared is None else hashlib.sha256(data.data).digest()
+        if (offset := (self._shared or {}).get(digest)) is None:
+            offset = -(-self._end // PAGE_BYTES) * PAGE_BYTES
+            path = self.target / DATA
+            with disk_space_for(path, len(data)), path.open("r+b") as file:
+                file.seek(offset)
+                file.write(data.data)
+            self._end = offset + len(data)
+            if self._shared is not None:
+                self._shared[digest] = offset
         tensor.ClearField("raw_data")
         del tensor.external_data[:]
         tensor.data_location = EXTERNAL

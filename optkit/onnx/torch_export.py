@@ -21,7 +21,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL
 from optkit.model.task import Task, loader_of
 from optkit.model.writer import copy_companions, write_config
-from optkit.onnx.exporters import OPSET, encoder_task
+from optkit.onnx.exporters import OPSET, traced_task
 from optkit.onnx.model_file import ModelFile, ModelWriter
 from optkit.onnx.opening import open_model, runtime_errors
 from optkit.onnx.prediction import exported_config
@@ -62,8 +62,8 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
     architecture; ResourceError when the disk is full.
     """
     checkpoint = Checkpoint(source)
-    outputs = OUTPUTS[encoder_task(checkpoint.config)]
-    model = _load(source, loader_of(checkpoint.config), trust_remote_code)
+    outputs = OUTPUTS[traced_task(checkpoint.config)]
+    model = load_eager(source, loader_of(checkpoint.config), trust_remote_code)
     inputs = _inputs(model)
     named = Named(model, inputs, outputs).eval()
     positions = checkpoint.shape.positions
@@ -87,7 +87,11 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
     }
 
 
-def _load(source: Path, loader: str, trust_remote_code: bool) -> nn.Module:
+def load_eager(source: Path, loader: str, trust_remote_code: bool) -> nn.Module:
+    """Return a float checkpoint in float32, with attention that can be traced.
+
+    Raises SourceError if weights are missing.
+    """
     import transformers
 
     with quiet_transformers(), quiet_tools():

@@ -24,6 +24,13 @@ FEATURES = ("last_hidden_state", "token_embeddings")
 LOGITS = ("logits",)
 
 
+def refuse_engine(engine: str, phrase: str) -> None:
+    """Raise StageError for an engine that opens causal language models alone."""
+    if engine != "onnxruntime":
+        said = f"{engine} runs causal language models, and this is {phrase}"
+        raise StageError(said, where="onnx_provider.engine", remedy="Leave engine out")
+
+
 class OnnxEncoder(Encoder):
     """An opened ONNX directory of an encoder; implements `optkit.measure.EncoderSession`."""
 
@@ -41,12 +48,7 @@ class OnnxEncoder(Encoder):
         Raises what `OnnxDirectory` and `open_model` raise, SourceError if its graph is not that of
         an encoder.
         """
-        if engine != "onnxruntime":
-            raise StageError(
-                f"{engine} generates text, and this is an encoder",
-                where="onnx_provider.engine",
-                remedy="Leave engine out",
-            )
+        refuse_engine(engine, "an encoder")
         self.graph = OnnxDirectory(directory)
         if not (vocabulary := self.graph.config.get("vocab_size")):
             raise SourceError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optkit.model.pooling import pooling_for
-from optkit.model.task import Task, task_of
+from optkit.model.task import ENCODER_DECODERS, Task, task_of
 from optkit.onnx.decode_bytes import decode_bytes
 from optkit.onnx.directory import OnnxDirectory
 from optkit.onnx.genai import GenaiModel
@@ -20,17 +20,20 @@ from optkit.onnx.opening import HIDDEN_MEMORY
 from optkit.onnx.runtime import OnnxRunner
 from optkit.session.generating import NO_POSITIONS, GeneratingSession
 from optkit.session.onnx_encoder import OnnxEncoder
+from optkit.session.onnx_encoder_decoder import OnnxEncoderDecoder
 from optkit.stage import Opening
 
 Engine = Literal["onnxruntime", "onnxruntime-genai"]
 
 
-def open_onnx(opening: Opening) -> OnnxSession | OnnxEncoder:
+def open_onnx(opening: Opening) -> OnnxSession | OnnxEncoder | OnnxEncoderDecoder:
     """Open an ONNX directory; see `optkit.session.open_session`."""
     directory, options = opening.directory, opening.load_kwargs
     task = task_of(OnnxDirectory(directory).config) or Task.GENERATION
     if task is Task.GENERATION:
         return OnnxSession(directory, opening.device, opening.trust_remote_code, **options)
+    if task in ENCODER_DECODERS:
+        return OnnxEncoderDecoder(directory, opening.device, opening.trust_remote_code, **options)
     pooling = pooling_for(directory, task)
     return OnnxEncoder(directory, opening.device, opening.trust_remote_code, pooling, **options)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from optkit.common.field_types import Count, Distinct
-from optkit.model.task import OF_TEXT, Task
+from optkit.model.task import KNOWN_TASKS, Task
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.stage import Format, Setting
 
@@ -24,7 +24,7 @@ class OnnxProvider(Setting):
 
     kind: ClassVar[str] = "onnx_provider"
     example: ClassVar[str] = "- onnx: {target: cpu}\n- onnx_provider: {threads: 4}"
-    for_tasks: ClassVar[frozenset[Task]] = OF_TEXT
+    for_tasks: ClassVar[frozenset[Task]] = KNOWN_TASKS
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
 
     engine: Literal["onnxruntime", "onnxruntime-genai"] = "onnxruntime"

@@ -19,9 +19,17 @@ from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.model.output_layer import HEAD
 from optkit.model.packed_names import CODES
 from optkit.model.shape import ModelShape
-from optkit.model.task import OF_TEXT, Task, architecture_of, refuse_multi_modal, task_of
+from optkit.model.task import (
+    ENCODER_DECODERS,
+    KNOWN_TASKS,
+    PHRASES,
+    Task,
+    architecture_of,
+    refuse_multi_modal,
+    task_of,
+)
 from optkit.onnx.builds import GENAI_BUILDS, installed
-from optkit.onnx.exporters import OPSET, OPSETS, encoder_task, exporter_for
+from optkit.onnx.exporters import OPSET, OPSETS, exporter_for, traced_task
 from optkit.onnx.matmul_nbits_limits import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
 from optkit.onnx.prediction import comparing_bytes, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -36,14 +44,14 @@ TORCH = "Take exporter: torch, or leave the exporter out"
 
 class Onnx(Transform):
     """Export a model to ONNX, and compare its logits with those of the source.
-    Decoders have fused attention and a KV cache; encoders are exported too.
+    Decoders have fused attention and a KV cache. Encoders and encoder-decoders are exported too.
 
     Quantized checkpoints (compressed-tensors, GPTQ, AWQ; 4 and 8 bits) keep their very codes.
     """
 
     kind: ClassVar[str] = "onnx"
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32}\n- onnx: {target: cpu, lm_head: 8, activations: int8}"
-    for_tasks: ClassVar[frozenset[Task]] = OF_TEXT
+    for_tasks: ClassVar[frozenset[Task]] = KNOWN_TASKS
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     produces: ClassVar[Format] = Format.ONNX
     requires: ClassVar[tuple[str, ...]] = (
@@ -56,8 +64,8 @@ class Onnx(Transform):
     exporter: Literal["genai", "torch", "optimum"] | None = None
     """`genai`: the model builder of ONNX Runtime GenAI, with fused attention (GroupQueryAttention),
     norms and rotary embeddings; for the decoders that it knows. `torch`: torch.onnx.export, for
-    encoders (BERT and its kin) and any decoder that can be traced, in float32 and ONNX's own
-    operators. `optimum`: optimum-onnx in an environment of its own (`optkit env build optimum`),
+    encoders (BERT and its kin), encoder-decoders and any decoder that can be traced, in float32 and
+    ONNX's own operators. `optimum`: optimum-onnx in an environment of its own (`optkit env build optimum`),
     for decoders. Left out: genai for decoders that it knows, else torch."""
     target: Literal["cpu", "cuda", "dml", "webgpu"] = "cpu"
     """Execution provider that the graph is made for."""
@@ -154,28 +162,27 @@ class Onnx(Transform):
         if memory or disk run out.
         """
         shape = Checkpoint(source).shape
-        config, chosen = shape.config, self._exporter(shape)
-        encoder = chosen == "torch" and task_of(config) is not Task.GENERATION
-        report = (self._export_encoder if encoder else self._export_decoder)(source, target, context)
-        because = (
-            ()
-            if self.exporter or chosen == "genai"
-            else (f"exported by torch: the exporter genai has no {architecture_of(config)}",)
-        )
-        return replace(report, details={"exporter": chosen, **report.details}, notes=(*because, *report.notes))
+        chosen, task = self._exporter(shape), task_of(shape.config)
+        decodes = chosen != "torch" or task is Task.GENERATION
+        report = (self._export_decoder if decodes else self._export_by_torch)(source, target, context)
+        because = f"exported by torch: the exporter genai has no {architecture_of(shape.config)}"
+        notes = () if self.exporter or chosen == "genai" or task in ENCODER_DECODERS else (because,)
+        return replace(report, details={"exporter": chosen, **report.details}, notes=(*notes, *report.notes))
 
-    def _export_encoder(self, source: Path, target: Path, context: Context) -> Report:
-        from optkit.onnx.model_file import ModelFile
+    def _export_by_torch(self, source: Path, target: Path, context: Context) -> Report:
+        from optkit.onnx.torch_encoder_decoder import export_encoder_decoder
         from optkit.onnx.torch_export import export_encoder
 
-        self._refuse_for("torch", Checkpoint(source).shape)
-        opset = self.opset or OPSET
+        shape = Checkpoint(source).shape
+        self._refuse_for("torch", shape)
+        export = export_encoder_decoder if task_of(shape.config) in ENCODER_DECODERS else export_encoder
         started = time.monotonic()
         with context.progress.task("onnx", 1, "model"):
-            details = export_encoder(source, target, opset, context.trust_remote_code)
+            details = export(source, target, self.opset or OPSET, context.trust_remote_code)
         seconds = round(time.monotonic() - started, 1)
         return Report(
-            changed=len(ModelFile(target).initializers), details={"dtype": "float32", **details, "export_s": seconds}
+            changed=len(Format.ONNX.shape(target).tensors),
+            details={"dtype": "float32", **details, "export_s": seconds},
         )
 
     def _export_decoder(self, source: Path, target: Path, context: Context) -> Report:
@@ -243,9 +250,10 @@ class Onnx(Transform):
                     where="onnx",
                     remedy=TORCH,
                 )
-            encoder_task(shape.config)
+            task = traced_task(shape.config)
             if self.kv_cache is not None:
-                raise StageError("an encoder has no KV cache", where="onnx.kv_cache", remedy="Leave it out")
+                has = "always has" if task in ENCODER_DECODERS else "has no"
+                raise StageError(f"{PHRASES[task]} {has} a KV cache", where="onnx.kv_cache", remedy="Leave it out")
         if idle := self._idle(exporter):
             raise StageError(idle[1], where=f"onnx.{idle[0]}", why=f"genai has no {architecture_of(shape.config)}")
         if method := (shape.config.get("quantization_config") or {}).get("quant_method"):

@@ -5,13 +5,13 @@ Whole files, a valid graph, versions, finite numbers and configs are checked.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optkit.environment import package_version
 from optkit.errors import MissingPackageError, OptkitError
-from optkit.model.onnx_file import OnnxFile, read_proto
+from optkit.model.onnx_file import Initializer, OnnxFile, all_initializers, graph_names, read_proto
 from optkit.model.task import Task, task_of
 from optkit.onnx.checker import own_nodes, problem_of_graph
 from optkit.onnx.directory import OnnxDirectory
@@ -56,19 +56,20 @@ def check_onnx(directory: Path) -> tuple[Check, ...]:
     Raises MissingPackageError without the package `onnx`.
     """
     try:
-        found = OnnxDirectory(directory)
-        model, layers = read_proto(found.path), len(found.cache) // 2
+        parts = [OnnxDirectory(directory, name) for name in graph_names(directory)]
+        models = [(read_proto(part.path), len(part.cache) // 2) for part in parts]
     except MissingPackageError:
         raise
     except OptkitError as error:
         return (Check(name="weights", ok=False, detail=str(error)),)
-    files = " and ".join(path.name for path in found.graph.files)
-    count, floats, broken = problems_of_numbers(model, directory)
-    whole = f"{len(found.graph.initializers):,} tensors, whole, in {files}"
+    found = parts[0]
+    tensors = all_initializers([part.graph for part in parts])
+    files = " and ".join(dict.fromkeys(path.name for part in parts for path in part.graph.files))
+    count, floats, broken = problems_of_numbers([model for model, _ in models], directory)
     return (
-        check_of("weights", list(_left_over(found, model)), whole),
+        check_of("weights", list(_left_over(directory, tensors)), f"{len(tensors):,} tensors, whole, in {files}"),
         check_of("numbers", broken, f"{floats:,} float numbers in {count:,} tensors, all finite"),
-        _check_graph(model, layers),
+        *(_check_graph(part.path.name, *each) for part, each in zip(parts, models, strict=True)),
         _check_versions(found),
         check_of("config", problems_of_config(found), "config.json agrees with the graph and names no quantization"),
         _check_genai(found),
@@ -82,27 +83,25 @@ def rounds_inputs(graph: OnnxFile) -> bool:
     return any(node.kind in ROUNDING or node.attributes.get("accuracy_level") == INSIDE for node in graph.nodes)
 
 
-def _left_over(found: OnnxDirectory, model: ModelProto) -> Iterator[str]:
-    """A data file that is much longer than the graph asks for is that of another model."""
+def _left_over(directory: Path, tensors: Mapping[str, Initializer]) -> Iterator[str]:
+    """A data file that is much longer than the graphs ask for is that of another model."""
     ends: dict[str, int] = {}
-    for tensor in model.graph.initializer:
-        if tensor.data_location == tensor.EXTERNAL:
-            entry = {each.key: each.value for each in tensor.external_data}
-            end = int(entry.get("offset") or 0) + found.graph.initializers[tensor.name].size_bytes
-            ends[entry["location"]] = max(ends.get(entry["location"], 0), end)
+    for each in tensors.values():
+        if each.location:
+            ends[each.location] = max(ends.get(each.location, 0), each.offset + each.size_bytes)
     for name, end in ends.items():
-        size = (found.directory / name).stat().st_size
+        size = (directory / name).stat().st_size
         if size - end > ALIGNMENT:
             yield f"{name} has {size:,} bytes and the graph asks for {end:,}: it belongs to another model"
 
 
-def _check_graph(model: ModelProto, layers: int) -> Check:
+def _check_graph(name: str, model: ModelProto, layers: int) -> Check:
     if problem := problem_of_graph(model):
-        return Check(name="graph", ok=False, detail=f"onnx.checker says: {problem}")
+        return Check(name="graph", ok=False, detail=f"onnx.checker says of {name}: {problem}")
     own = own_nodes(model)
     cache = f", the KV cache of {layers} layers" if layers else ""
     beside = f", but for {own} of ONNX Runtime's own in ONNX's domain" if own else ""
-    detail = f"{len(model.graph.node):,} nodes{cache}; onnx.checker finds nothing wrong{beside}"
+    detail = f"{name}: {len(model.graph.node):,} nodes{cache}; onnx.checker finds nothing wrong{beside}"
     return check_of("graph", [], detail)
 
 

@@ -28,7 +28,7 @@ def problems_of_config(found: OnnxDirectory) -> list[str]:
     cache = [layer.past for layer in found.cache]
     labels = task_of(config) is Task.CLASSIFICATION and not architecture_of(config).endswith("ForMaskedLM")
     stated = {
-        "num_hidden_layers": len(cache) // 2 or None,
+        "num_hidden_layers": None if config.get("is_encoder_decoder") else len(cache) // 2 or None,
         "num_key_value_heads": _size(cache, 1),
         "vocab_size": None if labels else _logits_width(found),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,13 +42,14 @@ and 4 bits have no infinities.
 """
 
 
-def problems_of_numbers(model: ModelProto, directory: Path) -> tuple[int, int, list[str]]:
+def problems_of_numbers(models: Iterable[ModelProto], directory: Path) -> tuple[int, int, list[str]]:
     """Return how many tensors and float numbers were looked at.
-    A sentence goes with each tensor with numbers that are none.
+    A sentence goes with each tensor with numbers that are none. What several graphs hold counts once.
 
     Infinities beside zeros alone are a mask, and no problem.
     """
-    tensors = [tensor for tensor in model.graph.initializer if tensor.data_type in FLOATS]
+    held = (tensor for model in models for tensor in model.graph.initializer if tensor.data_type in FLOATS)
+    tensors = {tensor.SerializeToString(deterministic=True): tensor for tensor in held}.values()
     numbers, problems = 0, []
     for tensor in tensors:
         bits = FLOATS[tensor.data_type]

@@ -219,5 +219,5 @@ def test_fields_that_the_chosen_exporter_has_not(tiny_model: TinyModel, tmp_path
 
     with pytest.raises(StageError, match="^onnx.opset: the exporter genai has no choice there"):
         Onnx(opset=21).predict(Checkpoint(tiny_model("llama")).shape, "cpu")
-    with pytest.raises(StageError, match="^onnx.kv_cache: an encoder has no KV cache. Leave it out"):
+    with pytest.raises(StageError, match="^onnx.kv_cache: an encoder that gives features has no KV cache"):
         Onnx(kv_cache=True).predict(Checkpoint(save_encoder("BertModel", tmp_path / "bert")).shape, "cpu")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from optkit.errors import SourceError, StageError
 from optkit.onnx import torch_export
-from optkit.onnx.exporters import encoder_task
+from optkit.onnx.exporters import traced_task
 from optkit.onnx.torch_export import export_encoder
 from optkit.stage import Context
 from optkit.stages.onnx_quantize import OnnxQuantize
@@ -87,7 +87,7 @@ def test_names_come_from_the_modules(bert: Path, tmp_path: Path) -> None:
 def test_a_graph_that_says_something_else_is_refused(
     bert: Path, tiny_encoder_source: TinyModel, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = torch_export._load
+    honest = torch_export.load_eager
 
     def changed(*arguments: Any) -> Any:
         model = honest(*arguments)
@@ -97,7 +97,7 @@ def test_a_graph_that_says_something_else_is_refused(
     def traced_before(named: Any, work: Path, *arguments: Any) -> None:
         shutil.copytree(bert, work, dirs_exist_ok=True)
 
-    monkeypatch.setattr(torch_export, "_load", changed)
+    monkeypatch.setattr(torch_export, "load_eager", changed)
     monkeypatch.setattr(torch_export, "_trace", traced_before)
     with pytest.raises(StageError, match="the graph differs from its source by"):
         export_encoder(tiny_encoder_source("BertModel"), target)
@@ -132,7 +132,7 @@ def test_weights_that_are_not_there(tiny_encoder_source: TinyModel, target: Path
 )
 def test_what_is_no_encoder(config: dict[str, Any], message: str) -> None:
     with pytest.raises(StageError, match=message):
-        encoder_task(config)
+        traced_task(config)
 
 
 @pytest.mark.slow

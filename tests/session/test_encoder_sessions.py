@@ -164,7 +164,7 @@ def test_a_graph_that_is_not_what_its_config_says(tiny_encoder: TinyEncoder, tmp
     (labels / "config.json").write_text(json.dumps(change), encoding="utf-8")
     with pytest.raises(SourceError, match="there is no vocab_size in config.json"):
         open_session(labels)
-    with pytest.raises(StageError, match="onnxruntime-genai generates text, and this is an encoder. Leave engine out"):
+    with pytest.raises(StageError, match="runs causal language models, and this is an encoder. Leave engine out"):
         open_session(tiny_encoder("BertModel")[1], [OnnxProvider(engine="onnxruntime-genai")])
 
 

@@ -1,4 +1,4 @@
-"""model.onnx and what belongs to it."""
+"""model.onnx, or the graphs of an encoder-decoder, and what belongs to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from optkit.model.formats.base import Format
-from optkit.model.onnx_file import MODEL, OnnxFile
+from optkit.model.onnx_file import MODEL, PARTS, read_graphs
 
 if TYPE_CHECKING:
     from optkit.model.layer_sizes import LayerSize
@@ -35,16 +35,16 @@ class OnnxModel(Format):
     verification: ClassVar[str] = "optkit.verification.onnx_checks:OnnxFiles"
 
     def detects(self, names: Collection[str]) -> bool:
-        """Say whether there is a model.onnx."""
-        return MODEL in names
+        """Say whether there is a model.onnx, or a part of an encoder-decoder."""
+        return not {MODEL, *PARTS}.isdisjoint(names)
 
     def holds_weights(self, name: str) -> bool:
         """Say whether it is a graph or external data of one."""
         return FILES.search(name) is not None
 
     def check(self, directory: Path) -> tuple[Path, ...]:
-        """Return the graph and its external data."""
-        return OnnxFile(directory / MODEL).files
+        """Return the graphs and their external data."""
+        return tuple(dict.fromkeys(path for graph in read_graphs(directory) for path in graph.files))
 
     def shape(self, directory: Path) -> ModelShape:
         """Return config and initializers."""
@@ -56,4 +56,7 @@ class OnnxModel(Format):
         """Return the initializers, each with its scales."""
         from optkit.model.onnx_layer_sizes import onnx_layer_sizes
 
-        return list(onnx_layer_sizes(OnnxFile(directory / MODEL)).values())
+        found: dict[str, LayerSize] = {}
+        for graph in read_graphs(directory):
+            found |= onnx_layer_sizes(graph)
+        return list(found.values())

@@ -33,6 +33,8 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
     """
     import numpy as np
 
+    if request.get("target"):
+        return decode(request)
     if "mask" in request:
         return encode(request)
     model = Model(Path(request["directory"]), request["device"])
@@ -82,7 +84,42 @@ def encode(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def open_session(directory: Path, device: str) -> Any:
+def decode(request: dict[str, Any]) -> dict[str, Any]:
+    """Return device, dtype and shape of an encoder-decoder's logits of a target, its second half behind
+    the KV cache of the first. The numbers go to the file that the request names.
+    """
+    import numpy as np
+    from onnxruntime import OrtValue
+
+    names = ("encoder_model", "decoder_model", "decoder_with_past_model")
+    encoder, first, second = (
+        open_session(Path(request["directory"]), request["device"], f"{each}.onnx") for each in names
+    )
+    tokens, target = np.array(request["tokens"]), np.array(request["target"])
+    mask = np.ones(tokens.shape[:2], np.int64)
+    known: dict[str, Any] = {"attention_mask": mask, "encoder_attention_mask": mask}
+    known["input_features"] = tokens.astype(np.float32)
+    logits = []
+    for session, given in ((encoder, tokens), *zip((first, second), np.array_split(target, 2, axis=1), strict=True)):
+        known["input_ids"] = given
+        values = {each.name: known[each.name] for each in session.get_inputs()}
+        feeds = {
+            name: value if isinstance(value, OrtValue) else OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value))
+            for name, value in values.items()
+        }
+        outputs = [each.name for each in session.get_outputs()]
+        made = dict(zip(outputs, session.run_with_ort_values(outputs, feeds), strict=True))
+        known |= {name.replace("present", "past_key_values"): value for name, value in made.items()}
+        known["encoder_hidden_states"] = known["last_hidden_state"]
+        logits += [made["logits"]] if "logits" in made else []
+    both = np.concatenate([_float32(each) for each in logits], axis=1)
+    np.ascontiguousarray(both).tofile(request["logits"])
+    kind = _kind(logits[0].data_type())
+    shape = list(both.shape)
+    return {"device": request["device"], "dtype": NAMES.get(kind, kind), "logits_shape": shape, "generated": []}
+
+
+def open_session(directory: Path, device: str, name: str = "model.onnx") -> Any:
     """Return an open session of onnxruntime; raises RuntimeError if it uses another device."""
     import onnxruntime
 
@@ -91,7 +128,7 @@ def open_session(directory: Path, device: str) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     asked = list(dict.fromkeys((PROVIDERS[device], PROVIDERS["cpu"])))
-    session = onnxruntime.InferenceSession(str(directory / "model.onnx"), options, providers=asked)
+    session = onnxruntime.InferenceSession(str(directory / name), options, providers=asked)
     if (used := session.get_providers()[0]) != asked[0]:
         raise RuntimeError(f"onnxruntime could not use {asked[0]} and fell back to {used}")
     return session

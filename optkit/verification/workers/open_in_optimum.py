@@ -26,21 +26,23 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
     loader = request["loader"]
     name = f"ORTModelFor{HEADS.get(loader) or loader.removeprefix('AutoModelFor')}"
-    inputs = inputs_of(request)
+    parted, encodes = bool(request.get("target")), "mask" in request
+    inputs = {} if parted else inputs_of(request)
     reason = (
         unknown_config(request) or strange_input(inputs) or ("" if hasattr(classes, name) else f"optimum has no {name}")
     )
     if reason:
         return {"not_applicable": reason}
-    encodes = "mask" in request
     model = getattr(classes, name).from_pretrained(
         request["directory"],
-        file_name="model.onnx",
         provider="CPUExecutionProvider" if request["device"] == "cpu" else "CUDAExecutionProvider",
         local_files_only=True,
         trust_remote_code=request["trust_remote_code"],
+        **({} if parted else {"file_name": "model.onnx"}),
         **({} if encodes else {"use_cache": any(map(is_cache, inputs))}),
     )
+    if parted:
+        return decode(model, request)
     if encodes:
         return encode(model, request)
     reason = other_cache(model, inputs)
@@ -125,6 +127,26 @@ def encode(model: Any, request: dict[str, Any]) -> dict[str, Any]:
     found = model(input_ids=tokens, attention_mask=mask)[0].float().cpu().contiguous()
     found.numpy().tofile(request["logits"])
     return {**facts_of(model, request, found), "generated": []}
+
+
+def decode(model: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Return what an encoder-decoder gives for a target, its second half behind the KV cache of the first.
+    The numbers go to the file that the request names.
+    """
+    import torch
+
+    tokens, target = (torch.tensor(request[name], device=request["device"]) for name in ("tokens", "target"))
+    given = {"input_features": tokens} if tokens.is_floating_point() else {"input_ids": tokens}
+    given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
+    logits: list[Any] = []
+    past: dict[str, Any] = {}
+    for half in target.chunk(2, dim=1):
+        found = model(**given, decoder_input_ids=half, use_cache=True, **past)
+        logits.append(found.logits)
+        past = {"past_key_values": found.past_key_values}
+    both = torch.cat(logits, dim=1).float().cpu().contiguous()
+    both.numpy().tofile(request["logits"])
+    return {**facts_of(model, request, both), "generated": []}
 
 
 def facts_of(model: Any, request: dict[str, Any], logits: Any) -> dict[str, Any]:
