@@ -1,14 +1,14 @@
-"""Decode and prefill on one GPU, of a model in bfloat16 and in 4 bits, by each way of decoding: a
+"""Decode and prefill on one GPU, of a model in bfloat16, 4 and 8 bits, by each way of decoding: a
 Markdown table.
 
-    python tests/benchmarks/decode_gpu.py [--model DIRECTORY] [--only PATTERN] [--batches 1,32] [--prompt 512] \
-        [--new-tokens 128]
+    PYTHONPATH=. python tests/benchmarks/decode_gpu.py [--model DIRECTORY] [--only PATTERN] \
+        [--batches 1,32] [--prompt 512] [--new-tokens 128]
 
 Without a model: random weights in the shape of Llama-3-8B, made in --work (16 GB; they say nothing
-of quality). INT4 is `rtn`, symmetric groups of 128. Greedy; the protocol of the eval `throughput`,
-which is what measures. `transformers` is its own eager decoding loop with a growing cache and SDPA;
-`compile` is torch.compile of its step with a static cache in CUDA graphs (`compile:
-reduce-overhead`).
+of quality). INT4 is `rtn`, symmetric groups of 128; W8A8 is `smoothquant`. Greedy; the protocol of
+the eval `throughput`, which is what measures. `transformers` is its own eager decoding loop with a
+growing cache and SDPA; `compile` is torch.compile of its step with a static cache in CUDA graphs
+(`compile: reduce-overhead`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ from optkit.measure import EvalContext
 from optkit.session import open_session
 from optkit.settings.compile import Compile
 from optkit.settings.cuda_graphs import CudaGraphs
-from optkit.stage import Context, Setting
+from optkit.source.calibration import Calibration
+from optkit.stage import Context, Setting, Transform
+from optkit.stages.fp8 import Fp8
 from optkit.stages.rtn import Rtn
+from optkit.stages.smoothquant import SmoothQuant
+from tests.support.tiny_models import save_tokenizer
 
 LLAMA_3_8B: dict[str, Any] = {
     **{
@@ -38,6 +42,16 @@ LLAMA_3_8B: dict[str, Any] = {
         "num_attention_heads": 32,
     },
     **{"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+}
+WEIGHTS: dict[str, Transform | None] = {
+    "bfloat16": None,
+    "int4, groups of 128": Rtn(group_size=128),
+    "fp8": Fp8(),
+    "w8a8": SmoothQuant(
+        alpha=0.5,
+        rounding="nearest",
+        calibration=Calibration(dataset="python-reference", samples=4, sequence_length=64),
+    ),
 }
 WAYS: dict[str, list[Setting]] = {
     "transformers": [],
@@ -57,6 +71,7 @@ def random_model(directory: Path, layers: int = 32) -> Path:
             model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_8B | {"num_hidden_layers": layers}))
         torch.set_default_dtype(torch.float32)
         model.save_pretrained(directory)
+        save_tokenizer(directory)  # for the stage that reads a text
         del model
         torch.cuda.empty_cache()
     return directory
@@ -73,10 +88,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     given = parser.parse_args()
     model = given.model or random_model(given.work / "model")
-    packed = given.work / "int4"
-    if not packed.exists():
-        packed.mkdir(parents=True)
-        Rtn(group_size=128).run(model, packed, Context(device="cuda"))
     environment = describe_environment("cuda")
     print(
         ", ".join(f"{name} {environment[name]}" for name in ("device_name", "driver", "torch", "transformers")),
@@ -88,10 +99,13 @@ def main() -> None:
     )
     batches = tuple(int(batch) for batch in given.batches.split(","))
     grid = Throughput(batch_sizes=batches, prompts=(given.prompt,), new_tokens=given.new_tokens, limit_s=20, repeats=3)
-    for weights, directory in (("bfloat16", model), ("int4, groups of 128", packed)):
-        for way, settings in WAYS.items():
-            if not fnmatch(f"{weights} {way}", given.only):
-                continue
+    for weights, stage in WEIGHTS.items():
+        ways = {way: settings for way, settings in WAYS.items() if fnmatch(f"{weights} {way}", given.only)}
+        directory = given.work / weights if ways and stage else model
+        if ways and stage and not directory.exists():
+            directory.mkdir()
+            stage.run(model, directory, Context(device="cuda"))
+        for way, settings in ways.items():
             session, context = open_session(directory, settings, "cuda"), EvalContext()
             metrics = grid.pool([grid.run(session, context)], context)  # type: ignore[arg-type]
             for batch in batches:
