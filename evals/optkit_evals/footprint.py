@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
+from optkit.common.grouping import grouped
 from optkit.measure import Eval, EvalContext, Metric, Opened
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import files_beside
@@ -88,17 +89,17 @@ def share_of_zeros(checkpoint: Checkpoint) -> float | None:
     from safetensors import safe_open
 
     zeros = weights = 0
-    for layer in layers_of(checkpoint.shape):
-        name = f"{layer}.weight"
-        with safe_open(checkpoint.files[name], framework="pt") as file:
-            stored = file.get_slice(name)
-            rows = checkpoint.tensors[name].shape[0]
-            for start, end in _runs(rows):
-                part = stored[start:end]
-                if not part.is_floating_point():
-                    break
-                zeros += part.numel() - int(part.float().count_nonzero())
-                weights += part.numel()
+    names = [f"{layer}.weight" for layer in layers_of(checkpoint.shape)]
+    for path, inside in grouped(names, checkpoint.files.__getitem__).items():
+        with safe_open(path, framework="pt") as file:
+            for name in inside:
+                stored = file.get_slice(name)
+                for start, end in _runs(checkpoint.tensors[name].shape[0]):
+                    part = stored[start:end]
+                    if not part.is_floating_point():
+                        break
+                    zeros += part.numel() - int(part.float().count_nonzero())
+                    weights += part.numel()
     return zeros / weights if weights else None
 
 

@@ -46,10 +46,13 @@ class Work:
     """In front of the first block."""
     states: int = 0
     """Those of the hidden states of a text, which are kept on the disk with finished blocks."""
+    streamed: bool = False
+    """What it makes waits to be written as soon as it is made, and not when its block is done."""
 
     def cost(self, shape: ModelShape, left: ModelShape, device: str) -> Cost:
         """Return what turning one model into another costs; what is outside of blocks is written first."""
-        waiting, outside = (min(SHARD_BYTES, size) for size in (left.size_bytes - left.block_bytes, left.outside_bytes))
+        made = left.size_bytes - (0 if self.streamed else left.block_bytes)
+        waiting, outside = (min(SHARD_BYTES, size) for size in (made, left.outside_bytes))
         inside, beyond = (
             max((info.size_bytes for name, info in shape.tensors.items() if bool(shape.block(name)) is here), default=0)
             for here in (True, False)
@@ -58,7 +61,8 @@ class Work:
         if device.startswith("cuda"):
             entering, block, gpu = 0, 0, max(self.entering, self.block)
         needed = max(outside + max(entering, beyond), waiting + max(block, inside), min(SHARD_BYTES, left.size_bytes))
-        kept = left.size_bytes - left.outside_bytes + 2 * self.states  # of two blocks, until the earlier ones go
+        # of two blocks, until the earlier ones go
+        kept = 0 if self.streamed else left.size_bytes - left.outside_bytes + 2 * self.states
         return Cost(disk_bytes=left.size_bytes, kept_bytes=kept, ram_bytes=needed, gpu_bytes=gpu)
 
 

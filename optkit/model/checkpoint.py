@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optkit.common.files import check_kinds
+from optkit.common.files import check_kinds, open_file
 from optkit.common.grouping import some
 from optkit.errors import SourceError
 from optkit.model.companions import require_inside
 from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
-from optkit.model.safetensors_file import read_header, read_index
+from optkit.model.safetensors_file import AGAIN, read_index, read_places
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 
 if TYPE_CHECKING:
@@ -25,6 +25,13 @@ SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TORCH_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "F4": "float4_e2m1fn_x2", "C64": "complex64",
+    "I64": "int64", "U64": "uint64", "I32": "int32", "U32": "uint32", "I16": "int16", "U16": "uint16", "I8": "int8",
+    "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+"""Torch's dtypes by the names that safetensors uses; of F4 one element holds two."""
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -57,6 +64,9 @@ class Checkpoint:
         self.files: dict[str, Path] = {}
         """Tensor name -> the file that holds it."""
         self.tensors: dict[str, TensorInfo] = {}
+        self._begins: dict[str, int] = {}
+        """The byte of its file that a tensor begins at: to open files of many tensors again takes longer
+        than to read one."""
         index = self.directory / INDEX
         listed = read_index(index) if index.is_file() else {}
         shards = sorted(set(listed.values()))
@@ -66,9 +76,10 @@ class Checkpoint:
         """Files of weights beside those that the index names; nothing reads them."""
         lying: dict[str, str] = {}
         for shard, path in files.items():
-            for name, info in read_header(path).items():
+            for name, (info, begin) in read_places(path).items():
                 if name not in lying or listed.get(name) == shard:
                     lying[name], self.files[name], self.tensors[name] = shard, path, info
+                    self._begins[name] = begin
         if listed:
             self._refuse_other_index(listed, lying)
 
@@ -88,15 +99,32 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, on the CPU, in the dtype that the file has it in. Raises SourceError
-        for an unknown name.
+        for an unknown name, and for a file that was cut off meanwhile.
         """
-        from safetensors import safe_open
+        import torch
 
         if name not in self.files:
             raise SourceError(f"there is no tensor {name}", where=str(self.directory))
-        with safe_open(self.files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor
+        info = self.tensors[name]
+        data = torch.empty(info.size_bytes, dtype=torch.uint8)
+        self._read_into(name, data.numpy())
+        *rows, last = info.shape or (1,)
+        sizes = (*rows, last // 2) if info.dtype == "F4" else info.shape
+        return data.view(getattr(torch, TORCH_NAMES[info.dtype])).view(sizes)
+
+    def read_bytes(self, name: str) -> bytearray:
+        """Return the bytes of a tensor as they lie in the file, little-endian and row by row; without
+        torch. Raises SourceError for a file that was cut off meanwhile.
+        """
+        data = bytearray(self.tensors[name].size_bytes)
+        self._read_into(name, data)
+        return data
+
+    def _read_into(self, name: str, data: Any) -> None:
+        with open_file(self.files[name]) as file:
+            file.seek(self._begins[name])
+            if file.readinto(data) < len(data):  # type: ignore[attr-defined]
+                raise SourceError(f"{name} ends in the middle", where=str(self.files[name]), remedy=AGAIN)
 
     def read_finite(self, name: str) -> Tensor:
         """Return one tensor; raises SourceError if it holds NaN or Inf."""

@@ -28,6 +28,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """Return name -> dtype and shape of one safetensors file.
     Raises SourceError if the file is cut off or not safetensors.
     """
+    return {name: info for name, (info, _) in read_places(path).items()}
+
+
+def read_places(path: Path) -> dict[str, tuple[TensorInfo, int]]:
+    """Return name -> dtype and shape, and the byte of the file that its data begins at; raises as
+    `read_header`.
+    """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(8)
@@ -45,22 +52,24 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             why="It was cut off or overwritten",
             remedy=AGAIN,
         )
-    return tensors
+    return {name: (info, 8 + length + begin) for name, (info, begin) in tensors.items()}
 
 
-def _read(header: Any) -> tuple[dict[str, TensorInfo], int]:
-    """Return the tensors of a header and the bytes of their data, which they fill without holes."""
+def _read(header: Any) -> tuple[dict[str, tuple[TensorInfo, int]], int]:
+    """Return the tensors of a header with their beginnings, and the bytes of their data, which they
+    fill without holes.
+    """
     if not isinstance(header, dict):
         raise ValueError(f"{shown(header)} is not an object")
     texts_of(header.get(METADATA) or {})
     entries = {name: entry for name, entry in header.items() if name != METADATA}
-    tensors = {name: tensor_info(name, entry) for name, entry in entries.items()}
+    tensors = {name: (tensor_info(name, entry), _offsets(name, entry)[0]) for name, entry in entries.items()}
     at = 0
     for begin, end, name in sorted((*_offsets(name, entry), name) for name, entry in entries.items()):
         if begin != at:
             raise ValueError(f"{name} begins at byte {begin:,} of the data and not at {at:,}")
-        if end - begin != tensors[name].size_bytes:
-            size, info = tensors[name].size_bytes, tensors[name]
+        info = tensors[name][0]
+        if end - begin != (size := info.size_bytes):
             raise ValueError(f"{name} has {end - begin:,} bytes, and {info.dtype} {list(info.shape)} needs {size:,}")
         at = end
     return tensors, at

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import model_validator
 
-from optkit.common.out_of_resources import out_of_memory
 from optkit.model.linear_layers import Selection
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
@@ -83,21 +82,14 @@ class Fp8(EightBitQuantizer):
             )
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
-        if self.calibration is not None:
-            yield from self._calibrated_blocks(job, self.calibration)
-            return
-        for index in range(len(job.skeleton.blocks)):
-            yield BlockOutput(self.rounded_layers(job, tuple(job.modules(index))))
+        assert self.calibration is not None
+        return self._calibrated_blocks(job, self.calibration)
 
     @property
     def needs_no_text(self) -> bool:
         return self.calibration is None
 
     def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
-        layers: dict[str, Mapping[str, Tensor]] = {}
-        for name in names:
-            job.task.advance(0, note=name)
-            with out_of_memory(name, job.context.device, "Use a machine with more memory"):
-                weight = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device).float()
-                layers[name] = self._rounded(job, name, weight, None)
-        return layers
+        checkpoint, device = job.skeleton.checkpoint, job.context.device
+        weights = ((name, checkpoint.read_finite(job.weight(name)).to(device).float()) for name in names)
+        return {name: self._rounded(job, name, weight, None) for name, weight in weights}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from optkit.common.field_types import BatchSize
+from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.calibration_memory import Work, calibrated_work, hessian_bytes
@@ -51,6 +51,8 @@ class Mx(LayerQuantizer):
     for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
+    # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them.
+    rounds_modules: ClassVar[bool] = True
 
     type: Literal["nvfp4", "mxfp4"] = "nvfp4"
     """`nvfp4`: blocks of 16 with scales of 8 bits, 4.5 bits a weight. `mxfp4`: blocks of 32 with
@@ -97,8 +99,8 @@ class Mx(LayerQuantizer):
         if stacked := self._stacked(shape):
             left = with_stacked(shape, stacked)
             largest = max(info.elements // info.shape[0] for info in stacked.values())
-            work = Work(largest * 4 + WORK_BYTES[device.partition(":")[0]])
-            return work.cost(shape, left, device).model_copy(update={"kept_bytes": 0}), left
+            work = Work(largest * 4 + WORK_BYTES[device.partition(":")[0]], streamed=True)
+            return work.cost(shape, left, device), left
         return super().predict(shape, device)
 
     def _stacked(self, shape: ModelShape) -> Mapping[str, TensorInfo]:
@@ -138,24 +140,18 @@ class Mx(LayerQuantizer):
             + ("" if any(layer.inputs % BLOCKS["nvfp4"] for layer in layers) else ", or set type: nvfp4"),
         )
 
-    def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
-        if self.calibration is not None:
-            yield from self._calibrated_blocks(job, self.calibration)
-            return
-        for index in range(len(job.skeleton.blocks)):
-            yield BlockOutput(self._rounded_block(job, job.modules(index), {}))
-
     @property
     def needs_no_text(self) -> bool:
         return self.calibration is None
 
-    def _calibrated_blocks(self, job: QuantizationJob, text: Calibration) -> Iterator[BlockOutput]:
-        """Quantize block after block, each on what the quantized ones before it make of the text."""
+    def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
+        """Yield block after block, each quantized on what those before it make of the text."""
         from optkit.algorithms.microscaling import unpack
         from optkit.model.skeleton_layers import put_weight_
         from optkit.stages.quantizing.hessians import collect_hessians, read_text
 
-        device, skeleton = job.context.device, job.skeleton
+        assert self.calibration is not None
+        text, device, skeleton = self.calibration, job.context.device, job.skeleton
         tokens = read_text(skeleton, text, job.context, self.kind)
         job.calibrated_on = (text.identity(),)
         less = "Lower mx.batch_size, mx.calibration.samples or mx.calibration.sequence_length"
@@ -165,23 +161,15 @@ class Mx(LayerQuantizer):
             with skeleton.loaded(skeleton.blocks[index], device, less):
                 modules = job.modules(index)
                 hessians = collect_hessians(skeleton, index, inputs, modules, equal_tokens=True)
-                layers = self._rounded_block(job, modules, hessians)
+                layers: dict[str, Mapping[str, Tensor]] = {}
+                for names in grouped(modules, _parent).values():
+                    layers |= self._rounded_module(job, names, hessians)
                 del hessians  # before the block runs again
                 if index + 1 < len(skeleton.blocks):
                     for name, tensors in layers.items():
                         put_weight_(modules[name], unpack(tensors).dequantize())
                     skeleton.advance_(index, inputs)
             yield BlockOutput(layers)
-
-    def _rounded_block(
-        self, job: QuantizationJob, names: Iterable[str], hessians: Mapping[str, Hessian]
-    ) -> dict[str, Mapping[str, Tensor]]:
-        layers: dict[str, Mapping[str, Tensor]] = {}
-        # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them:
-        # those of one module share it.
-        for _, several in groupby(sorted(names, key=lambda name: name.rpartition(".")[::2]), key=_parent):
-            layers |= self._rounded_module(job, list(several), hessians)
-        return layers
 
     def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
         return self._rounded_module(job, names, {})
@@ -249,7 +237,7 @@ class Mx(LayerQuantizer):
             modules[_parent(name)] += layer.outputs * layer.inputs * (bits + 8) // 8
         work = max(modules.values()) + WORK_BYTES[device.partition(":")[0]]
         if self.calibration is None:
-            return Work(work)
+            return Work(work, streamed=True)
         work += FLOAT_BYTES * max(layer.outputs * layer.inputs for layer in layers.values())
         work += HESSIAN_COPIES * 4 * max(layer.inputs for layer in layers.values()) ** 2
         sums = hessian_bytes(shape, layers)

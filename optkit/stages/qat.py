@@ -249,7 +249,10 @@ class Qat(GptqFields, WeightQuantizer):
 
     def start_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield the codes to begin with, block by block."""
-        return self.gptq.calibrated_weights(job) if self.start == "gptq" else self.rtn.quantized_weights(job)
+        if self.start == "gptq":
+            return self.gptq.calibrated_weights(job)
+        blocks = range(len(job.skeleton.blocks))
+        return ({name: self.rtn.rounded(job, name) for name in job.modules(index)} for index in blocks)
 
     @cached_property
     def gptq(self) -> Gptq:

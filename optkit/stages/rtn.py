@@ -4,13 +4,11 @@ No calibration, seconds of work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from optkit.common.out_of_resources import out_of_memory
-from optkit.model.calibration_memory import Work, code_bytes
+from optkit.model.calibration_memory import Work
 from optkit.model.linear_layers import Layer
-from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
 from optkit.stages.quantizing.backend_field import OWN, Backed
@@ -42,27 +40,15 @@ class Rtn(Backed):
     backend: Literal["optkit", "llmcompressor", "torchao"] = "optkit"
     """Who does the work: optkit, or another library in an environment of its own (`optkit env`)."""
 
-    def quantized_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
-        for index in range(len(job.skeleton.blocks)):
-            quantized = {}
-            for name in job.modules(index):
-                job.task.advance(0, note=name)
-                with out_of_memory(name, job.context.device, "Use a machine with more memory"):
-                    quantized[name] = self._round(job, name)
-            yield quantized
-
-    def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
-        return self.rounded_layers(job, (HEAD,))[HEAD]
-
     @property
     def needs_no_text(self) -> bool:
         return self.backend == OWN
 
     def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
-        with out_of_memory(names[0], job.context.device, "Use a machine with more memory"):
-            return self._packed(job, {name: self._round(job, name) for name in names})
+        return self._packed(job, {name: self.rounded(job, name) for name in names})
 
-    def _round(self, job: QuantizationJob, name: str) -> QuantizedWeight:
+    def rounded(self, job: QuantizationJob, name: str) -> QuantizedWeight:
+        """Return the weight of a layer on its grid; raises SourceError for weights that are NaN or Inf."""
         from optkit.algorithms.grid import minmax_scales, round_to_nearest
         from optkit.algorithms.scale_search import search_scales
 
@@ -74,4 +60,4 @@ class Rtn(Backed):
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         largest = max(layer.outputs * layer.inputs for layer in layers.values())
-        return Work(code_bytes(shape, layers) + WORK_BYTES * largest)
+        return Work(WORK_BYTES * largest, streamed=True)

@@ -15,7 +15,6 @@ from optkit.model.kv_scales import KEYS, VALUES, attention_layers
 from optkit.model.linear_layers import layers_of
 from optkit.model.schemes import PLAIN, scheme_of_layers
 from optkit.model.shape import TensorInfo
-from optkit.verification.stored import TensorBytes
 
 OUTSIDE = ("lm_head",)
 """Linear layers outside the decoder blocks."""
@@ -42,14 +41,13 @@ def linear_layers(checkpoint: Checkpoint) -> dict[str, dict[str, TensorInfo]]:
 def problems_of_layers(checkpoint: Checkpoint) -> list[str]:
     """Return a sentence per disagreement; raises ValueError for a format of unknown layout."""
     scheme_of = scheme_of_layers(checkpoint.quantization)
-    stored = TensorBytes(checkpoint)
     problems: list[str] = []
     packed = 0
     for name, leaves in linear_layers(checkpoint).items():
         label, layout, words = scheme_of(name, checkpoint.shape.block(f"{name}.weight") is not None)
         packed += layout is not PLAIN[1]
         try:
-            expected = layout(words, LayerTensors(leaves, partial(_read_leaf, stored, name)))
+            expected = layout(words, LayerTensors(leaves, partial(_read_leaf, checkpoint, name)))
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             said = f"config.json has no {error}" if isinstance(error, KeyError) else str(error)
             problems.append(f"{name} cannot be {label}: {said}")
@@ -80,8 +78,8 @@ def _problems_of_cache(checkpoint: Checkpoint, scheme: Mapping[str, Any] | None)
     ]
 
 
-def _read_leaf(stored: TensorBytes, layer: str, leaf: str) -> bytes:
-    return stored.read(f"{layer}.{leaf}")
+def _read_leaf(checkpoint: Checkpoint, layer: str, leaf: str) -> bytes:
+    return bytes(checkpoint.read_bytes(f"{layer}.{leaf}"))
 
 
 def _compare(leaves: Mapping[str, TensorInfo], expected: Mapping[str, Leaf], label: str) -> Iterator[str]:

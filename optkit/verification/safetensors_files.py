@@ -16,7 +16,6 @@ from optkit.model.shape import TensorInfo, place_in_list
 from optkit.model.task import Task, task_of
 from optkit.verification.layers import linear_layers, problems_of_layers
 from optkit.verification.model_files import Check, ModelFiles, Weights, check_of
-from optkit.verification.stored import TensorBytes
 
 HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "proj_out.weight")
 """How the name of the output layer ends."""
@@ -121,8 +120,7 @@ def _problems_of_ties(checkpoint: Checkpoint) -> list[str]:
     if tied is False and head is None and not packed_head:
         return [f"tie_word_embeddings is false, and there is no {HEADS[0]}"]
     if tied and head and checkpoint.tensors[head] == checkpoint.tensors[embedding]:
-        stored = TensorBytes(checkpoint)
-        same = stored.read(head) == stored.read(embedding)
+        same = checkpoint.read_bytes(head) == checkpoint.read_bytes(embedding)
         return [] if same else [f"tie_word_embeddings is true, and {head} differs from {embedding}"]
     if tied and head:
         return [f"tie_word_embeddings is true, and {head} has another shape or dtype than {embedding}"]

@@ -160,11 +160,13 @@ def stored_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]
     kept = {name: each for name, each in model.state_dict().items() if name not in model.all_tied_weights_keys}
     template = {name: tuple(each.shape) for name, each in revert_weight_conversion(model, kept).items()}
     last = re.compile(rf"((?:.*\.)?layers\.){TEMPLATE - 1}(\..*)")
+    placed = []
     for name, shape in template.items():
         found = last.fullmatch(name) if "visual" not in name else None
-        for index in range(TEMPLATE - 1, text["num_hidden_layers"]) if found else (None,):
-            place = f"{found[1]}{index}{found[2]}" if found else name
-            yield from _packed(place, shape, str((config.get("quantization_config") or {}).get("quant_method")))
+        indices = range(TEMPLATE - 1, text["num_hidden_layers"]) if found else (0,)
+        placed += [(index, f"{found[1]}{index}{found[2]}" if found else name, shape) for index in indices]
+    for _, place, shape in sorted(placed, key=lambda each: each[0]):
+        yield from _packed(place, shape, str((config.get("quantization_config") or {}).get("quant_method")))
 
 
 def _packed(name: str, shape: tuple[int, ...], method: str) -> Iterator[tuple[str, TensorInfo]]:

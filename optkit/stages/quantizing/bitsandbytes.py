@@ -5,10 +5,9 @@ That is the work on a layer, what is refused, and what vLLM needs.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from optkit.common.out_of_resources import out_of_memory
 from optkit.model.calibration_memory import Work
 from optkit.model.linear_layers import Layer, Selection
 from optkit.model.shape import ModelShape
@@ -16,7 +15,7 @@ from optkit.model.task import WEIGHTS_ALONE, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.source.quiet import only_errors_of
 from optkit.stages.quantizing.fitting import EXPERTS, refuse_layers
-from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
+from optkit.stages.quantizing.streaming import LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,10 +48,6 @@ class BitsAndBytesQuantizer(LayerQuantizer):
             "pip install vllm-bnb-plugin"
         ]
 
-    def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
-        for index in range(len(job.skeleton.blocks)):
-            yield BlockOutput(self.rounded_layers(job, tuple(job.modules(index))))
-
     @property
     def needs_no_text(self) -> bool:
         return True
@@ -61,12 +56,10 @@ class BitsAndBytesQuantizer(LayerQuantizer):
         only_errors_of("bitsandbytes")
         layers = {}
         for name in names:
-            job.task.advance(0, note=name)
-            with out_of_memory(name, job.context.device, "Use a machine with more memory"):
-                stored = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device)
-                weight = stored.T.contiguous() if job.selection.layers[name].transposed else stored
-                layers[name] = self.quantized_tensors(name, weight)
+            stored = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device)
+            weight = stored.T.contiguous() if job.selection.layers[name].transposed else stored
+            layers[name] = self.quantized_tensors(name, weight)
         return layers
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
-        return Work(self.bytes_a_weight * max(layer.outputs * layer.inputs for layer in layers.values()))
+        return Work(self.bytes_a_weight * max(layer.outputs * layer.inputs for layer in layers.values()), streamed=True)

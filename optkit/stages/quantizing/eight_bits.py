@@ -231,9 +231,10 @@ class EightBitQuantizer(LayerQuantizer):
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         largest = max(layer.outputs * layer.inputs for layer in layers.values())
-        work = code_bytes(shape, layers) + FLOAT_COPIES[device.partition(":")[0]] * largest * DTYPE_BITS["F32"] // 8
+        work = FLOAT_COPIES[device.partition(":")[0]] * largest * DTYPE_BITS["F32"] // 8
         if self.calibration is None:
-            return Work(work)
+            return Work(work, streamed=True)
+        work += code_bytes(shape, layers)
         compensating = hessians = matrix = 0
         if self.rounding == "gptq":
             matrix = 4 * max(layer.inputs for layer in layers.values()) ** 2

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -15,6 +16,7 @@ from pydantic import Field, model_validator
 
 from optkit.common.field_types import AtLeastOne, Distinct, Name
 from optkit.common.grouping import grouped
+from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.calibration_memory import Work
 from optkit.model.checkpoint import Checkpoint
@@ -119,6 +121,8 @@ class LayerQuantizer(Transform):
 
     produces: ClassVar[Format] = Format.QUANTIZED
     version: ClassVar[int] = 2
+    rounds_modules: ClassVar[bool] = False
+    """`rounded_layers` needs all layers of a module at once; else it is given one."""
 
     include: AtLeastOne[Name] = ("*",)
     """Layers to quantize, as glob patterns on full names such as `model.layers.0.mlp.up_proj`.
@@ -143,7 +147,9 @@ class LayerQuantizer(Transform):
 
     @property
     def needs_no_text(self) -> bool:
-        """Whether each layer is rounded by itself, as `rounded_layers` does."""
+        """Whether each layer is rounded by itself, by `rounded_layers` in place of `quantized_blocks`:
+        of any model no more is in memory then than a shard and a layer.
+        """
         return False
 
     @abstractmethod
@@ -161,12 +167,12 @@ class LayerQuantizer(Transform):
         """Return what whoever deploys the model must know of its form, one sentence each."""
         return []
 
-    @abstractmethod
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         """Yield what is left of each decoder block, in order.
 
         Raises StageError for weights or inputs that it cannot round, ResourceError without memory.
         """
+        raise NotImplementedError
 
     def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the tensors of layers of one module, which are rounded by themselves, by their last
@@ -242,7 +248,9 @@ class LayerQuantizer(Transform):
             size = skeleton.checkpoint.shape.size_bytes
             kept = KeptBlocks(context.workspace, context.device, context.progress, self.kind, size)
             job = QuantizationJob(skeleton, Path(source), selection, formats, context, task, kept)
-            self._write(job, target)
+            with CheckpointWriter(target) as writer:
+                for name, tensor in self._written(job):
+                    writer.add(name, tensor)
         copy_companions(source, target, context.trust_remote_code)
         self.write_model_config(job, target)
         job.details |= recount(Checkpoint(target), skeleton.checkpoint, selection, formats)
@@ -262,19 +270,20 @@ class LayerQuantizer(Transform):
         selection = self.select_layers(layers_of(shape), outside_of(shape))
         formats = self.layer_formats(selection)
         tensors: dict[str, TensorInfo] = {}
+
+        def pack(module: str, dtype: str) -> None:
+            layer = selection.layers[module]
+            stored = formats[module].tensors(dtype, layer.outputs, layer.inputs)
+            tensors.update({f"{module}.{leaf}": part for leaf, part in stored.items()})
+
         for name, info in shape.tensors.items():
             module = name.removesuffix(".weight")
             if module in formats and name.endswith(".weight"):
-                layer = selection.layers[module]
-                stored = formats[module].tensors(info.dtype, layer.outputs, layer.inputs)
-                tensors |= {f"{module}.{leaf}": part for leaf, part in stored.items()}
+                pack(module, info.dtype)
             else:
                 tensors[name] = info
         if HEAD in formats and f"{HEAD}.weight" not in shape.tensors:
-            head, dtype = selection.layers[HEAD], shape.tensors[tied_embedding(shape)].dtype
-            tensors |= {
-                f"{HEAD}.{leaf}": part for leaf, part in formats[HEAD].tensors(dtype, head.outputs, head.inputs).items()
-            }
+            pack(HEAD, shape.tensors[tied_embedding(shape)].dtype)
         config = self.written_config(shape.config, selection, formats)
         left = ModelShape(config=config, tensors=tensors)
         return self.working_memory(shape, selection.layers, device).cost(shape, left, device), left
@@ -300,32 +309,39 @@ class LayerQuantizer(Transform):
             self.written_config(job.skeleton.checkpoint.config, Selection(job.selection.layers, skipped), formats),
         )
 
-    def _write(self, job: QuantizationJob, target: Path) -> None:
-        checkpoint, blocks = job.skeleton.checkpoint, job.skeleton.blocks
-        with CheckpointWriter(target) as writer:
-            towers = [name for name, layer in job.selection.layers.items() if layer.tower]
-            packed = {f"{name}.weight" for name in (*towers, *filter(None, (job.head,)))}
-            for name in job.skeleton.outside_tensors:
-                if name not in packed:
-                    writer.add(name, checkpoint.read_finite(name))
-            for names in grouped(towers, lambda name: name.rpartition(".")[0]).values():
-                for name, tensors in self.rounded_layers(job, names).items():
-                    for leaf, tensor in tensors.items():
-                        writer.add(f"{name}.{leaf}", tensor)
-            produced = (output.flat() for output in self.quantized_blocks(job))
-            for block, tensors in zip(blocks, job.kept.each(produced), strict=True):
-                output = BlockOutput.of(tensors)
-                replaced = dict(output.replaced)
-                for name in job.skeleton.block_tensors(block):
-                    module = name.removesuffix(".weight")
-                    if module in output.layers and name.endswith(".weight"):
-                        for leaf, tensor in output.layers[module].items():
-                            writer.add(f"{module}.{leaf}", tensor)
-                    else:
-                        writer.add(name, replaced.pop(name) if name in replaced else checkpoint.read_finite(name))
-                for name, tensor in replaced.items():
-                    writer.add(name, tensor)
-                job.task.advance(note=block.name)
-            if job.head:
-                for leaf, tensor in self.quantized_head(job).items():
-                    writer.add(f"{HEAD}.{leaf}", tensor)
+    def _written(self, job: QuantizationJob) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors that are left, in the order in which they are written."""
+        blocks, made = job.skeleton.blocks, BlockOutput({})
+        towers = [name for name, layer in job.selection.layers.items() if layer.tower]
+        packed = {f"{name}.weight" for name in (*towers, *filter(None, (job.head,)))}
+        outside = [name for name in job.skeleton.outside_tensors if name not in packed]
+        yield from self._replaced(job, (*outside, *(f"{name}.weight" for name in towers)), towers, made)
+        outputs: Iterable[BlockOutput] = repeat(made, len(blocks))
+        if not self.needs_no_text:
+            outputs = map(BlockOutput.of, job.kept.each(each.flat() for each in self.quantized_blocks(job)))
+        for index, (block, output) in enumerate(zip(blocks, outputs, strict=True)):
+            layers = output.layers or job.modules(index)
+            yield from self._replaced(job, job.skeleton.block_tensors(block), layers, output)
+            job.task.advance(note=block.name)
+        if job.head:
+            made = made if self.needs_no_text else BlockOutput({HEAD: self.quantized_head(job)})
+            yield from self._replaced(job, (f"{HEAD}.weight",), (HEAD,), made)
+
+    def _replaced(
+        self, job: QuantizationJob, tensors: Iterable[str], layers: Collection[str], output: BlockOutput
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors, and in place of the weights of layers what was made of them, or is made now."""
+        modules = grouped(layers, lambda name: name.rpartition(".")[0] if self.rounds_modules else name)
+        together = {name: names for names in modules.values() for name in names}
+        rounded, replaced = {**output.layers}, {**output.replaced}
+        for name in tensors:
+            layer = name.removesuffix(".weight")
+            if layer == name or layer not in together:
+                yield name, replaced.pop(name) if name in replaced else job.skeleton.checkpoint.read_finite(name)
+                continue
+            if layer not in rounded:
+                job.task.advance(0, note=layer)
+                with out_of_memory(layer, job.context.device, "Use a machine with more memory"):
+                    rounded |= self.rounded_layers(job, together[layer])
+            yield from ((f"{layer}.{leaf}", tensor) for leaf, tensor in rounded.pop(layer).items())
+        yield from replaced.items()
