@@ -231,7 +231,7 @@ def test_running_out_of_memory_names_the_layer(halved: Halved, tmp_path: Path, m
 
     monkeypatch.setattr(microscaling, "quantize_nvfp4", full)
     with pytest.raises(
-        ResourceError, match="model.layers.0.mlp.down_proj: the main memory is full. Use a machine with more memory."
+        ResourceError, match="model.layers.0.mlp.gate_proj: the main memory is full. Use a machine with more memory."
     ):
         quantize(halved("llama"), tmp_path / "packed")
 
@@ -299,7 +299,7 @@ def test_a_hessian_that_is_none_is_an_error_of_its_layer(
     with pytest.raises(StageError) as refused:
         quantize(halved("llama"), tmp_path / "packed", rounding="gptq", calibration=text)
     assert str(refused.value) == (
-        "model.layers.0.mlp.down_proj: the Hessian is not positive definite, even with damping 10.0. "
+        "model.layers.0.self_attn.q_proj: the Hessian is not positive definite, even with damping 10.0. "
         "Set mx.rounding to nearest, or calibrate on more text."
     )
 
