@@ -4,7 +4,8 @@ the kernels' references in torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from optkit.algorithms.eight_bit import INT8, amax_scales, quantize
 from optkit.errors import StageError
+from optkit.kernels import float8_linear
 from optkit.kernels.cuda.decoding import GraphDecoder
 from optkit.kernels.int8_linear import Int8Linear
+from optkit.session import open_session
+from optkit.settings.cuda_graphs import CudaGraphs
+from optkit.stage import Context
+from optkit.stages.fp8 import Fp8
 from tests.support.eager_kernels import run_on_cpu
 
 SIZES: dict[str, Any] = {
@@ -166,6 +172,22 @@ def test_layers_of_8_bits_are_stacked_and_round_their_inputs() -> None:
     assert float((ours - reference).norm() / reference.norm()) < 2e-2  # a code rounds the other way now and then
     attention = model.model.layers[0].self_attn
     assert attention.q_proj.codes.untyped_storage().data_ptr() == attention.v_proj.codes.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_session_decodes_by_the_graph(
+    packed: bool, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaGraphs, "applies", lambda self, device: True)
+    monkeypatch.setattr(float8_linear, "_why_unavailable", lambda device: None)
+    directory = tiny_model("llama")
+    if packed:
+        Fp8().run(directory, tmp_path, Context())
+        directory = tmp_path
+    tokens, sessions = torch.randint(5, 90, (3, 12)), [open_session(directory, each) for each in ([], [CudaGraphs()])]
+    plain, graph = (session.generate(tokens, 8) for session in sessions)  # type: ignore[union-attr]
+    assert sessions[1].decodes_itself  # type: ignore[union-attr]
+    assert graph.equal(plain)
 
 
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

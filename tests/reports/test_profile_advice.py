@@ -28,8 +28,7 @@ def phase(known: Circumstances, name: str = "decode", idle: float = 0.0, **share
     [
         (
             phase(GPU, idle=0.6, matmul=0.4),
-            "The GPU waits for launches 60% of the time, between 10 kernels a step: try `- cuda_graphs` "
-            "(Llama's family) or `- ",
+            "The GPU waits for launches 60% of the time, between 10 kernels a step: try `- cuda_graphs` or `- ",
         ),
         (
             phase(GPU, "prefill", idle=0.6, matmul=0.4),

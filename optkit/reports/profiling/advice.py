@@ -72,8 +72,7 @@ def _waiting(phase: Phase, known: Circumstances) -> str:
         return f"{what}: try a larger batch or longer prompts; prompts are never compiled."
     if known.compiled in (None, "default"):
         return (
-            f"{what}: try `- cuda_graphs` (Llama's family) or `- compile: {{mode: reduce-overhead}}`, "
-            "which make one CUDA graph of them."
+            f"{what}: try `- cuda_graphs` or `- compile: {{mode: reduce-overhead}}`, which make one CUDA graph of them."
         )
     return f"{what}, although the step is compiled ({known.compiled}): try a larger batch."
 
