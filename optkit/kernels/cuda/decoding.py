@@ -1,4 +1,4 @@
-"""The decode step of a model of the Llama family as one CUDA graph of few kernels.
+"""The decode step of a decoder of norms, attention and MLPs as one CUDA graph of few kernels.
 
 Five kernels a layer: the norm goes with the product behind it, as do the gate and the addition to
 the residual stream; q, k and v are one product, and so are gate and up. Tokens never leave the GPU
@@ -122,7 +122,7 @@ class GraphDecoder:
         capacity = min(-(-length // CAPACITY_STEP) * CAPACITY_STEP, int(self.model.config.max_position_embeddings))
         if lent is None or (lent.batch, lent.capacity) != (batch, capacity):
             lent = None
-            with torch.cuda.device(self.embedding.device):
+            with torch.cuda.device(self.embedding.device), torch.no_grad():
                 lent = Steps(self, batch, capacity)
         lent.length = length
         try:
