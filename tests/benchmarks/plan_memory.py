@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.plan_memory SHAPE STAGE... [--blocks N] [--device cuda] [--samples 16] [--length 256]
 
-SHAPE is one of tests/support/shapes.py, with random weights; STAGE is an entry of a recipe in which
+SHAPE is one of tests/support/shapes.py, with random weights, or zeros that take no room on the disk
+(--holes, for stages without a text); STAGE is an entry of a recipe in which
 TEXT stands for a calibration on random letters. Each stage begins with that model, and each step of
 it prints one line of JSON. Of main memory it is the resident set, less what it was before the step:
 a tiny model has run through the same stage before, so that imports are no part of it. Of a GPU it is
@@ -28,12 +29,13 @@ import psutil
 from optkit.devices.peak_memory import watched_peak
 from optkit.errors import OptkitError
 from optkit.execute import run_step
+from optkit.model.checkpoint import Checkpoint
 from optkit.model.memory import return_freed_memory
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context
 from optkit.store.store import Store
-from tests.support.shapes import write_random
+from tests.support.shapes import write_holes, write_random
 from tests.support.tiny_models import save_tiny_model
 
 
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--holes", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
@@ -83,8 +86,13 @@ def main() -> None:
         text.write_text("".join(letters), encoding="utf-8")
         calibration = f"{{dataset: {text}, samples: {asked.samples}, sequence_length: {asked.length}}}"
         started = time.perf_counter()
-        source = write_random(asked.shape, place / asked.shape, asked.blocks, asked.device)
-        print(json.dumps({"made": asked.shape, "seconds": round(time.perf_counter() - started, 1)}), flush=True)
+        source = place / asked.shape
+        if asked.holes:
+            write_holes(asked.shape, source, asked.blocks)
+        else:
+            write_random(asked.shape, source, asked.blocks, asked.device)
+        made = {"made": asked.shape, "blocks": asked.blocks, "bytes": Checkpoint(source).shape.size_bytes}
+        print(json.dumps({**made, "seconds": round(time.perf_counter() - started, 1)}), flush=True)
         tiny = save_tiny_model("llama", place / "tiny")
         few = f"{{dataset: {text}, samples: 4, sequence_length: 64}}"
         for number, stage in enumerate(asked.stages):
