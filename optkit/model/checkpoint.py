@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -24,6 +26,10 @@ SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 """What shards are called, those that the index names and those that it lacks."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAPPED_BYTES = 1 << 20
+"""Smaller tensors are read: a process may have some 65,000 mappings. Larger ones are mapped, as memory
+that comes and goes in such pieces is lost between what stays.
+"""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TORCH_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -106,25 +112,32 @@ class Checkpoint:
         if name not in self.files:
             raise SourceError(f"there is no tensor {name}", where=str(self.directory))
         info = self.tensors[name]
-        data = torch.empty(info.size_bytes, dtype=torch.uint8)
-        self._read_into(name, data.numpy())
         *rows, last = info.shape or (1,)
         sizes = (*rows, last // 2) if info.dtype == "F4" else info.shape
-        return data.view(getattr(torch, TORCH_NAMES[info.dtype])).view(sizes)
+        dtype = getattr(torch, TORCH_NAMES[info.dtype])
+        if not info.size_bytes:
+            return torch.empty(sizes, dtype=dtype)
+        data, at = self._data(name)
+        return torch.frombuffer(data, dtype=torch.uint8, count=info.size_bytes, offset=at).view(dtype).view(sizes)
 
-    def read_bytes(self, name: str) -> bytearray:
+    def read_bytes(self, name: str) -> bytes:
         """Return the bytes of a tensor as they lie in the file, little-endian and row by row; without
         torch. Raises SourceError for a file that was cut off meanwhile.
         """
-        data = bytearray(self.tensors[name].size_bytes)
-        self._read_into(name, data)
-        return data
+        data, at = self._data(name)
+        return bytes(memoryview(data)[at:])
 
-    def _read_into(self, name: str, data: Any) -> None:
+    def _data(self, name: str) -> tuple[bytearray | mmap.mmap, int]:
+        """Return what ends with the bytes of a tensor, and where these begin; a copy of its own if changed."""
+        begin, size = self._begins[name], self.tensors[name].size_bytes
         with open_file(self.files[name]) as file:
-            file.seek(self._begins[name])
-            if file.readinto(data) < len(data):  # type: ignore[attr-defined]
+            if os.fstat(file.fileno()).st_size < begin + size:
                 raise SourceError(f"{name} ends in the middle", where=str(self.files[name]), remedy=AGAIN)
+            if size < MAPPED_BYTES:
+                file.seek(begin)
+                return bytearray(file.read(size)), 0
+            at = begin % mmap.ALLOCATIONGRANULARITY
+            return mmap.mmap(file.fileno(), at + size, access=mmap.ACCESS_COPY, offset=begin - at), at
 
     def read_finite(self, name: str) -> Tensor:
         """Return one tensor; raises SourceError if it holds NaN or Inf."""

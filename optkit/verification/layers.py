@@ -79,7 +79,7 @@ def _problems_of_cache(checkpoint: Checkpoint, scheme: Mapping[str, Any] | None)
 
 
 def _read_leaf(checkpoint: Checkpoint, layer: str, leaf: str) -> bytes:
-    return bytes(checkpoint.read_bytes(f"{layer}.{leaf}"))
+    return checkpoint.read_bytes(f"{layer}.{leaf}")
 
 
 def _compare(leaves: Mapping[str, TensorInfo], expected: Mapping[str, Leaf], label: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optkit.errors import SourceError
-from optkit.model.checkpoint import INDEX, Checkpoint, all_finite
+from optkit.model.checkpoint import INDEX, TORCH_NAMES, Checkpoint, all_finite
 
 
 @pytest.fixture
@@ -30,6 +30,37 @@ def test_reads_what_safetensors_reads(model: Path) -> None:
         assert checkpoint.tensors[name].shape == tuple(tensor.shape)
         assert checkpoint.tensors[name].size_bytes == tensor.nbytes
         assert torch.equal(checkpoint.read_finite(name), tensor)
+
+
+def test_reads_every_dtype_empty_and_large_ones_too(model: Path) -> None:
+    torch.manual_seed(0)
+    dtypes = [getattr(torch, name) for kind, name in TORCH_NAMES.items() if kind not in ("F4", "F8_E8M0", "BOOL")]
+    made = {str(dtype): (torch.randn(7, 5) * 9).abs().to(dtype) for dtype in dtypes}
+    made |= {
+        "one": torch.tensor(3.0),
+        "none": torch.empty(0, 4),
+        "large": torch.randn(513, 1024),
+        "bool": torch.eye(3) > 0,
+    }
+    rewrite(model, **made)
+    checkpoint = Checkpoint(model)
+    for name, tensor in made.items():
+        read = checkpoint.read(name)
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else read == tensor
+        assert checkpoint.read_bytes(name) == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    checkpoint.read("large").zero_()
+    assert torch.equal(checkpoint.read("large"), made["large"])
+
+
+def test_a_file_that_is_cut_off_later(model: Path) -> None:
+    checkpoint, file = Checkpoint(model), model / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 1)
+    last = max(checkpoint.tensors, key=lambda name: checkpoint._begins[name])
+    with pytest.raises(SourceError) as error:
+        checkpoint.read(last)
+    assert str(error.value) == f"{file}: {last} ends in the middle. Copy or download it again."
 
 
 def test_sizes_of_blocks_and_of_what_is_outside(model: Path) -> None:
