@@ -127,6 +127,12 @@ class Checkpoint:
         data, at = self._data(name)
         return bytes(memoryview(data)[at:])
 
+    def part_(self, name: str, stored: str, index: int) -> None:
+        """Give one of the tensors that are stacked in a stored one a name of its own."""
+        whole = self.tensors[stored]
+        self.tensors[name] = part = TensorInfo(whole.dtype, whole.shape[1:])
+        self.files[name], self._begins[name] = self.files[stored], self._begins[stored] + index * part.size_bytes
+
     def _data(self, name: str) -> tuple[bytearray | mmap.mmap, int]:
         """Return what ends with the bytes of a tensor, and where these begin; a copy of its own if changed."""
         begin, size = self._begins[name], self.tensors[name].size_bytes

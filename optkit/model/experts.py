@@ -10,17 +10,21 @@ itself fuses from (`transformers.conversion_mapping`); the arithmetic is that of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 
 Gate = Callable[[Tensor], Tensor]
+APART = re.compile(r"\.experts\.\d+\.")
 FUSED_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -82,6 +86,16 @@ class _Leaves:
 
     inputs: tuple[str, ...]
     down: str
+
+
+def put_apart_(model: PreTrainedModel, stored: Iterable[str]) -> None:
+    """Put in the place of joined experts what transformers has in a packed model, if they lie one by one."""
+    if not any(APART.search(name) for name in stored):
+        return
+    for name, module in list(model.named_modules()):
+        if found := MODULES_TO_PATCH_FOR_QUANTIZATION.get(type(module).__name__):
+            with torch.device("meta"):
+                model.set_submodule(name, found["module_name"](model.config.get_text_config()).to(model.dtype))
 
 
 def unfuse_experts_(model: nn.Module, stored: Container[str] = ()) -> dict[str, str]:

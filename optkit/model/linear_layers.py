@@ -89,6 +89,7 @@ def matrices_of(shape: ModelShape) -> dict[str, Layer]:
     """Return everything that looks like a linear layer: matrices that no name calls an embedding."""
     transposed = shape.config.get("model_type") in CONV1D_MODELS
     routers, reads, tower_reads = routers_of(shape), reads_of(shape.config), _tower_reads(shape.config)
+    apart = {Read.REPLACED} if any(".experts.0." in name for name in shape.tensors) else frozenset[Read]()
     layers = {}
     for tensor, info in shape.tensors.items():
         name, _, leaf = tensor.rpartition(".")
@@ -96,7 +97,7 @@ def matrices_of(shape: ModelShape) -> dict[str, Layer]:
         if leaf == "weight" and len(info.shape) == 2 and not looked_up:
             outputs, inputs = reversed(info.shape) if transposed else info.shape
             tower = place_in_list(tensor) is not None and not shape.block(tensor) and shape.in_tower(tensor)
-            read = (tower_reads if tower else reads)(name)
+            read = (tower_reads if tower else reads)(name) - apart
             layers[name] = Layer(name, outputs, inputs, transposed, name in routers, read, tower)
     return layers
 

@@ -30,7 +30,7 @@ from optkit.model.attention_choice import attention_options
 from optkit.model.blocks import Block, BlockInputs, Call, find_chains
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.entering import entering
-from optkit.model.experts import unfuse_experts_
+from optkit.model.experts import put_apart_, unfuse_experts_
 from optkit.model.head import given_to_head
 from optkit.model.memory import return_freed_memory
 from optkit.model.names import compute_missing_, match_tensors, planned_dtypes, stored_parameters
@@ -335,6 +335,7 @@ def empty_model(
         ) from error
     if POOLER in dict(model.named_children()) and not any(f"{POOLER}." in name for name in checkpoint.tensors):
         model.pooler = None  # features are asked for, which stand in front of it
+    put_apart_(model, checkpoint.tensors)
     silence_fallbacks_(checkpoint.config)
     return model.requires_grad_(False).eval()
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from optkit.errors import StageError
-from optkit.model.linear_layers import Layer, Selection
+from optkit.model.apart import CheckpointApart, parts_of, with_experts_apart
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.linear_layers import Layer, Selection, layers_of
 from optkit.model.output_layer import HEAD
 from optkit.model.read_weights import Read
-from optkit.model.shape import TensorInfo
+from optkit.model.shape import ModelShape, TensorInfo
 
 COMPRESSED_TENSORS = "compressed-tensors"
 BITSANDBYTES = "bitsandbytes"
@@ -64,11 +67,28 @@ class WholeModelFormat(LayerFormat, Protocol):
 
 REMEDIES: Mapping[str, str] = {
     Read.CLASS: "Use the stage fp8",
-    Read.REPLACED: "Take a stage that packs nothing, such as prune or cast",
+    Read.REPLACED: "Take rtn, gptq, awq or fp8, which take its experts apart",
 }
 """What to do if no layer of a model can be packed, and fp8, int8 and nf4 are no way out."""
 WHOLE_REASONS = (Read.REPLACED, Read.SHARED)
 """Why layers cannot be packed whatever reads their weight."""
+
+
+def apart(shape: ModelShape, form: Callable[[Layer], LayerFormat]) -> ModelShape:
+    """Return a model's shape as the method reads it that packs its layers: with experts one by one."""
+    return with_experts_apart(shape) if _is_opened_apart(shape, form) else shape
+
+
+def read_apart(directory: Path, form: Callable[[Layer], LayerFormat]) -> Checkpoint:
+    """Return a model directory whose shape is that of `apart`."""
+    checkpoint = Checkpoint(directory)
+    return CheckpointApart(directory) if _is_opened_apart(checkpoint.shape, form) else checkpoint
+
+
+def _is_opened_apart(shape: ModelShape, form: Callable[[Layer], LayerFormat]) -> bool:
+    """Say whether transformers puts experts one by one in the place of joined ones."""
+    methods = {form(layer).method for layer in layers_of(shape).values()}
+    return methods <= {COMPRESSED_TENSORS, BITSANDBYTES} and bool(parts_of(shape))
 
 
 def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: str) -> Selection:

@@ -80,12 +80,3 @@ def test_inputs_of_four_dimensions_keep_a_layer_of_latent_attention_out_of_int8(
     assert {name.rpartition(".")[2] for name, why in report.skipped.items() if why == Read.FOUR} == {"kv_b_proj"}
     found, wanted = open_session(target).logits(ZOO_TOKENS), plain_logits(target)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
-
-
-def test_experts_that_transformers_replaces_in_a_packed_model_are_a_reason_to_refuse(tmp_path: Path) -> None:
-    shape = Checkpoint(save_model("llama4_text", tmp_path / "model")).shape
-    for stage in (Rtn(group_size=16), Fp8()):
-        with pytest.raises(
-            StageError, match=rf"^{stage.kind}: none of .* its experts as soon .* such as prune or cast"
-        ):
-            stage.predict(shape, "cpu")

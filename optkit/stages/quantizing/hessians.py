@@ -111,16 +111,22 @@ def watch_inputs(
     experts that see all tokens. A run ends once every layer was called.
     """
     sums: dict[str, S] = {}
-    with seeing_all(experts_in(skeleton.blocks[index].module) if skeleton.experts_see_all else ()):
+    experts = experts_in(skeleton.blocks[index].module)
+    with seeing_all(experts if skeleton.experts_see_all else ()):
         for batch in inputs.batches if layers else ():
             run = partial(skeleton.run_block, index, inputs.hidden[batch.rows], batch.calls[index])
-            _watch_run(run, layers, sums, start)
+            _watch_run(run, layers, sums, start, others_are_zero=not experts)
     return sums
 
 
 def _watch_run(
-    run: Callable[[], Any], layers: Mapping[str, nn.Module], sums: dict[str, S], start: Callable[[Tensor], S]
+    run: Callable[[], Any],
+    layers: Mapping[str, nn.Module],
+    sums: dict[str, S],
+    start: Callable[[Tensor], S],
+    others_are_zero: bool,
 ) -> None:
+    """Run a block once. `others_are_zero`: each of its experts is given the tokens of others as zeros."""
     seen: set[str] = set()
     latest: dict[str, tuple[Tensor, S]] = {}
 
@@ -136,7 +142,7 @@ def _watch_run(
             else:
                 if name not in sums:
                     sums[name] = start(inputs)
-                sums[name].add(inputs)
+                sums[name].add(inputs[inputs.any(-1)] if alike and others_are_zero else inputs)
             latest[""] = latest[alike] = (inputs, sums[name])
             seen.add(name)
             if len(seen) == len(layers):

@@ -25,7 +25,7 @@ from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import HEAD, outside_of, tied_embedding, with_own_head
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.writer import CheckpointWriter, copy_companions, write_config
-from optkit.packed_tensors.base import LayerFormat, packable, quantization_config
+from optkit.packed_tensors.base import LayerFormat, apart, packable, quantization_config, read_apart
 from optkit.progress import Task
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.quantizing.recounting import recount
@@ -241,7 +241,7 @@ class LayerQuantizer(Transform):
         from optkit.model.skeleton_layers import layers_of_skeleton
 
         started = time.monotonic()
-        skeleton = open_skeleton(Checkpoint(source), context.trust_remote_code)
+        skeleton = open_skeleton(read_apart(source, self.layer_format), context.trust_remote_code)
         selection = self.select_layers(*layers_of_skeleton(skeleton))
         formats = self.layer_formats(selection)
         with context.progress.task(self.kind, len(skeleton.blocks), "blocks") as task:
@@ -267,6 +267,7 @@ class LayerQuantizer(Transform):
         """Return the exact tensors that it leaves.
         The memory is an estimate, near what was measured.
         """
+        shape = apart(shape, self.layer_format)
         selection = self.select_layers(layers_of(shape), outside_of(shape))
         formats = self.layer_formats(selection)
         tensors: dict[str, TensorInfo] = {}
