@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.model.task import Task
+from optkit.model.task import GENERATING
 from optkit.onnx.prediction import is_tied
 
 LIBRARY_BYTES = 350_000_000
 """What torch and ONNX Runtime take."""
 FLOATS = ("F32", "F16", "BF16")
 TABLES = ("cos_cache", "sin_cache")
-EMBEDDINGS = ("embed", "wte", "wpe")
+EMBEDDINGS = ("embed", "wte", "wpe", "shared.weight")
 HEAD = "lm_head"
+HEADS = (HEAD, "proj_out")
 BYTES_OF_A_WEIGHT = {"rtn": 22, "mse": 16, "k_quant": 64, "hqq": 72}
 """Algorithm -> memory for each weight of a slice."""
 SLICE_ELEMENTS = 1 << 24
@@ -123,15 +124,17 @@ def matrices(
 def tied_matrix(shape: ModelShape) -> str:
     """Return the name of the matrix that is both embedding and lm_head; empty if they are two."""
     ends = [
-        name for name, each in shape.tensors.items() if _is_matrix(name, each) and (_is_embedding(name) or HEAD in name)
+        name
+        for name, each in shape.tensors.items()
+        if _is_matrix(name, each) and (_is_embedding(name) or any(head in name for head in HEADS))
     ]
     ends = [name for name in ends if shape.config.get("vocab_size") in shape.tensors[name].shape]
     tied = (
-        shape.task is Task.GENERATION
+        shape.task in GENERATING
         and len(ends) == 1
         and (_is_embedding(ends[0]) or shape.config.get("tie_word_embeddings"))
     )
-    return ends[0] if tied and (HEAD in ends[0] or is_tied(shape)) else ""
+    return ends[0] if tied and (not _is_embedding(ends[0]) or is_tied(shape)) else ""
 
 
 def _matrices_and_head(shape: ModelShape) -> list[TensorInfo]:

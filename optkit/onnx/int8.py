@@ -103,19 +103,18 @@ def settle_weights(model: ModelFile, directory: Path) -> ModelFile:
     writer = ModelWriter(model, directory)
     fold_transposes_(model, writer, shared=True)
     writer.finish()
-    return ModelFile(directory)
+    return ModelFile(directory, model.name)
 
 
 def quantize_dynamic(model: ModelFile, target: Path, form: Int8Form) -> None:
     """Leave the model in `target` with int8 weights and activations.
     Scales of activations are found at each call.
     """
-    with runtime_errors("while it was quantized", str(model.directory / MODEL)), quiet_tools():
+    path = str(model.directory / model.name)
+    with runtime_errors("while it was quantized", path), quiet_tools():
         from onnxruntime.quantization import quantize_dynamic
 
-        quantize_dynamic(
-            str(model.directory / MODEL), str(target / MODEL), extra_options=_options(), **_arguments(form)
-        )
+        quantize_dynamic(path, str(target / model.name), extra_options=_options(), **_arguments(form))
 
 
 def quantize_static(

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optkit.model.companions import require_inside
-from optkit.model.onnx_file import MODEL, OnnxFile, all_graphs, read_proto
+from optkit.model.onnx_file import MODEL, OnnxFile, all_graphs, read_graphs, read_proto
 from optkit.model.writer import copy_companions, disk_space_for, link_or_copy
 
 DATA = "model.onnx.data"
@@ -38,15 +38,10 @@ class ModelFile:
 
     def __init__(self, directory: Path, name: str = MODEL) -> None:
         """Raises SourceError if the graph or data is missing or damaged; MissingPackageError."""
-        self.directory = Path(directory)
+        self.directory, self.name = Path(directory), name
         self.files = OnnxFile(self.directory / name).files
         self.replace_graph(read_proto(self.directory / name))
         self._maps: dict[Path, Any] = {}
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the graph and of its data files."""
-        return sum(path.stat().st_size for path in self.files)
 
     def array(self, name: str) -> NDArray[Any]:
         """Return an initializer as a NumPy array, not to be written to."""
@@ -87,10 +82,6 @@ class ModelFile:
                 tensor.raw_data = self.raw(tensor).tobytes()
                 tensor.ClearField("external_data")
                 tensor.ClearField("data_location")
-
-    def node_kinds(self) -> dict[str, int]:
-        """Return how many nodes of each kind the graph has, the most frequent first."""
-        return dict(Counter(node.op_type for node in self.proto.graph.node).most_common())
 
     def uses(self) -> Counter[str]:
         """Return how often each value is read by a node or given out by the graph."""
@@ -141,7 +132,7 @@ class ModelWriter:
             elif len(tensor.raw_data) > INLINE_BYTES:
                 self._place(tensor, np.frombuffer(tensor.raw_data, np.uint8))
         text = self.model.proto.SerializeToString()
-        path = self.target / self.model.files[0].name
+        path = self.target / self.model.name
         with disk_space_for(path, len(text)):
             path.write_bytes(text)
         if not self._end:
@@ -164,6 +155,19 @@ class ModelWriter:
         for key, value in (("location", DATA), ("offset", offset), ("length", len(data))):
             entry = tensor.external_data.add()
             entry.key, entry.value = key, str(value)
+
+
+def node_kinds(directory: Path) -> dict[str, int]:
+    """Return how many nodes of each kind the graphs of a directory have, the most frequent first."""
+    found = Counter[str]()
+    for graph in read_graphs(directory):
+        found.update(node.kind for node in graph.nodes)
+    return dict(found.most_common())
+
+
+def size_bytes(directory: Path) -> int:
+    """Return the bytes of a directory's graphs and data files."""
+    return sum(path.stat().st_size for path in {path for graph in read_graphs(directory) for path in graph.files})
 
 
 def copy_files_beside(source: Path, target: Path, trusted: bool = False) -> None:

@@ -29,7 +29,7 @@ from optkit.model.task import Task, loader_of, task_of
 from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.encoder_decoder import CACHES, OnnxParts, past_name
 from optkit.onnx.exporters import OPSET
-from optkit.onnx.model_file import ModelFile, ModelWriter
+from optkit.onnx.model_file import ModelFile, ModelWriter, node_kinds, size_bytes
 from optkit.onnx.prediction import exported_config
 from optkit.onnx.torch_export import LIMIT, load_eager
 from optkit.onnx.tracing import name_by_modules_, trace
@@ -94,13 +94,12 @@ def export_encoder_decoder(source: Path, target: Path, opset: int = OPSET, trust
             ModelWriter(graph, target, shared).finish()
     copy_companions(source, target, trusted)
     write_config(target, exported_config(config, "float32"))
-    graphs = [ModelFile(target, name) for name in (ENCODER, DECODER, STEPS)]
     return {
         "architecture": type(model).__name__,
         "opset": opset,
-        "ir_version": graphs[0].proto.ir_version,
-        "nodes": {graph.files[0].name: graph.node_kinds() for graph in graphs},
-        "size_bytes": sum(path.stat().st_size for path in {path for graph in graphs for path in graph.files}),
+        "ir_version": graph.proto.ir_version,
+        "nodes": node_kinds(target),
+        "size_bytes": size_bytes(target),
         **_compare(model, target, features),
     }
 

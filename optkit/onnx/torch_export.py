@@ -22,7 +22,7 @@ from optkit.model.onnx_file import MODEL
 from optkit.model.task import Task, loader_of
 from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.exporters import OPSET, traced_task
-from optkit.onnx.model_file import ModelFile, ModelWriter
+from optkit.onnx.model_file import ModelFile, ModelWriter, node_kinds, size_bytes
 from optkit.onnx.opening import open_model, runtime_errors
 from optkit.onnx.prediction import exported_config
 from optkit.onnx.quiet import quiet_tools
@@ -81,8 +81,8 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
         "outputs": list(outputs),
         "opset": opset,
         "ir_version": written.proto.ir_version,
-        "nodes": written.node_kinds(),
-        "size_bytes": written.size_bytes,
+        "nodes": node_kinds(target),
+        "size_bytes": size_bytes(target),
         **_compare(named, target, positions),
     }
 

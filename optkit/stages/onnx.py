@@ -194,7 +194,7 @@ class Onnx(Transform):
         from optkit.onnx.export_steps import choices, compared_text, notes, write_beside
         from optkit.onnx.genai_config import write_genai_config
         from optkit.onnx.genai_tokenizer import agree_on_tokens
-        from optkit.onnx.model_file import ModelFile
+        from optkit.onnx.model_file import ModelFile, node_kinds, size_bytes
         from optkit.onnx.parity import PARTS, check_parity, comparable
 
         checkpoint = Checkpoint(source)
@@ -215,8 +215,8 @@ class Onnx(Transform):
             **choices(order),
             "opset": next(entry.version for entry in graph.proto.opset_import if entry.domain in ("", "ai.onnx")),
             "ir_version": graph.proto.ir_version,
-            "nodes": graph.node_kinds(),
-            "size_bytes": graph.size_bytes,
+            "nodes": node_kinds(target),
+            "size_bytes": size_bytes(target),
             "export_s": round(exported - started, 1),
             "compare_s": round(time.monotonic() - exported, 1),
             **apart,

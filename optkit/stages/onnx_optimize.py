@@ -86,13 +86,13 @@ class OnnxOptimize(Transform):
         SourceError for a damaged model or one that ONNX Runtime does not open, ResourceError
         without memory or disk.
         """
-        from optkit.onnx.model_file import ModelFile, ModelWriter, copy_files_beside
+        from optkit.onnx.model_file import ModelFile, ModelWriter, copy_files_beside, node_kinds, size_bytes
         from optkit.onnx.optimization import opset_of
         from optkit.onnx.proof import run_it
 
         model = ModelFile(source)
-        before, opset_before = model.node_kinds(), opset_of(model)
-        size_before = model.size_bytes
+        before, opset_before = node_kinds(source), opset_of(model)
+        size_before = size_bytes(source)
         wanted = run_it(source, "onnx_optimize")
         rounds = self.float16 or any(kind in before for kind in ROUNDING)
         copy_files_beside(source, target, context.trust_remote_code)
@@ -103,13 +103,13 @@ class OnnxOptimize(Transform):
             _say_float16(target)
         written = ModelFile(target)
         notes, difference = self._compare(target, wanted, LIMITS[rounds])
-        after, opset_after = written.node_kinds(), opset_of(written)
+        after, opset_after = node_kinds(target), opset_of(written)
         moved = sum(abs(before.get(kind, 0) - after.get(kind, 0)) for kind in {*before, *after})
         details = {
             "nodes_before": before,
             "nodes_after": after,
             "size_bytes_before": size_before,
-            "size_bytes_after": written.size_bytes,
+            "size_bytes_after": size_bytes(target),
             "opset_before": opset_before,
             "opset": opset_after,
             "ir_version": written.proto.ir_version,

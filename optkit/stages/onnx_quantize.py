@@ -11,8 +11,9 @@ from pydantic import Field, model_validator
 
 from optkit.common.field_types import Distinct, Name
 from optkit.errors import StageError
+from optkit.model.onnx_file import graph_names
 from optkit.model.shape import ModelShape
-from optkit.model.task import OF_TEXT, Task
+from optkit.model.task import ENCODER_DECODERS, KNOWN_TASKS, PHRASES, Task, task_of
 from optkit.onnx.node_selection import choose, listed, refuse_nothing
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -51,7 +52,7 @@ class OnnxQuantize(Transform):
 
     kind: ClassVar[str] = "onnx_quantize"
     example: ClassVar[str] = "- onnx: {target: cpu}\n- onnx_quantize: {bits: 4, block_size: 32}"
-    for_tasks: ClassVar[frozenset[Task]] = OF_TEXT
+    for_tasks: ClassVar[frozenset[Task]] = KNOWN_TASKS
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.ONNX})
     produces: ClassVar[Format] = Format.ONNX
     version: ClassVar[int] = 2
@@ -151,26 +152,30 @@ class OnnxQuantize(Transform):
         Raises StageError if nothing is left to quantize and for patterns that match nothing,
         SourceError for a damaged model, ResourceError when the disk is full.
         """
-        from optkit.onnx.model_file import ModelFile, copy_files_beside
+        from optkit.onnx.model_file import ModelFile, copy_files_beside, node_kinds, size_bytes
         from optkit.onnx.proof import run_it
 
-        model = ModelFile(source)
-        before, size_before = model.node_kinds(), model.size_bytes
+        names = graph_names(source)
+        before, size_before = node_kinds(source), size_bytes(source)
         copy_files_beside(source, target, context.trust_remote_code)
         quantize = self._quantize_weights if self.method == "weights" else self._quantize_int8
-        quantized, skipped, notes = quantize(model, target, context)
-        written = ModelFile(target)
+        quantized, skipped, notes = dict[str, str](), dict[str, str](), tuple[str, ...]()
+        shared: dict[bytes, int] | None = {} if len(names) > 1 else None
+        for name in names:
+            found, left, notes = quantize(ModelFile(source, name), target, context, shared)
+            quantized, skipped = quantized | found, skipped | left
+        written = ModelFile(target, names[0]).proto
         run_it(target, "onnx_quantize")
-        opset = next(entry.version for entry in written.proto.opset_import if entry.domain in ("", "ai.onnx"))
+        opset = next(entry.version for entry in written.opset_import if entry.domain in ("", "ai.onnx"))
         details: dict[str, Any] = {
             "quantized": listed(quantized),
             "kept": listed(skipped),
             "nodes_before": before,
-            "nodes_after": written.node_kinds(),
+            "nodes_after": node_kinds(target),
             "size_bytes_before": size_before,
-            "size_bytes_after": written.size_bytes,
+            "size_bytes_after": size_bytes(target),
             "opset": opset,
-            "ir_version": written.proto.ir_version,
+            "ir_version": written.ir_version,
         }
         texts = (self.calibration.identity(),) if self.calibration else ()
         return Report(changed=len(quantized), skipped=skipped, details=details, notes=notes, calibrated_on=texts)
@@ -183,6 +188,7 @@ class OnnxQuantize(Transform):
         """
         from optkit.onnx.changed_shape import Blocks, int8_shape, rounded_shape, rounding_bytes, whole_bytes
 
+        self._refuse_for_parts(shape)
         if self.method != "weights":
             left = int8_shape(shape, self.per_channel, "Gather" in self.op_types, self.include, self.exclude)
             return Cost(disk_bytes=left.size_bytes, ram_bytes=whole_bytes(shape, INT8_COPIES)), left
@@ -196,7 +202,27 @@ class OnnxQuantize(Transform):
         left = rounded_shape(shape, form, head, self.embedding == "shared", self.include, self.exclude)
         return Cost(disk_bytes=left.size_bytes, ram_bytes=rounding_bytes(shape, left, self.algorithm)), left
 
-    def _quantize_weights(self, model: ModelFile, target: Path, context: Context) -> Done:
+    def _refuse_for_parts(self, shape: ModelShape) -> None:
+        """Raise StageError for what is asked of one graph, if the model has several."""
+        if task_of(shape.config) not in ENCODER_DECODERS:
+            return
+        asked = {
+            "method": self.method == "static",
+            "embedding": self.embedding == "shared",
+            "include": self.include != ("*",),
+            "exclude": bool(self.exclude),
+        }
+        if name := next((name for name, given in asked.items() if given), None):
+            raise StageError(
+                f"{name}: {getattr(self, name)} is for models of one graph, and this is {PHRASES[Task.TRANSLATION]}",
+                where=f"onnx_quantize.{name}",
+                why="Its three graphs are quantized alike, so that they go on sharing their weights",
+                remedy="Leave it out" + (", or take method: dynamic" if name == "method" else ""),
+            )
+
+    def _quantize_weights(
+        self, model: ModelFile, target: Path, context: Context, shared: dict[bytes, int] | None
+    ) -> Done:
         from optkit.onnx.matrices import find_matrices, fold_transposes_, replace_matrices_, share_codes_
         from optkit.onnx.model_file import ModelWriter
 
@@ -204,19 +230,19 @@ class OnnxQuantize(Transform):
         forms, skipped = self._forms(matrices)
         self._refuse_unshareable(matrices, forms)
         quantized = {name: f"MatMulNBits, {form.bits} bits" for name, form in forms.items()}
-        writer = ModelWriter(model, target)
+        writer = ModelWriter(model, target, shared)
         with context.progress.task("onnx_quantize", len(forms), "matrices") as task:
             replace_matrices_(model, writer, matrices.found, forms, task)
         if self.embedding == "shared" and matrices.head:
-            shared = share_codes_(model, matrices.found[matrices.head], forms[matrices.head])
-            quantized[shared] = f"GatherBlockQuantized, {forms[matrices.head].bits} bits"
+            node = share_codes_(model, matrices.found[matrices.head], forms[matrices.head])
+            quantized[node] = f"GatherBlockQuantized, {forms[matrices.head].bits} bits"
         fold_transposes_(model, writer)
         writer.finish()
         slow = self.algorithm == "hqq"
         note = "ONNX Runtime has no fast CPU kernel for the zero points of HQQ: each step dequantizes every weight"
         return quantized, skipped, (note,) if slow else ()
 
-    def _quantize_int8(self, model: ModelFile, target: Path, context: Context) -> Done:
+    def _quantize_int8(self, model: ModelFile, target: Path, context: Context, shared: dict[bytes, int] | None) -> Done:
         from optkit.onnx.int8 import Int8Form, int8_candidates, quantize_dynamic, quantize_static, settle_weights
         from optkit.onnx.model_file import ModelFile, ModelWriter
 
@@ -237,9 +263,9 @@ class OnnxQuantize(Transform):
                 tokens = self.calibration.tokens(source, context.data, context.trust_remote_code).numpy()
                 with context.progress.task("onnx_quantize", len(tokens), "samples") as task:
                     quantize_static(settled, made, form, tokens, self.ranges, self.percentile, task)
-            written = ModelFile(made)
+            written = ModelFile(made, model.name)
             left = set(int8_candidates(written, self.op_types)[0])
-            ModelWriter(written, target).finish()
+            ModelWriter(written, target, shared).finish()
         kinds = {node.name: node.op_type for node in settled.proto.graph.node}
         quantized = {name: f"{kinds[name]}, int8, {self.method}" for name in chosen if name not in left}
         skipped |= {name: "left by ONNX Runtime's quantizer" for name in chosen if name in left}

@@ -28,6 +28,7 @@ from optkit.session import open_session
 from optkit.settings.onnx_provider import OnnxProvider
 from optkit.stage import Context
 from optkit.stages.onnx import Onnx
+from optkit.stages.onnx_quantize import OnnxQuantize
 from optkit.verification.encoders import asked_of, compare_encoded, measure_encoder_decoder
 from optkit.verification.engines import OPTIMUM, ask
 from optkit.verification.onnx_checks import check_onnx
@@ -135,6 +136,39 @@ def test_graphs_that_say_something_else(quick: tuple[Path, Path, Any], monkeypat
     model = load_eager(quick[0], "AutoModelForSeq2SeqLM", trust_remote_code=False)
     with pytest.raises(StageError, match="^onnx: the graphs have a difference from their source of .* is the limit"):
         torch_encoder_decoder._compare(model, quick[1], None)
+
+
+@pytest.mark.parametrize(("fields", "apart"), [({"bits": 8}, 0.03), ({"bits": 4}, 0.35), ({"method": "dynamic"}, 0.05)])
+def test_all_three_graphs_in_integers(
+    quick: tuple[Path, Path, Any], tmp_path: Path, fields: dict[str, Any], apart: float
+) -> None:
+    stage, (source, target, _) = OnnxQuantize(**fields), quick
+    _, left = stage.predict(Onnx().predict(Checkpoint(source).shape, "cpu")[1], "cpu")
+    report = stage.run(target, tmp_path, Context())
+    theirs, ours = (open_session(each) for each in (source, tmp_path))
+    inputs, tokens = theirs.fixed_inputs("How are you?"), theirs.target("I am fine, thank you.", 12)[None]
+    want, got = (each.logits_given(inputs, tokens) for each in (theirs, ours))
+    assert 0 < (want - got).norm() / want.norm() < apart
+    after = report.details["nodes_after"]
+    assert (
+        after.get("MatMulNBits", 0) + after.get("MatMulInteger", 0) == 56
+    )  # 37 weights, of which 19 are in two graphs
+    assert left.size_bytes == pytest.approx((tmp_path / "model.onnx.data").stat().st_size, rel=0.15)
+    assert [check.detail for check in check_onnx(tmp_path) if not check.ok] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"method": "static", "calibration": {"dataset": "c4", "samples": 2}}, r"method: static is .* method: dynamic"),
+        ({"embedding": "shared"}, "embedding: shared is for models of one graph, and this is an encoder-decoder of"),
+        ({"exclude": ["*fc1*"]}, r"exclude: \('\*fc1\*',\) is .* go on sharing their weights. Leave it out"),
+    ],
+)
+def test_what_is_asked_of_one_graph(tiny_encoder_decoder: TinyModel, fields: dict[str, Any], said: str) -> None:
+    shape = Checkpoint(tiny_encoder_decoder("BartForConditionalGeneration")).shape
+    with pytest.raises(StageError, match=said):
+        OnnxQuantize(**fields).predict(Onnx().predict(shape, "cpu")[1], "cpu")
 
 
 def test_what_is_refused_in_the_plan(tiny_encoder_decoder: TinyModel) -> None:
