@@ -1,5 +1,5 @@
 """Stage `auto_bits`: give each layer the form that harms the predictions least, and quantize so.
-The budget is in bits or bytes.
+The budget is in bits, bytes or time.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from optkit.common.field_types import Amount, AtLeastOne, Bits, Bytes, Count, Distinct, Name
+from optkit.common.field_types import Amount, AtLeastOne, Bits, Bytes, Count, Distinct, Duration, Name
 from optkit.common.frozen import digest
-from optkit.errors import StageError
+from optkit.devices.datasheets import DEVICES, Device, datasheet
+from optkit.errors import StageError, UsageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Selection, layers_of, select
@@ -30,7 +31,7 @@ from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.overrides import Override
 from optkit.stages.rtn import Rtn
-from optkit.stages.sensitivity.budget import Budget, Choice, Item, make_budget, make_items, uniform_choices
+from optkit.stages.sensitivity.budget import Budget, Choice, Item, make_items, tightest_budget, uniform_choices
 from optkit.stages.sensitivity.needed_memory import sensitivity_memory
 
 if TYPE_CHECKING:
@@ -97,10 +98,15 @@ class AutoBits(Transform):
 
     average_bits: Bits | None = None
     """Most bits stored for each weight of the quantized layers, counted with scales and zero
-    points. Give this or `size_bytes`.
+    points. Of this, `size_bytes` and `decode_ms` give one or more: the tightest decides.
     """
     size_bytes: Bytes | None = None
     """Most bytes of all tensors of the model, those that are not quantized too."""
+    decode_ms: Duration | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Most milliseconds that the memory of `decode_device` takes for the weights of one token at
+    batch 1, by its datasheet. `optkit roofline` shows it; kernels take longer."""
+    decode_device: Name | None = Field(default=None, exclude_if=lambda value: value is None)
+    """The device of `decode_ms`, by the names of `optkit roofline --device`: `h200`, for example."""
     choices: AtLeastOne[Choice] = DEFAULT_CHOICES
     """The forms to choose from; one whose groups do not divide a layer's inputs is not offered to
     it. The default ones have 4 and 8 bits, which vLLM opens on GPUs (on CPUs: 4 bits alone); for a
@@ -124,8 +130,11 @@ class AutoBits(Transform):
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
-        if (self.average_bits is None) == (self.size_bytes is None):
-            raise ValueError("give either average_bits or size_bytes")
+        if self.average_bits is self.size_bytes is self.decode_ms is None:
+            raise ValueError("nothing limits the size: give average_bits, size_bytes or decode_ms")
+        if (self.decode_ms is None) != (self.decode_device is None):
+            raise ValueError("decode_ms and decode_device belong together: give both, or neither")
+        self._device()
         least = min(choice.bits for choice in self.choices)
         if self.average_bits is not None and self.average_bits < least:
             raise ValueError(
@@ -209,11 +218,21 @@ class AutoBits(Transform):
         }
         return cost.model_copy(update=more), left
 
+    def _device(self) -> Device | None:
+        if self.decode_device is None:
+            return None
+        try:
+            return datasheet(self.decode_device)
+        except UsageError as error:
+            names = ", ".join(DEVICES)
+            raise ValueError(f"decode_device '{self.decode_device}' is none of {names}. Take one of them") from error
+
     def _problem(self, shape: ModelShape) -> _Problem:
         chosen = select(layers_of(shape), tuple(outside_of(shape)), self.include, self.exclude, KIND)
         selection = packable(chosen, lambda _: self.choices[0].form, KIND)
         items = make_items(selection.layers, shape, self.choices, self.fused, KIND)
-        budget = make_budget(items, shape, self.average_bits, self.size_bytes)
+        limits = (self.average_bits, self.size_bytes, self.decode_ms)
+        budget = tightest_budget(items, shape, *limits, self._device())
         budget.refuse_too_small(items, KIND)
         return _Problem(selection, items, budget)
 

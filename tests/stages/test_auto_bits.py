@@ -177,10 +177,14 @@ def test_a_single_form_is_kept_where_it_diverges_less(
     [
         (
             {"average_bits": 3.2},
-            "auto_bits: average_bits 3.2: the smallest choices take 4.0244 bits for each weight."
+            "auto_bits: average_bits 3.2: the smallest choices take 4.0244 bits a weight."
             " Set average_bits to 4.0244 or more, or add smaller choices.",
         ),
-        ({"size_bytes": 1000}, "auto_bits: size_bytes 1,000: the smallest choices make a model of "),
+        ({"size_bytes": 1000}, "auto_bits: size_bytes 1,000: the smallest choices take "),
+        (
+            {"decode_ms": 1e-6, "decode_device": "h200"},
+            "auto_bits: decode_ms 1e-06 on NVIDIA H200 SXM: the smallest choices take 0.0001 ms, ",
+        ),
         (
             {"average_bits": 9, "choices": (Choice(bits=4, group_size=48),)},
             "model.layers.0.mlp.down_proj: no choice fits its 128 columns. The group size must divide "
@@ -199,10 +203,51 @@ def test_it_says_what_is_wrong_before_anything_runs(
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("fields", [{}, {"average_bits": 4, "size_bytes": 10**6}])
-def test_one_budget_is_asked_for(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match="give either average_bits or size_bytes"):
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "nothing limits the size: give average_bits, size_bytes or decode_ms"),
+        ({"decode_ms": 2.0}, "decode_ms and decode_device belong together: give both, or neither"),
+        ({"average_bits": 4.5, "decode_device": "h200"}, "decode_ms and decode_device belong together"),
+        (
+            {"decode_ms": 2.0, "decode_device": "h20"},
+            "decode_device 'h20' is none of b200, h200, .* Take one of them",
+        ),
+    ],
+)
+def test_limits_that_say_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         AutoBits(**fields)
+
+
+def test_the_tightest_of_several_limits_decides(tiny_model: TinyModel) -> None:
+    shape = Checkpoint(tiny_model("llama")).shape
+    choices = {"choices": (SMALL, LARGE)}
+
+    def budget(**limits: Any) -> int:
+        return AutoBits(**choices, **limits)._problem(shape).budget.size_bytes
+
+    bits, size = {"average_bits": 6.0}, {"size_bytes": shape.size_bytes - 300_000}
+    read = shape.size_bytes
+    if "lm_head.weight" in shape.tensors:
+        read -= shape.tensors["model.embed_tokens.weight"].size_bytes
+    time = {"decode_ms": (read - 310_000) / 4.8e12 * 1000, "decode_device": "h200"}
+    alone = [budget(**each) for each in (bits, size, time)]
+    assert len(set(alone)) == 3
+    assert alone[1] - alone[2] == pytest.approx(10_000, abs=2)
+    assert budget(**bits, **size, **time) == min(alone)
+    assert budget(**bits, **size) == min(alone[:2])
+    assert set(AutoBits(**bits).model_dump()) & {"decode_ms", "decode_device"} == set()
+
+
+def test_the_time_of_experts_is_refused(tiny_model: TinyModel) -> None:
+    stage = AutoBits(decode_ms=1.0, decode_device="h200")
+    with pytest.raises(StageError) as caught:
+        stage.predict(Checkpoint(tiny_model("mixtral")).shape, "cpu")
+    assert str(caught.value) == (
+        "auto_bits.decode_ms: the model has experts. A token reads some of them alone, so bytes do not tell its "
+        "time. Give average_bits or size_bytes."
+    )
 
 
 def test_no_choice_is_there_twice() -> None:

@@ -15,8 +15,10 @@ from pydantic import field_validator
 from optkit.common.field_types import CodeBits, GroupSize
 from optkit.common.frozen import Frozen
 from optkit.common.grouping import grouped
+from optkit.devices.datasheets import Device
 from optkit.errors import StageError
 from optkit.model.linear_layers import Layer, stacks
+from optkit.model.output_layer import HEAD, tied_embedding
 from optkit.model.shape import ModelShape
 from optkit.packed_tensors.integers import PackQuantized
 from optkit.stages.quantizing.fitting import EXPERTS
@@ -107,43 +109,74 @@ def _groups(names: Iterable[str], fused: bool) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Budget:
-    """What the quantized layers may take."""
+    """What the quantized layers may take, by one of the limits that were given."""
 
     size_bytes: int
-    text: str
-    """As the user gave it, e.g. `average_bits 4.5`."""
-    other_bytes: int | None
-    """Bytes of all other tensors if the budget is of the whole model."""
+    field: str
+    """Of the stage, with the value that was given: `average_bits 4.5`."""
+    bytes_each: float
+    """Bytes of what `field` counts, e.g. of one bit of each weight."""
+    other_bytes: int = 0
+    """Of what counts too and is not chosen."""
+    digits: int = 4
+    unit: str = ""
 
     def refuse_too_small(self, items: Sequence[Item], stage: str) -> None:
         """Raise StageError if even the smallest choices do not fit.
-        It names the least budget that is possible.
+        It names the least limit that is possible.
         """
         least = sum(min(item.sizes) for item in items)
         if least <= self.size_bytes:
             return
-        if self.other_bytes is None:
-            possible = math.ceil(8 * least / sum(item.weights for item in items) * 1e4) / 1e4
-            what = f"the smallest choices take {possible:g} bits for each weight"
-            remedy = f"Set average_bits to {possible:g} or more, or add smaller choices"
-        else:
-            possible = least + self.other_bytes
-            what = (
-                f"the smallest choices make a model of {possible:,} bytes, {self.other_bytes:,} of "
-                "them outside the chosen layers"
-            )
-            remedy = f"Set size_bytes to {possible:,} or more, or add smaller choices"
-        raise StageError(what, where=f"{stage}: {self.text}", remedy=remedy)
+        scale = 10**self.digits
+        possible = math.ceil((least + self.other_bytes) / self.bytes_each * scale) / scale
+        text = f"{possible:,.{self.digits}f}".rstrip("0").rstrip(".") if self.digits else f"{possible:,.0f}"
+        name = self.field.partition(" ")[0]
+        raise StageError(
+            f"the smallest choices take {text} {self.unit}"
+            + (f", {self.other_bytes:,} bytes of them outside the chosen layers" if self.other_bytes else ""),
+            where=f"{stage}: {self.field}",
+            remedy=f"Set {name} to {text} or more, or add smaller choices",
+        )
 
 
-def make_budget(items: Sequence[Item], shape: ModelShape, average_bits: float | None, size_bytes: int | None) -> Budget:
-    """Return the budget that one of the two limits leaves for the layers of the items."""
-    if size_bytes is None:
-        limit = average_bits or 0.0
-        return Budget(math.floor(limit * sum(item.weights for item in items) / 8), f"average_bits {limit:g}", None)
+def tightest_budget(
+    items: Sequence[Item],
+    shape: ModelShape,
+    average_bits: float | None,
+    size_bytes: int | None,
+    decode_ms: float | None,
+    device: Device | None,
+) -> Budget:
+    """Return which of the limits leaves least for the layers of the items.
+    All of them are sums of bytes, so a choice that fits it fits all.
+
+    Raises StageError for a time of a model with experts, of which a token reads some alone.
+    """
+    found = []
     plain = sum(shape.tensors[f"{layer.name}.weight"].size_bytes for item in items for layer in item.layers)
     other = shape.size_bytes - plain
-    return Budget(size_bytes - other, f"size_bytes {size_bytes:,}", other)
+    if average_bits is not None:
+        each = sum(item.weights for item in items) / 8
+        found.append(
+            Budget(math.floor(average_bits * each), f"average_bits {average_bits:g}", each, unit="bits a weight")
+        )
+    if size_bytes is not None:
+        found.append(Budget(size_bytes - other, f"size_bytes {size_bytes:,}", 1, other, 0, "bytes"))
+    if decode_ms is not None and device is not None:
+        if any(EXPERTS in layer.name for item in items for layer in item.layers):
+            raise StageError(
+                "the model has experts",
+                where="auto_bits.decode_ms",
+                why="A token reads some of them alone, so bytes do not tell its time",
+                remedy="Give average_bits or size_bytes",
+            )
+        if f"{HEAD}.weight" in shape.tensors:  # else the embedding is read as lm_head
+            other -= shape.tensors[tied_embedding(shape)].size_bytes
+        each = device.bandwidth / 1000
+        field = f"decode_ms {decode_ms:g} on {device.name}"
+        found.append(Budget(math.floor(decode_ms * each) - other, field, each, other, unit="ms"))
+    return min(found, key=lambda budget: budget.size_bytes)
 
 
 def uniform_choices(items: Sequence[Item]) -> list[Choice]:
