@@ -7,6 +7,7 @@ is when it starts.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def kept_choice(layer: Mapping[str, object], kernels: Sequence[str], device: str
     circumstances = {
         "version": VERSION,
         "torch": package_version("torch"),
+        "architecture": os.environ.get("OPTKIT_CPU_ARCH", "native"),
         "device_name": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
         "layer": {name: str(value) for name, value in layer.items()},
         "kernels": list(kernels),

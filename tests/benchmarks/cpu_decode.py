@@ -1,14 +1,14 @@
-"""Decoding on CPUs, in turns: torch in float32, INT4 artifacts, and llama.cpp if a Python with
+"""Decoding on CPUs, in turns: float models, INT4 artifacts, and llama.cpp if a Python with
 llama-cpp-python is named.
 
-    python tests/benchmarks/cpu_decode.py --float MODEL --artifacts ARTIFACT...
+    python tests/benchmarks/cpu_decode.py --float MODEL... --artifacts ARTIFACT...
         [--llama-cpp PYTHON --gguf FILE...]
 
 Each runs in a fresh process in each round, one after the other, so that a machine that slows down
 costs all alike. A process warms up on one answer and times three: random token ids, greedy, no
 early stop, wall clock. A row is the mean of the rounds' medians, with the lowest and the highest of
 them. `transformers' step` is the first artifact with the same kernels, called by transformers token
-by token.
+by token; `own step` is a float model with `cpu_decoder`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 WARM_UP, REPEATS = 1, 3
-TRANSFORMERS_STEP = "transformers' step"
+TRANSFORMERS_STEP, OWN_STEP = "transformers' step", "own step"
 Answer = Callable[[], tuple[float, float]]
 """One answer: prompt tokens per second, new tokens per second."""
 
@@ -38,7 +38,8 @@ def main() -> None:
     if arguments.worker:
         _work(arguments)
         return
-    contenders = [("torch", arguments.float), *[("torch", each) for each in arguments.artifacts]]
+    contenders = [(kind, each) for each in arguments.float for kind in ("torch", OWN_STEP)]
+    contenders += [("torch", each) for each in arguments.artifacts]
     contenders += [(TRANSFORMERS_STEP, each) for each in arguments.artifacts[:1]]
     contenders += [("llama.cpp", each) for each in arguments.gguf]
     found: dict[tuple[str, Path], list[dict[str, Any]]] = {contender: [] for contender in contenders}
@@ -52,7 +53,9 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Decoding on CPUs")
-    parser.add_argument("--float", type=Path, help="the unquantized model: the row that the others are compared with")
+    parser.add_argument(
+        "--float", type=Path, nargs="+", help="unquantized models: the others are compared with the first"
+    )
     parser.add_argument("--artifacts", type=Path, nargs="*", default=[])
     parser.add_argument("--llama-cpp", type=Path, help="a Python that has llama-cpp-python")
     parser.add_argument("--gguf", type=Path, nargs="*", default=[])
@@ -92,9 +95,10 @@ def _torch(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answe
     from optkit_evals.timing import answer, random_tokens
 
     from optkit.session import open_session
+    from optkit.settings.cpu_decoder import CpuDecoder
 
     torch.set_num_threads(arguments.threads)
-    session: Any = open_session(place)
+    session: Any = open_session(place, [CpuDecoder()] if kind == OWN_STEP else [])
     if kind == TRANSFORMERS_STEP:
         session.decode_with(None)
     tokens = random_tokens(session, 1, arguments.prompt, 0)

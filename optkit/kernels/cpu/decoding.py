@@ -165,11 +165,13 @@ class Steps:
         """
         length = tokens.shape[1]
         cache = DynamicCache(config=self.model.config)
-        logits = self.model.forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        hidden = self.model.model(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state
+        # of a slice with three dimensions torch would copy the whole weight of the head
+        logits = self.model.lm_head(hidden[:, -1])
         for held, layer in zip(self.cache, cache.layers, strict=True):
             held[0, :, :, :length], held[1, :, :, :length] = layer.keys, layer.values
         self.position = length
-        self.tokens.copy_(logits[:, -1].argmax(-1))
+        self.tokens.copy_(logits.argmax(-1))
         return self.tokens.clone()
 
     def next(self) -> Tensor:

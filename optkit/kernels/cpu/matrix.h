@@ -3,67 +3,70 @@
 
 #include "pairs.h"
 
-// The codes of one place in 16 words, less 2^(bits - 1), as floats.
+// The codes of one place in words, less 2^(bits - 1), as floats.
 template <int BITS>
-inline Floats decode(Words words, int place) {
-#ifdef __AVX512F__
+inline WideFloats decode(WideWords words, int place) {
+#ifdef __AVX512BW__
   if constexpr (BITS <= 4) {  // the low four bits of each lane choose one of 16 floats
     constexpr int COUNT = 1 << BITS;
     const auto entry = [](int code) { return static_cast<float>(code % COUNT - COUNT / 2); };
     const __m512 table = _mm512_setr_ps(entry(0), entry(1), entry(2), entry(3), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9),
                                         entry(10), entry(11), entry(12), entry(13), entry(14), entry(15));
-    return (Floats)_mm512_permutexvar_ps((__m512i)(words >> (place * BITS)), table);
+    return (WideFloats)_mm512_permutexvar_ps((__m512i)(words >> (place * BITS)), table);
   }
 #endif
   constexpr int32_t MASK = (1 << BITS) - 1, MIDDLE = 1 << (BITS - 1);
-  return __builtin_convertvector((Integers)(words >> (place * BITS) & MASK) - MIDDLE, Floats);
+  return __builtin_convertvector((WideIntegers)(words >> (place * BITS) & MASK) - MIDDLE, WideFloats);
 }
 
-// 16 outputs for ROWS rows; `sums` [rows, groups] of the activations, where there are shifts.
+// Outputs of a block from one on, `WIDTH` of them, for ROWS rows; `sums` [rows, groups] of the activations, where there are shifts.
 template <int BITS, int ROWS>
-void codes_times(const Matrix& matrix, int64_t block, const float* rows, const float* sums, Floats* products) {
+void codes_times(const Matrix& matrix, int64_t block, int64_t first, const float* rows, const float* sums, float* products) {
   constexpr int PER_WORD = 32 / BITS, CHAINS = ROWS >= 4 ? 1 : 4 / ROWS;  // independent sums hide the latency of an addition
   const int64_t inputs = matrix.inputs, groups = matrix.groups, words = inputs / PER_WORD / groups;
-  const auto* codes = static_cast<const uint32_t*>(matrix.weight) + block * (inputs / PER_WORD) * LANES;
-  const float* scales = matrix.scales + block * groups * LANES;
-  const int8_t* shifts = matrix.shifts ? matrix.shifts + block * groups * LANES : nullptr;
-  Floats product[ROWS] = {};
+  const auto* codes = static_cast<const uint32_t*>(matrix.weight) + block * (inputs / PER_WORD) * LANES + first;
+  const float* scales = matrix.scales + block * groups * LANES + first;
+  const int8_t* shifts = matrix.shifts ? matrix.shifts + block * groups * LANES + first : nullptr;
+  WideFloats product[ROWS] = {};
   for (int64_t group = 0; group < groups; group++) {
-    Floats sum[ROWS][CHAINS] = {};
+    WideFloats sum[ROWS][CHAINS] = {};
     for (int64_t word = 0; word < words; word++, codes += LANES, rows += PER_WORD) {
       __builtin_prefetch(reinterpret_cast<const char*>(codes) + AHEAD);
-      const Words held = load<Words>(codes);
+      const WideWords held = load<WideWords>(codes);
 #pragma GCC unroll 16
       for (int place = 0; place < PER_WORD; place++) {
-        const Floats code = decode<BITS>(held, place);
+        const WideFloats code = decode<BITS>(held, place);
 #pragma GCC unroll 8
         for (int row = 0; row < ROWS; row++) sum[row][place % CHAINS] += code * rows[row * inputs + place];
       }
     }
-    const Floats scale = load<Floats>(scales + group * LANES);
-    const Floats shift = shifts ? __builtin_convertvector(load<Bytes>(shifts + group * LANES), Floats) : Floats{};
+    const WideFloats scale = load<WideFloats>(scales + group * LANES);
+    const WideFloats shift = shifts ? __builtin_convertvector(load<WideBytes>(shifts + group * LANES), WideFloats) : WideFloats{};
 #pragma GCC unroll 8
     for (int row = 0; row < ROWS; row++) {
-      Floats whole = sum[row][0];
+      WideFloats whole = sum[row][0];
       for (int chain = 1; chain < CHAINS; chain++) whole += sum[row][chain];
       if (shifts) whole -= shift * sums[row * groups + group];
       product[row] += scale * whole;
     }
   }
-  for (int row = 0; row < ROWS; row++) products[row] = product[row];
+  for (int row = 0; row < ROWS; row++) store(products + row * LANES, product[row]);
 }
 
 template <int BITS>
 void codes_times(const Matrix& matrix, int64_t block, const float* rows, const float* sums, int64_t count, Floats* products) {
-  switch (count) {
-    case 1: return codes_times<BITS, 1>(matrix, block, rows, sums, products);
-    case 2: return codes_times<BITS, 2>(matrix, block, rows, sums, products);
-    case 3: return codes_times<BITS, 3>(matrix, block, rows, sums, products);
-    case 4: return codes_times<BITS, 4>(matrix, block, rows, sums, products);
-    case 5: return codes_times<BITS, 5>(matrix, block, rows, sums, products);
-    case 6: return codes_times<BITS, 6>(matrix, block, rows, sums, products);
-    case 7: return codes_times<BITS, 7>(matrix, block, rows, sums, products);
-    default: return codes_times<BITS, 8>(matrix, block, rows, sums, products);
+  for (int64_t first = 0; first < LANES; first += WIDTH) {
+    float* to = reinterpret_cast<float*>(products) + first;
+    switch (count) {
+      case 1: codes_times<BITS, 1>(matrix, block, first, rows, sums, to); break;
+      case 2: codes_times<BITS, 2>(matrix, block, first, rows, sums, to); break;
+      case 3: codes_times<BITS, 3>(matrix, block, first, rows, sums, to); break;
+      case 4: codes_times<BITS, 4>(matrix, block, first, rows, sums, to); break;
+      case 5: codes_times<BITS, 5>(matrix, block, first, rows, sums, to); break;
+      case 6: codes_times<BITS, 6>(matrix, block, first, rows, sums, to); break;
+      case 7: codes_times<BITS, 7>(matrix, block, first, rows, sums, to); break;
+      default: codes_times<BITS, 8>(matrix, block, first, rows, sums, to);
+    }
   }
 }
 
@@ -145,11 +148,7 @@ inline int64_t block_times(const Activations& given, int64_t block, int64_t row,
   const int64_t count = std::min(given.together(), given.count - row);
   const float *rows = given.rows + row * matrix.inputs, *sums = given.sums.data() + (given.sums.empty() ? 0 : row * matrix.groups);
   if (given.paired.inputs) {
-    switch (matrix.bits) {
-      case 2: pairs_times<2>(matrix, block, given.paired, row / PAIR_ROWS, products); break;
-      case 4: pairs_times<4>(matrix, block, given.paired, row / PAIR_ROWS, products); break;
-      default: pairs_times<8>(matrix, block, given.paired, row / PAIR_ROWS, products);
-    }
+    pairs_times(matrix, block, given.paired, row / PAIR_ROWS, products);
   } else {
     switch (matrix.bits) {
       case 2: codes_times<2>(matrix, block, rows, sums, count, products); break;

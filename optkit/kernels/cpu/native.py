@@ -25,7 +25,9 @@ DIRECTORY = Path(__file__).parent
 SOURCES = ("linear.cpp", "decoding.cpp")
 HEADERS = ("matrix.h", "pairs.h", "vectors.h")
 COMPILERS = ("g++", "clang++")
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared")
+FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared")
+ARCHITECTURE = "OPTKIT_CPU_ARCH"
+"""Names what the compiler's `-march` is instead of `native`, e.g. x86-64-v3 for AVX2 alone."""
 LINKED_BY_NAME = "-Wl,-undefined,dynamic_lookup"
 """What macOS needs beside `FLAGS`: torch's functions are found when the library is loaded."""
 TIME_LIMIT_S = 300
@@ -86,6 +88,10 @@ def _compilers() -> tuple[str, ...]:
     return (named,) if named else COMPILERS
 
 
+def _flags() -> tuple[str, ...]:
+    return (*FLAGS, f"-march={os.environ.get(ARCHITECTURE, 'native')}")
+
+
 def _compiler() -> str | None:
     return next((found for name in _compilers() if (found := shutil.which(name))), None)
 
@@ -94,7 +100,7 @@ def _compiled(compiler: str) -> Path:
     """Return the library, compiling it if these sources, torch and processor have none yet."""
     instructions = (torch.backends.cpu.get_cpu_capability(), cpu_name(), platform.machine(), _instruction_sets())
     sources = [(DIRECTORY / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
-    parts = (*sources, torch.__version__, compiler, *FLAGS, *instructions)
+    parts = (*sources, torch.__version__, compiler, *_flags(), *instructions)
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
     place, made_of = private_directory(cache_directory() / "kernels"), digest[:LENGTH]
     if kept := kept_library(place, made_of):
@@ -129,7 +135,7 @@ def _command(compiler: str, library: Path) -> list[str]:
     linked = [LINKED_BY_NAME] if sys.platform == "darwin" else [f"-L{torch_files / 'lib'}", "-ltorch_cpu", "-lc10"]
     return [
         compiler,
-        *FLAGS,
+        *_flags(),
         f"-I{torch_files / 'include'}",
         *[str(DIRECTORY / name) for name in SOURCES],
         "-o",

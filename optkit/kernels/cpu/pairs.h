@@ -6,34 +6,26 @@
 #include "vectors.h"
 
 #ifdef __AVX2__
-#include <immintrin.h>
 constexpr bool HAS_PAIRS = true;
 #else
 constexpr bool HAS_PAIRS = false;  // elsewhere such products are no faster than those of floats
 #endif
-#ifdef __AVX512F__
-constexpr int64_t PAIR_ROWS = 12;  // their sums fill the registers
-#else
-constexpr int64_t PAIR_ROWS = 4;
-#endif
+constexpr int64_t PAIR_ROWS = WIDTH == 16 ? 12 : 8;  // rows whose sums are in registers
 constexpr int64_t STEP_ROWS = 32;       // decode steps of so many sequences compute in float32; more rows are a prompt's
 constexpr int64_t MOST_TOGETHER = 128;  // inputs of a chunk: 128 * 255 * 32767 < 2^31
 
-typedef int16_t Shorts __attribute__((vector_size(64)));
+typedef int16_t Pairs __attribute__((vector_size(4 * WIDTH)));
 
-// sum + the products of two neighbours, for each of 16 lanes.
-inline Integers add_products(Integers sum, Shorts left, Shorts right) {
+// sum + the products of two neighbours, in each lane.
+inline WideIntegers add_products(WideIntegers sum, Pairs left, Pairs right) {
 #if defined(__AVX512VNNI__)
-  return (Integers)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
+  return (WideIntegers)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)left, (__m512i)right);
 #elif defined(__AVX512BW__)
-  return sum + (Integers)_mm512_madd_epi16((__m512i)left, (__m512i)right);
+  return sum + (WideIntegers)_mm512_madd_epi16((__m512i)left, (__m512i)right);
 #elif defined(__AVX2__)
-  __m256i sums[2], lefts[2], rights[2];
-  std::memcpy(sums, &sum, sizeof sums), std::memcpy(lefts, &left, sizeof lefts), std::memcpy(rights, &right, sizeof rights);
-  for (int half = 0; half < 2; half++) sums[half] = _mm256_add_epi32(sums[half], _mm256_madd_epi16(lefts[half], rights[half]));
-  return load<Integers>(sums);
+  return sum + (WideIntegers)_mm256_madd_epi16((__m256i)left, (__m256i)right);
 #else
-  for (int lane = 0; lane < LANES; lane++) sum[lane] += left[2 * lane] * right[2 * lane] + left[2 * lane + 1] * right[2 * lane + 1];
+  for (int lane = 0; lane < WIDTH; lane++) sum[lane] += left[2 * lane] * right[2 * lane] + left[2 * lane + 1] * right[2 * lane + 1];
   return sum;
 #endif
 }
@@ -92,34 +84,45 @@ struct PairedRows {
   }
 };
 
-// 16 outputs for the rows of a tile.
+// Outputs of a block from one on, `WIDTH` of them, for the rows of a tile; products are 16 floats apart.
 template <int BITS>
-void pairs_times(const Matrix& matrix, int64_t block, const PairedRows& rows, int64_t tile, Floats* products) {
+void pairs_times(const Matrix& matrix, int64_t block, int64_t first, const PairedRows& rows, int64_t tile, float* products) {
   constexpr int PER_WORD = 32 / BITS, HALF = PER_WORD / 2, MASK = (1 << BITS) - 1, MIDDLE = 1 << (BITS - 1);
   const int64_t inputs = matrix.inputs, chunks = inputs / rows.chunk, parts = chunks / matrix.groups, words = rows.chunk / PER_WORD;
-  const auto* codes = static_cast<const uint32_t*>(matrix.weight) + block * (inputs / PER_WORD) * LANES;
+  const auto* codes = static_cast<const uint32_t*>(matrix.weight) + block * (inputs / PER_WORD) * LANES + first;
   const int32_t* pairs = rows.pairs.data() + tile * inputs / 2 * PAIR_ROWS;
   const float* steps = rows.scales.data() + tile * chunks * PAIR_ROWS;
-  Floats product[PAIR_ROWS] = {};
+  WideFloats product[PAIR_ROWS] = {};
   for (int64_t chunk = 0; chunk < chunks; chunk++, steps += PAIR_ROWS) {
-    const int64_t group = (block * matrix.groups + chunk / parts) * LANES;
-    Words zero = Words{} + MIDDLE;
-    if (matrix.shifts) zero += (Words)__builtin_convertvector(load<Bytes>(matrix.shifts + group), Integers);
-    const Shorts zeros = (Shorts)((zero & 0xffff) | zero << 16);
-    Integers sum[PAIR_ROWS] = {};
+    const int64_t group = (block * matrix.groups + chunk / parts) * LANES + first;
+    WideWords zero = WideWords{} + MIDDLE;
+    if (matrix.shifts) zero += (WideWords)__builtin_convertvector(load<WideBytes>(matrix.shifts + group), WideIntegers);
+    const Pairs zeros = (Pairs)((zero & 0xffff) | zero << 16);
+    WideIntegers sum[PAIR_ROWS] = {};
     for (int64_t word = 0; word < words; word++, codes += LANES, pairs += PAIR_ROWS * HALF) {
-      const Words held = load<Words>(codes);
+      const WideWords held = load<WideWords>(codes);
 #pragma GCC unroll 8
       for (int place = 0; place < HALF; place++) {
-        const Shorts code = (Shorts)(held >> (place * BITS) & (MASK | MASK << 16)) - zeros;
+        const Pairs code = (Pairs)(held >> (place * BITS) & (MASK | MASK << 16)) - zeros;
 #pragma GCC unroll 12
         for (int row = 0; row < PAIR_ROWS; row++)
-          sum[row] = add_products(sum[row], code, (Shorts)(Integers{} + pairs[row * HALF + place]));
+          sum[row] = add_products(sum[row], code, (Pairs)(WideIntegers{} + pairs[row * HALF + place]));
       }
     }
-    const Floats scale = load<Floats>(matrix.scales + group);
+    const WideFloats scale = load<WideFloats>(matrix.scales + group);
 #pragma GCC unroll 12
-    for (int row = 0; row < PAIR_ROWS; row++) product[row] += __builtin_convertvector(sum[row], Floats) * (scale * steps[row]);
+    for (int row = 0; row < PAIR_ROWS; row++) product[row] += __builtin_convertvector(sum[row], WideFloats) * (scale * steps[row]);
   }
-  for (int row = 0; row < PAIR_ROWS; row++) products[row] = product[row];
+  for (int row = 0; row < PAIR_ROWS; row++) store(products + row * LANES, product[row]);
+}
+
+inline void pairs_times(const Matrix& matrix, int64_t block, const PairedRows& rows, int64_t tile, Floats* products) {
+  for (int64_t first = 0; first < LANES; first += WIDTH) {
+    float* to = reinterpret_cast<float*>(products) + first;
+    switch (matrix.bits) {
+      case 2: pairs_times<2>(matrix, block, first, rows, tile, to); break;
+      case 4: pairs_times<4>(matrix, block, first, rows, tile, to); break;
+      default: pairs_times<8>(matrix, block, first, rows, tile, to);
+    }
+  }
 }

@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -24,11 +24,21 @@ constexpr int64_t MOST_ROWS = 8;          // rows of activations that one pass o
 constexpr int64_t AHEAD = 1024;           // bytes that are fetched ahead
 constexpr int64_t BYTES_OF_SHARE = 1 << 15;  // fewer are not worth a thread
 
+#ifdef __AVX512BW__
+constexpr int64_t WIDTH = 16;  // outputs that registers hold: GCC keeps wider vectors in memory
+#else
+constexpr int64_t WIDTH = 8;
+#endif
+
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef int32_t Integers __attribute__((vector_size(64)));
 typedef int8_t Bytes __attribute__((vector_size(16)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef float WideFloats __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t WideWords __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t WideIntegers __attribute__((vector_size(4 * WIDTH)));
+typedef int8_t WideBytes __attribute__((vector_size(WIDTH)));
 
 // A linear layer's weight, as optkit/kernels/cpu/native.py lays it out.
 struct Matrix {
