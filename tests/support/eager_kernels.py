@@ -18,6 +18,7 @@ from optkit.algorithms.eight_bit import FLOAT8, INT8, round_inputs
 from optkit.kernels.cuda import decoding, matrix, step_layers, step_products
 
 Macros = dict[str, str]
+ATTENTION = {"HEADS", "KV_HEADS", "SIZE", "ROTARY", "SHARES"}
 
 
 def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +37,8 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernel(source: str, name: str, macros: tuple[tuple[str, str], ...], device: int) -> Callable[..., None]:
     """Return what `compiled` would."""
     function, named = KERNELS[name], dict(macros)
+    wanted = {"attention.cu": ATTENTION, "tokens.cu": {"WIDTH", "VOCABULARY"}}.get(source, {"BITS", "INPUTS", "GROUP"})
+    assert wanted <= set(named), "NVRTC compiles the whole file, whichever kernel is asked for"
 
     def launch(grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0) -> None:
         function(named, grid, *arguments)

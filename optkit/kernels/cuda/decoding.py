@@ -240,7 +240,7 @@ class Steps:
 
     def _attend(self, index: int, layer: Layer) -> Tensor:
         decoder = self.decoder
-        macros = self._macros(index) | {"SHARES": self.shares} | ({"CAPPED": 1} if layer.cap else {})
+        macros = self._macros(index) | ({"CAPPED": 1} if layer.cap else {})
         given = (self.rows.qkv, *self.cache[index], *self.rotations[index], self.position, self.capacity)
         how = (decoder.scaling, *self._head_norms(layer), decoder.epsilon, layer.window, layer.cap, layer.sinks)
         self._kernel("attention.cu", "attend", macros)(
@@ -253,7 +253,7 @@ class Steps:
     def _macros(self, index: int) -> dict[str, int]:
         decoder, layer = self.decoder, self.decoder.layers[index]
         macros = {"HEADS": decoder.heads, "KV_HEADS": decoder.kv_heads, "SIZE": decoder.size}
-        macros["ROTARY"] = 2 * self.rotations[index][0].shape[1]
+        macros |= {"ROTARY": 2 * self.rotations[index][0].shape[1], "SHARES": self.shares}
         return macros | ({} if self._head_norms(layer) == (None, None) else {"QK_NORM": 1})
 
     @staticmethod

@@ -116,7 +116,9 @@ def compile_source(code: str, macros: Mapping[str, str], architecture: str, wher
     try:
         if nvrtc.nvrtcCompileProgram(program, len(options), given):
             log = _read(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
-            raise OptkitError("NVRTC cannot compile it", where=where, why="; ".join(log.strip("\0\n").splitlines()[:3]))
+            lines = log.strip("\0\n").splitlines()
+            errors = [line for line in lines if " error" in line] or lines
+            raise OptkitError("NVRTC cannot compile it", where=where, why="; ".join(errors[:3]))
         return _read(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
