@@ -58,14 +58,6 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32
 }
 #endif
 
-__device__ __forceinline__ float activated(float value) {
-#ifdef GELU
-  return value / (1 + __expf(-1.5957691216057308f * (value + 0.044715f * value * value * value)));
-#else
-  return value / (1 + __expf(-value));
-#endif
-}
-
 #if BITS == 4
 // codes [tiles, chunks, 2, 32] uint4; scales, offsets [tiles, chunks, SUBGROUPS, 8] words: those of rows g and g + 8
 __device__ __forceinline__ void fetch(Stage& stage, const uint4* codes, const u32* scales, const u32* offsets, const int (&tile)[ROW_TILES],
@@ -102,28 +94,6 @@ __device__ __forceinline__ void fetch(Stage& stage, const uint4* weight, const u
     }
 }
 #endif
-
-__device__ __forceinline__ u32 word_of(const uint4& vector, int index) {
-  return index == 0 ? vector.x : index == 1 ? vector.y : index == 2 ? vector.z : vector.w;
-}
-
-__device__ __forceinline__ float squares_of(const uint4& values) {
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const u32 pair = word_of(values, i);
-    sum += low(pair) * low(pair) + high(pair) * high(pair);
-  }
-  return sum;
-}
-
-__device__ __forceinline__ u32 normed(u32 pair, u32 by, float factor) {
-  return narrow(low(pair) * factor * low(by), high(pair) * factor * high(by));
-}
-__device__ __forceinline__ uint4 normed(const uint4& values, const uint4& by, float factor) {
-  return make_uint4(normed(values.x, by.x, factor), normed(values.y, by.y, factor), normed(values.z, by.z, factor),
-                    normed(values.w, by.w, factor));
-}
 
 #if BITS == 4
 // Eight inputs in the order in which the codes of a word come out: 0, 4, 1, 5, 2, 6, 3, 7.

@@ -1,4 +1,5 @@
-// 16-bit floats without headers, so that NVRTC alone can compile this. BF16 chooses bfloat16, else float16; two of them are a word.
+// 16-bit floats without headers, so that NVRTC alone can compile this. BF16 chooses bfloat16, else float16; two of them are a word. GELU
+// chooses what gated products go through, else SiLU.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
@@ -60,4 +61,34 @@ __device__ __forceinline__ float maximum_of_warp(float value) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, step));
   return value;
+}
+
+__device__ __forceinline__ u32 word_of(const uint4& vector, int index) {
+  return index == 0 ? vector.x : index == 1 ? vector.y : index == 2 ? vector.z : vector.w;
+}
+
+__device__ __forceinline__ float squares_of(const uint4& values) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 pair = word_of(values, i);
+    sum += low(pair) * low(pair) + high(pair) * high(pair);
+  }
+  return sum;
+}
+
+__device__ __forceinline__ u32 normed(u32 pair, u32 by, float factor) {
+  return narrow(low(pair) * factor * low(by), high(pair) * factor * high(by));
+}
+__device__ __forceinline__ uint4 normed(const uint4& values, const uint4& by, float factor) {
+  return make_uint4(normed(values.x, by.x, factor), normed(values.y, by.y, factor), normed(values.z, by.z, factor),
+                    normed(values.w, by.w, factor));
+}
+
+__device__ __forceinline__ float activated(float value) {
+#ifdef GELU
+  return value / (1 + __expf(-1.5957691216057308f * (value + 0.044715f * value * value * value)));
+#else
+  return value / (1 + __expf(-value));
+#endif
 }

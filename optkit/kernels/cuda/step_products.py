@@ -12,11 +12,14 @@ from torch import Tensor
 
 from optkit.kernels.cuda.matrix import Matrix, coded_rows, dequantized, finish, multiply
 from optkit.kernels.cuda.schedule import MOST_TOKENS
+from optkit.kernels.cuda.wide import can_be_wide, multiply_wide
 
 MOST_STREAMED = {4: 64, 8: 16, 16: 16}
-"""Rows up to which our kernel is faster, by the bits of a weight, on an H200; of 4 bits it takes 32
-at a time.
+"""Rows up to which `linear.cu` is faster than a dense product, by the bits of a weight, on an H200;
+of 4 bits it takes 32 at a time.
 """
+MOST_WIDE = 128
+"""Rows up to which `wide.cu` is faster than weights dequantized for a dense product, on an H200."""
 FEWEST_INTEGER_ROWS = 17
 """That torch._int_mm takes on CUDA."""
 
@@ -33,6 +36,9 @@ def step_product(
     ordered: Tensor | None = None,
 ) -> None:
     """Write x W^T into y like `multiply`, for any number of rows; can be captured in a CUDA graph."""
+    if MOST_TOKENS < len(x) <= MOST_WIDE and can_be_wide(matrix):
+        multiply_wide(matrix, x, y, norm=norm, epsilon=epsilon, add=add, gated=gated)
+        return
     if len(x) > MOST_STREAMED[matrix.form.bits]:
         (_coded if matrix.form.bits == 8 else _dense)(matrix, x, y, norm, epsilon, add, gated)
         return
@@ -63,12 +69,13 @@ def _dense(matrix: Matrix, x: Tensor, y: Tensor, norm: Tensor | None, epsilon: f
         x = F.rms_norm(x, norm.shape, norm, epsilon)
     if gated:
         finish(matrix, torch.mm(x, weight), None, y, add, gated)
-    elif matrix.bias is None and add:
+    elif add and matrix.bias is None:
         y.addmm_(x, weight)
-    elif matrix.bias is None and y.dtype == x.dtype:
-        torch.mm(x, weight, out=y)
     else:
-        product = torch.mm(x, weight) if y.dtype == x.dtype else torch.mm(x, weight, out_dtype=y.dtype)
+        product = torch.empty_like(y) if add else y
+        wide = {} if y.dtype == x.dtype else {"out_dtype": y.dtype}
+        torch.mm(x, weight, out=product, **wide)
         if matrix.bias is not None:
             product += matrix.bias
-        y.copy_(product + y if add else product)
+        if add:
+            y += product

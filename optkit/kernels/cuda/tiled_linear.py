@@ -1,19 +1,18 @@
 """A W4A16 linear layer on optkit's own int4 kernel for NVIDIA GPUs.
 Group sizes are 32, 64 and multiples of 128, with or without zero points.
 
-Up to 32 tokens stream past the packed weight once; more are a dense product with the weight
-dequantized for the call, which costs the time of reading and writing it once. Works under
-torch.compile(fullgraph=True) and in CUDA graphs.
+Few tokens read packed weights alone; many are a dense product with the weight dequantized for the
+call, which costs the time of reading and writing it once. Works under torch.compile(fullgraph=True)
+and in CUDA graphs.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optkit.kernels.cuda.matrix import Matrix, dequantized, multiply
-from optkit.kernels.cuda.schedule import MOST_TOKENS
+from optkit.kernels.cuda.matrix import Matrix
+from optkit.kernels.cuda.step_products import step_product
 from optkit.kernels.linear_layer import hold_
 
 
@@ -74,10 +73,8 @@ def w4a16(
     matrix = _matrix(codes, scales, offsets, bias, outputs, inputs, group_size)
     if not len(rows):
         return rows.new_empty(0, outputs)
-    if len(rows) > MOST_TOKENS:
-        return F.linear(rows, dequantized(matrix), bias)
     product = rows.new_empty(len(rows), outputs)
-    multiply(matrix, rows, product)
+    step_product(matrix, rows, product)
     return product
 
 

@@ -1,0 +1,114 @@
+"""Products of 4-bit weights and more rows than `linear.cu` takes at once: the launch of `wide.cu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.kernels.cuda.matrix import Matrix
+from optkit.kernels.cuda.nvrtc import Kernel, compiled
+from optkit.kernels.cuda.schedule import CHUNK, ROWS, Form
+
+CAPABILITY = (9, 0)
+"""Of the GPUs that have the instructions, wgmma with a matrix in registers."""
+SHARED_BYTES = 227 << 10
+"""Of a multiprocessor there."""
+KEPT_BYTES = 2 << 10
+"""For a block's barriers and what CUDA takes itself."""
+MOST_STAGES = 8
+
+
+@dataclass(frozen=True)
+class Widths:
+    """How blocks share a product."""
+
+    tokens: int
+    """Rows of x in a block: 32, 64 or 128."""
+    warpgroups: int
+    """2 or 4, each for 64 outputs; then 2 blocks or 1 run on a multiprocessor."""
+    split: int
+    """Blocks that share the inputs: 1, 2, 4 or 8."""
+
+    def units(self, form: Form, gated: bool) -> int:
+        """Return in how many parts the outputs are made."""
+        tiles, made = (form.tiles // 2, 2) if gated else (form.tiles, 4)
+        return -(-tiles // (made * self.warpgroups))
+
+    def stage_bytes(self, form: Form) -> int:
+        """Return the bytes of 128 inputs: x, codes, scales and zero points."""
+        scales = max(1, CHUNK // form.group_size) * 2 * ROWS * (2 if form.asymmetric else 1)
+        return self.tokens * 2 * CHUNK + 4 * self.warpgroups * (ROWS * CHUNK // 2 + scales)
+
+    def stages(self, form: Form) -> int:
+        """Return how many fit in the shared memory of a block; the kernel needs three."""
+        return min(MOST_STAGES, (SHARED_BYTES * self.warpgroups // 4 - KEPT_BYTES) // self.stage_bytes(form))
+
+    def shared_bytes(self, form: Form) -> int:
+        """Return the dynamic shared memory of a block: its stages, in the end its sums instead."""
+        return max(self.stages(form) * self.stage_bytes(form), 4 * self.tokens * (4 * ROWS * self.warpgroups + 4))
+
+    def macros(self, form: Form) -> dict[str, int]:
+        """Return the macros of wide.cu."""
+        return {
+            **{"TOKENS": self.tokens, "WARPGROUPS": self.warpgroups, "SPLIT": self.split, "STAGES": self.stages(form)},
+            **{
+                "GROUP": min(form.group_size, CHUNK),
+                "ASYMMETRIC": form.asymmetric,
+                "BF16": form.dtype == torch.bfloat16,
+            },
+        }
+
+
+def can_be_wide(matrix: Matrix) -> bool:
+    """Say whether `multiply_wide` can compute with a matrix."""
+    device = matrix.weight.device
+    return matrix.form.bits == 4 and matrix.outputs % 4 == 0 and torch.cuda.get_device_capability(device) == CAPABILITY
+
+
+def multiply_wide(
+    matrix: Matrix,
+    x: Tensor,
+    y: Tensor,
+    *,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    add: bool = False,
+    gated: bool = False,
+    widths: Widths | None = None,
+) -> None:
+    """Write x W^T into y like `multiply`, for any number of rows."""
+    form, rows = matrix.form, len(x)
+    if widths is None:
+        properties: Any = torch.cuda.get_device_properties(x.device)
+        widths = choose_widths(form, rows, gated, properties.multi_processor_count)
+    blocks, half = -(-rows // widths.tokens), form.tiles // 2 if gated else 0
+    lined = torch.empty(blocks * widths.tokens * form.chunks * CHUNK, dtype=x.dtype, device=x.device)
+    flags = {"RESIDUAL": add, "GATED": gated, "WIDE": y.dtype == torch.float32}
+    line_up = _kernel("line_up", Widths(widths.tokens, 4, 1), form, x.get_device(), NORM=norm is not None)
+    line_up((rows, 1, 1), 256, (x, norm, epsilon, lined, form.inputs // 8, form.chunks))
+    weights = (matrix.weight, matrix.scales, matrix.offsets, matrix.bias)
+    arguments = (*weights, lined, y, form.outputs, rows, half, form.chunks)
+    grid, threads = (widths.units(form, gated) * widths.split, blocks, 1), 128 * widths.warpgroups
+    _kernel("wide", widths, form, x.get_device(), **flags)(grid, threads, arguments, widths.shared_bytes(form))
+
+
+@cache
+def choose_widths(form: Form, rows: int, gated: bool, multiprocessors: int) -> Widths:
+    """Return what is good on an H200: inputs are shared until all multiprocessors have a block."""
+    widths = Widths(64, 2, 8) if rows <= 64 else Widths(128, 4, 4)
+    room = 4 // widths.warpgroups * multiprocessors // widths.units(form, gated)
+    while widths.split > max(1, min(room, form.chunks)):
+        widths = replace(widths, split=widths.split // 2)
+    return widths
+
+
+@cache
+def _kernel(name: str, widths: Widths, form: Form, device: int, **flags: bool) -> Kernel:
+    macros = {**widths.macros(form), **flags}
+    return compiled(
+        "wide.cu", name, tuple(sorted((key, str(int(each))) for key, each in macros.items() if each)), device
+    )
