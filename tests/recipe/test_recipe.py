@@ -61,7 +61,7 @@ def test_pinning_reaches_every_value_that_can_be_pinned(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         recipe_module,
         "pin_and_remember",
-        lambda model, cache: model.model_copy(update={"revision": f"pinned with {cache}"}),
+        lambda model, cache, _: model.model_copy(update={"revision": f"pinned with {cache}"}),
     )
     recipe = load_recipe(GOOD, ["stages.0.shrink.prune=[{pattern: x}, {pattern: y}]"])
     pinned = recipe.pinned(tmp_path, tmp_path / "cache")
