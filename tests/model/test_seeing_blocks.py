@@ -43,7 +43,7 @@ def test_block_by_block_computes_what_the_whole_model_does(kind: str, tmp_path: 
             theirs.clear()
             whole(**prompt)
             of_prompt = ours[2 * number :][:: 2 * len(prompts)], ours[2 * number + 1 :][:: 2 * len(prompts)]
-            torch.testing.assert_close(of_prompt, (theirs[::2], theirs[1::2]), atol=1e-6, rtol=0)
+            torch.testing.assert_close(of_prompt, (theirs[::2], theirs[1::2]), atol=3e-6, rtol=0)
             seen = theirs[-1]
             whole(**{**prompt, "pixel_values": 1 - prompt["pixel_values"]})
             assert not torch.allclose(theirs[-1], seen, atol=1e-3)

@@ -28,7 +28,7 @@ class TestPlaces:
 
     def test_an_empty_value_has_the_place_of_its_key(self) -> None:
         (problem,) = problems_of("model: smollm2-135m\nstages:\n  - gptq:\n      bits:\n\n\n      group_size: 32\n")
-        assert problem == "recipe:4:7: bits: nothing is not one of 2, 3, 4, 8."
+        assert problem == "recipe:4:7: bits: nothing is not one of 2, 3, 4, 5, 6, 8."
 
     def test_a_misspelled_field_of_an_override_is_told_with_those_that_there_are(self) -> None:
         (problem,) = problems_of('model: smollm2-135m\nstages:\n  - gptq: {overrides: {"*": {bitz: 3}}}\n')
