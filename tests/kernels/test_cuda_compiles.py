@@ -1,0 +1,85 @@
+"""Our CUDA kernels compile, which NVRTC says without a GPU: `pip install --no-deps nvidia-cuda-nvrtc==13.0.88`."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from optkit.errors import OptkitError
+from optkit.kernels.cuda.nvrtc import SOURCES, compile_source
+from optkit.kernels.cuda.schedule import Form
+
+pytestmark = pytest.mark.slow
+
+HEADS: list[dict[str, int]] = [
+    {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "ROTARY": rotary, "SHARES": shares}
+    for heads, kv_heads, size, rotary, shares in (
+        (32, 8, 128, 128, 8),
+        (8, 4, 256, 256, 1),
+        (24, 8, 128, 96, 4),
+        (64, 8, 64, 64, 2),
+        (16, 1, 128, 128, 32),
+        (32, 32, 96, 96, 1),
+    )
+]
+FORMS = {
+    "4 bits": Form(4, 4096, 4096, torch.bfloat16, 32, asymmetric=True),
+    "4 bits, symmetric": Form(4, 4096, 4096, torch.float16, 128, asymmetric=False),
+    "E4M3": Form(8, 4096, 4096, torch.bfloat16, 128, asymmetric=False),
+    "E4M3 in float16": Form(8, 4096, 576, torch.float16, 128, asymmetric=False, gelu=True),
+    "int8": Form(8, 4096, 4096, torch.bfloat16, 128, asymmetric=False, integer=True),
+    "16 bits": Form(16, 4096, 14336, torch.bfloat16, 128, asymmetric=False, gelu=True),
+}
+USES: list[tuple[int, tuple[str, ...]]] = [
+    (1, ("SHARED", "NORM", "GATED")),
+    (1, ("SHARED", "RESIDUAL")),
+    (4, ("NORM", "WIDE")),
+    (2, ("GATED",)),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler() -> None:
+    found = importlib.util.find_spec("nvidia")
+    places = [Path(place) for place in found.submodule_search_locations or ()] if found else []
+    libraries = sorted(
+        path for place in places for path in place.glob("*/lib/libnvrtc*.so.13*") if ".alt." not in path.name
+    )
+    if not libraries:
+        pytest.skip("the package nvidia-cuda-nvrtc is not there")
+    for library in libraries:
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def compiles(source: str, macros: dict[str, str], architecture: str = "sm_90a") -> None:
+    code = (SOURCES / "numbers.cuh").read_text(encoding="utf-8") + (SOURCES / source).read_text(encoding="utf-8")
+    assert compile_source(code, macros, architecture, source)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("flags", [(), ("BF16", "QK_NORM"), ("BF16", "CAPPED")], ids=str)
+def test_attention(heads: dict[str, int], flags: tuple[str, ...]) -> None:
+    compiles("attention.cu", {name: str(value) for name, value in heads.items()} | dict.fromkeys(flags, "1"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("token_tiles", "flags"), USES, ids=str)
+def test_linear(form: str, token_tiles: int, flags: tuple[str, ...]) -> None:
+    for more in ((), ("PLAIN",)) if FORMS[form].bits == 8 else ((),):
+        compiles("linear.cu", FORMS[form].macros(token_tiles, 2, 8, 2) | dict.fromkeys((*flags, *more), "1"))
+
+
+def test_tokens_and_older_gpus() -> None:
+    compiles("tokens.cu", {"BF16": "1", "WIDTH": "4096", "VOCABULARY": "128256"})
+    compiles("linear.cu", FORMS["int8"].macros() | {"SHARED": "1"}, "sm_80")
+    compiles("attention.cu", {name: str(value) for name, value in HEADS[0].items()}, "sm_80")
+
+
+def test_the_message_shows_errors_before_warnings() -> None:
+    code = "void f() { int unused; }\nthis is no C++;"
+    with pytest.raises(OptkitError, match=r"NVRTC cannot compile it\. [^;]*error"):
+        compile_source(code, {}, "sm_90", "nothing.cu")
