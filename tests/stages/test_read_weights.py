@@ -55,7 +55,9 @@ def test_transformers_opens_what_is_written_and_computes_the_same(
     session.close()
     with torch.no_grad():
         wanted = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(TOKENS).logits
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    # prompts of codes are products of 16-bit integers on a CPU
+    near = 3e-4 if isinstance(stage, Rtn) else 1e-5
+    torch.testing.assert_close(found, wanted, rtol=0, atol=near * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize(
