@@ -232,7 +232,13 @@ def read_proto(path: Path) -> ModelProto:
     except ImportError as error:
         raise MissingPackageError("onnx", where=str(path), install="optkit[onnx]") from error
     if not path.is_file():
-        raise SourceError(f"there is no {path.name}", where=str(path.parent))
+        parted = path.name in PARTS
+        raise SourceError(
+            f"there is no {path.name}",
+            where=str(path.parent),
+            why=f"An encoder-decoder is {', '.join(PARTS)}" if parted else "",
+            remedy="Export it again: with optkit, or with optimum and --no-post-process" if parted else "",
+        )
     check_regular(path)
     try:
         model: ModelProto = onnx.load(path, load_external_data=False)

@@ -40,7 +40,8 @@ class Graph:
                 why=f"It knows {', '.join([*known][:4])}",
                 remedy="Export the model again with optkit",
             )
-        feeds = {name: known[name].cpu().numpy().astype(port.dtype) for name, port in self.file.inputs.items()}
+        asked = self.file.inputs.items()
+        feeds = {name: known[name].cpu().numpy().astype(port.dtype, copy=False) for name, port in asked}
         shapes = ", ".join(f"{name} {list(known[name].shape)}" for name in [*feeds][:2])
         with runtime_errors(f"with {shapes}", where, self.device, "Lower the batch or the length"):
             found = self.opened.session.run(None, feeds)

@@ -75,13 +75,14 @@ def _untraceable(module: nn.Module, error: Exception) -> StageError:
             f"torch {torch.__version__} cannot write {model} as ONNX",
             where=WHERE,
             why=said,
-            remedy="ONNX has no operator for it: take another exporter, or deploy the checkpoint",
+            remedy="ONNX has no operator for it. Deploy the checkpoint, or try another exporter if it is a decoder",
         )
     return StageError(
         f"torch {torch.__version__} cannot trace {model}{f' at {line}' if line else ''}",
         where=WHERE,
         why=f"{type(cause).__name__}: {said}",
-        remedy="What its code does there has to be the same for all inputs: take another exporter, or change the code",
+        remedy="Its code has to do there the same for all inputs. Deploy the checkpoint, or try another exporter if it "
+        "is a decoder",
     )
 
 

@@ -19,6 +19,7 @@ from optkit.common.own_files import SCORECARD_HTML, SOURCE_CARD, marked
 from optkit.errors import OptkitError
 from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
+from optkit.model.onnx_file import graph_names
 from optkit.model.task import KNOWN_TASKS, Task, architecture_of, loader_of, task_of
 from optkit.recipe.gates import Verdict
 from optkit.recipe.registry import eval_class
@@ -198,6 +199,7 @@ def _usage(artifact: Artifact, scorecard: Scorecard, config: Mapping[str, Any], 
     auto = loader_of(config)
     ort = f"ORTModelFor{auto.removeprefix('AutoModel').removeprefix('For') or 'FeatureExtraction'}"
     words = {"place": place or directory, "directory": directory, "auto": auto, "ort": ort}
+    words["graph"] = graph_names(artifact.directory)[-1]
     parts = [f"Download it: `hf download {place} --local-dir {directory}`."] if place else []
     agreeing = {each.engine: each for each in scorecard.loading if each.verdict == "agrees"}
     for name, each in agreeing.items():

@@ -252,8 +252,8 @@ class Onnx(Transform):
                 )
             task = traced_task(shape.config)
             if self.kv_cache is not None:
-                has = "always has" if task in ENCODER_DECODERS else "has no"
-                raise StageError(f"{PHRASES[task]} {has} a KV cache", where="onnx.kv_cache", remedy="Leave it out")
+                has = "always has a" if task in ENCODER_DECODERS else "has no"
+                raise StageError(f"{PHRASES[task]} {has} KV cache", where="onnx.kv_cache", remedy="Leave it out")
         if idle := self._idle(exporter):
             raise StageError(idle[1], where=f"onnx.{idle[0]}", why=f"genai has no {architecture_of(shape.config)}")
         if method := (shape.config.get("quantization_config") or {}).get("quant_method"):

@@ -54,7 +54,8 @@ class Engine:
     """Distributions that it needs for an adapter beside packed weights."""
     usage: str = ""
     """Markdown that shows how to open an artifact. `{place}` is its directory or its name on the hub,
-    `{directory}` its directory; `{auto}` and `{ort}` are classes of transformers and optimum.
+    `{directory}` its directory; `{auto}` and `{ort}` are classes of transformers and optimum,
+    `{graph}` is the file that runs first.
     """
 
     def needed_for(self, method: str, adapter: bool) -> tuple[str, ...]:
@@ -110,7 +111,7 @@ ONNXRUNTIME = Engine(
 ```python
 import onnxruntime
 
-session = onnxruntime.InferenceSession("{directory}/model.onnx")
+session = onnxruntime.InferenceSession("{directory}/{graph}")
 ```""",
 )
 ONNXRUNTIME_GENAI = Engine(
