@@ -1,7 +1,7 @@
 """Decode and prefill on one GPU, of a model in bfloat16, 4 and 8 bits, by each way of decoding: a
 Markdown table.
 
-    PYTHONPATH=. python tests/benchmarks/decode_gpu.py [--model DIRECTORY] [--only PATTERN] \
+    python tests/benchmarks/decode_gpu.py [--model DIRECTORY] [--only PATTERN] \
         [--batches 1,32] [--prompt 512] [--new-tokens 128]
 
 Without a model: random weights in the shape of Llama-3-8B, made in --work (16 GB; they say nothing
@@ -31,7 +31,6 @@ from optkit.stage import Context, Setting, Transform
 from optkit.stages.fp8 import Fp8
 from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import SmoothQuant
-from tests.support.tiny_models import save_tokenizer
 
 LLAMA_3_8B: dict[str, Any] = {
     **{
@@ -62,7 +61,7 @@ WAYS: dict[str, list[Setting]] = {
 
 def random_model(directory: Path, layers: int = 32) -> Path:
     """Write random bfloat16 weights in the shape of Llama-3-8B, or of so many of its layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     if not (directory / "config.json").exists():
         torch.manual_seed(0)
@@ -71,7 +70,8 @@ def random_model(directory: Path, layers: int = 32) -> Path:
             model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_8B | {"num_hidden_layers": layers}))
         torch.set_default_dtype(torch.float32)
         model.save_pretrained(directory)
-        save_tokenizer(directory)  # for the stage that reads a text
+        words = str(Path(__file__).parents[1] / "support" / "tiny_tokenizer.json")  # for the stage that reads a text
+        PreTrainedTokenizerFast(tokenizer_file=words, eos_token="<|endoftext|>").save_pretrained(directory)
         del model
         torch.cuda.empty_cache()
     return directory
