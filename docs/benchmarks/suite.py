@@ -132,7 +132,7 @@ def measured(
         print(
             f"{row.name}: {mean(samples[row.name]):.4g} s"
             + (
-                f", {ratio.value:.2f}x [{low:.2f}, {high:.2f}] of {len(earlier)} earlier runs"
+                f", {ratio.value:.2f}x [{low:.2f}, {high:.2f}] of earlier runs: {len(earlier)}"
                 if ratio
                 else ", new here"
             )

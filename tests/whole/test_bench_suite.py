@@ -38,7 +38,7 @@ def test_a_row_that_got_slower_is_named_and_noise_is_not(run: Run, capsys: pytes
     assert [run() for _ in range(8)] == [[]] * 8
     assert "fast: " in capsys.readouterr().out
     assert run(1.3) == ["slow"]
-    assert "of 8 earlier runs" in capsys.readouterr().out
+    assert "of earlier runs: 8" in capsys.readouterr().out
     assert run(1.3) == ["slow"], "what is slower is not written down"
     assert run(0.7) == []
 
