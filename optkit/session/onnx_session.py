@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -20,8 +20,10 @@ from optkit.onnx.opening import HIDDEN_MEMORY
 from optkit.onnx.runtime import OnnxRunner
 from optkit.session.generating import NO_POSITIONS, GeneratingSession
 from optkit.session.onnx_encoder import OnnxEncoder
-from optkit.session.onnx_encoder_decoder import OnnxEncoderDecoder
 from optkit.stage import Opening
+
+if TYPE_CHECKING:
+    from optkit.session.onnx_encoder_decoder import OnnxEncoderDecoder
 
 Engine = Literal["onnxruntime", "onnxruntime-genai"]
 
@@ -33,6 +35,8 @@ def open_onnx(opening: Opening) -> OnnxSession | OnnxEncoder | OnnxEncoderDecode
     if task is Task.GENERATION:
         return OnnxSession(directory, opening.device, opening.trust_remote_code, **options)
     if task in ENCODER_DECODERS:
+        from optkit.session.onnx_encoder_decoder import OnnxEncoderDecoder
+
         return OnnxEncoderDecoder(directory, opening.device, opening.trust_remote_code, **options)
     pooling = pooling_for(directory, task)
     return OnnxEncoder(directory, opening.device, opening.trust_remote_code, pooling, **options)
