@@ -63,9 +63,10 @@ def _read(header: Any) -> tuple[dict[str, tuple[TensorInfo, int]], int]:
         raise ValueError(f"{shown(header)} is not an object")
     texts_of(header.get(METADATA) or {})
     entries = {name: entry for name, entry in header.items() if name != METADATA}
-    tensors = {name: (tensor_info(name, entry), _offsets(name, entry)[0]) for name, entry in entries.items()}
+    offsets = {name: _offsets(name, entry) for name, entry in entries.items()}
+    tensors = {name: (tensor_info(name, entry), offsets[name][0]) for name, entry in entries.items()}
     at = 0
-    for begin, end, name in sorted((*_offsets(name, entry), name) for name, entry in entries.items()):
+    for (begin, end), name in sorted((place, name) for name, place in offsets.items()):
         if begin != at:
             raise ValueError(f"{name} begins at byte {begin:,} of the data and not at {at:,}")
         info = tensors[name][0]
