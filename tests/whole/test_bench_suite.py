@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shlex
 import sys
@@ -14,6 +13,7 @@ import pytest
 
 from docs.benchmarks import suite
 from docs.benchmarks.suite import ROWS, Row, compared, measured, seconds, timed
+from tests.support.full_scorecards import full_scorecard
 
 ABOUT = {"cpu": {"device": "a CPU, 2 CPU threads", "versions": {}}}
 FAST, SLOW = Row("fast", "fast"), Row("slow", "slow")
@@ -93,8 +93,10 @@ def test_a_command_is_run_and_its_metric_read() -> None:
     assert wall > 0
     assert printed.endswith("/x\n")
     assert not printed.startswith("SCRATCH")
-    card = json.dumps({"rows": [{"metric": {"name": "decode_tokens_per_s", "value": 50.0}}]})
-    assert seconds(Row("r", "c", "decode_tokens_per_s"), 9.0, card) == pytest.approx(0.02)
+    card = full_scorecard()
+    rate = next(row.metric.value for row in card.rows if row.metric.name == "decode_tokens_per_s")
+    printed = card.model_dump_json(by_alias=True)
+    assert seconds(Row("r", "c", "decode_tokens_per_s"), 9.0, printed) == pytest.approx(1 / rate)
     assert seconds(Row("r", "c"), 9.0, "") == 9.0
     with pytest.raises(SystemExit, match="went wrong"):
         timed("python -c 'raise SystemExit(\"went wrong\")'")
