@@ -63,6 +63,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="CPU seconds of one thread, which other programs change less"
+    )
     parser.add_argument("--worker", nargs=2, metavar=("KIND", "PLACE"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -71,6 +74,7 @@ def _measured(arguments: argparse.Namespace, kind: str, place: Path) -> dict[str
     """Run one contender in a process of its own."""
     python = str(arguments.llama_cpp) if kind == "llama.cpp" else sys.executable
     sizes = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("threads", "prompt", "new-tokens")]
+    sizes += ["--cpu-time"] if arguments.cpu_time else []
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"}
     if kind != "llama.cpp":
         environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in (".", "cli", "evals"))
@@ -84,6 +88,8 @@ def _measured(arguments: argparse.Namespace, kind: str, place: Path) -> dict[str
 
 def _work(arguments: argparse.Namespace) -> None:
     kind, place = arguments.worker
+    if arguments.cpu_time:
+        time.perf_counter = time.process_time
     answer, facts = (_llama if kind == "llama.cpp" else _torch)(arguments, kind, Path(place))
     timings = [answer() for _ in range(WARM_UP + REPEATS)][WARM_UP:]
     prefill, decode = (statistics.median(each) for each in zip(*timings, strict=True))
@@ -155,11 +161,13 @@ def _table(found: dict[tuple[str, Path], list[dict[str, Any]]], arguments: argpa
         name = f"{kind}: {place.name}"
         spread = f"{mean:.1f} [{min(decode):.1f}, {max(decode):.1f}]"
         bandwidth = f"{size / 1e6:.0f} | {size * mean / 1e9:.1f}"
-        yield f"| {name} | {spread} | {mean / slowest:.2f} | {bandwidth} | {statistics.mean(prefill):.0f} |"
+        prompts = f"{statistics.mean(prefill):.0f} [{min(prefill):.0f}, {max(prefill):.0f}]"
+        yield f"| {name} | {spread} | {mean / slowest:.2f} | {bandwidth} | {prompts} |"
         versions |= rounds[0]["versions"]
     yield ""
     yield (
-        f"Batch 1, prompt {arguments.prompt}, {arguments.new_tokens} new tokens, {arguments.threads} threads;"
+        f"{'CPU time. ' if arguments.cpu_time else ''}Batch 1, prompt {arguments.prompt}, "
+        f"{arguments.new_tokens} new tokens, {arguments.threads} threads;"
         f" {arguments.rounds} rounds in turns, {WARM_UP} warm-up and the median of {REPEATS} "
         f"answers in each; {_processor()},"
         f" {', '.join(f'{name} {version}' for name, version in versions.items())}, Python {platform.python_version()}."
