@@ -98,15 +98,16 @@ def _repeats(stages: Sequence[Item], evals: Sequence[Item], place: Placing[Item]
 
 def _tasks(items: Iterable[Item], start: Start, place: Placing[Item]) -> Broken[Item]:
     """Yield the stages and evals for another kind of model than the recipe's or their forerunners'."""
-    left, why = start.tasks, f"{start.name} is {start.phrase}"
+    narrowed = [(left := start.tasks, f"{start.name} is {start.phrase}")]
     for item in items:
         tasks = class_of(item).for_tasks
         if not left & tasks:
+            why = next(why for kept, why in narrowed if not kept & tasks)
             message = f"{item.kind} is for {phrase_of(tasks)}, and {why}. Take it out, or name another model"
             yield item, f"{message}{_others(item, left)}."
         elif not left <= tasks:
             left &= tasks
-            why = f"{_placed(item, place)} is for {phrase_of(left)}"
+            narrowed.append((left, f"{_placed(item, place)} is for {phrase_of(left)}"))
 
 
 def _others(item: Listed, tasks: frozenset[Task]) -> str:

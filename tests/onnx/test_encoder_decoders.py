@@ -15,7 +15,7 @@ from optkit_evals.answers import Answers
 from optkit_evals.perplexity import Perplexity
 
 from optkit.backends.environments import Environments
-from optkit.errors import SourceError, StageError
+from optkit.errors import RecipeError, SourceError, StageError
 from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.formats.base import Format
@@ -24,6 +24,7 @@ from optkit.model.task import Task, task_of
 from optkit.onnx import encoder_decoder, torch_encoder_decoder
 from optkit.onnx.torch_export import load_eager
 from optkit.progress import SilentProgress
+from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.settings.onnx_provider import OnnxProvider
 from optkit.stage import Context
@@ -209,3 +210,16 @@ def test_optimum_opens_it(quick: tuple[Path, Path, Any], tmp_path: Path) -> None
     assert not answer.problem
     found = np.fromfile(tmp_path / "logits", np.float32).reshape(answer.said["logits_shape"])
     assert np.abs(found - reference.outputs.numpy()).max() < 1e-5
+
+
+def test_the_stage_that_is_for_other_models_is_named(tiny_encoder_decoder: TinyModel) -> None:
+    asked = {"dataset": "pairs.jsonl", "input": "input", "field": "target"}
+    recipe = {
+        "model": str(tiny_encoder_decoder(T5)),
+        "stages": ["onnx", "onnx_optimize"],
+        "evals": [{"perplexity": asked}, {"answers": asked}],
+    }
+    with pytest.raises(
+        RecipeError, match="answers is for an encoder-decoder, and onnx_optimize .* is for a causal .* or"
+    ):
+        load_recipe(recipe)
