@@ -219,7 +219,5 @@ def test_the_stage_that_is_for_other_models_is_named(tiny_encoder_decoder: TinyM
         "stages": ["onnx", "onnx_optimize"],
         "evals": [{"perplexity": asked}, {"answers": asked}],
     }
-    with pytest.raises(
-        RecipeError, match="answers is for an encoder-decoder, and onnx_optimize .* is for a"
-    ):
+    with pytest.raises(RecipeError, match="answers is for an encoder-decoder, and onnx_optimize .* is for a"):
         load_recipe(recipe)
