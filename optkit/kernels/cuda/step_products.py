@@ -18,7 +18,7 @@ MOST_STREAMED = {4: 64, 8: 16, 16: 16}
 """Rows up to which `linear.cu` is faster than a dense product, by the bits of a weight, on an H200;
 of 4 bits it takes 32 at a time.
 """
-MOST_WIDE = 128
+MOST_WIDE = 256
 """Rows up to which `wide.cu` is faster than weights dequantized for a dense product, on an H200."""
 FEWEST_INTEGER_ROWS = 17
 """That torch._int_mm takes on CUDA."""

@@ -1,9 +1,10 @@
 // y = x W^T for tens to hundreds of tokens, W in 4 bits, on Hopper's tensor cores (compute capability 9.0).
 //
 // A cluster of SPLIT blocks makes 64 WARPGROUPS outputs of TOKENS tokens; its blocks share the inputs, and add up through each other's shared
-// memory in a fixed order. The first warp asks for chunks of 128 inputs, up to STAGES ahead, which the copy engine puts in shared memory; all turn codes to
-// floats in registers, which wgmma takes as its left matrix [64 outputs, 16 inputs], beside x [16 inputs, TOKENS] in shared memory. Codes lie
-// as in linear.cu: a warp's 16 rows of wgmma's fragment are those of mma.m16n8k16.
+// memory in a fixed order. Chunks of 128 inputs come to shared memory STAGES ahead: of x by the copy engine, of codes by the warp that reads
+// them (small copies by the engine cost more than all else). Codes become floats in registers, which wgmma takes as its left matrix [64
+// outputs, 16 inputs], beside x [16 inputs, TOKENS] in shared memory. They lie as in linear.cu: a warp's 16 rows of wgmma's fragment are those
+// of mma.m16n8k16.
 //
 // Macros: BF16; GROUP (inputs of a scale: 32, 64 or a multiple of 128); ASYMMETRIC; TOKENS (32, 64 or 128); WARPGROUPS; SPLIT; STAGES;
 //   GATED (outputs are silu(first half) * second half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there); WIDE (y is float32); NORM (of `line_up`).
@@ -48,10 +49,17 @@ __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
                  : "memory");
   } while (!done);
 }
-__device__ __forceinline__ void copy(u32 to, const void* from, u32 bytes, u32 barrier) {
+__device__ __forceinline__ void copy_all(u32 to, const void* from, u32 bytes, u32 barrier) {  // by the copy engine
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
                "r"(barrier)
                : "memory");
+}
+template <int BYTES>
+__device__ __forceinline__ void copy(u32 to, const void* from) {
+  if (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 __device__ __forceinline__ u32 twice(u32 pair, bool upper) { return __byte_perm(pair, pair, upper ? 0x3232 : 0x1010); }
 __device__ __forceinline__ u32 scaled(u32 pair, u32 offset, u32 scale) {
@@ -115,35 +123,39 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
   }
   __syncthreads();
   let_next_start();
-  const size_t fetched = (size_t)tile_of(unit, lane % TILES, (rows + 15) / 16, second_half) * chunks + first;
-  const auto fetch_weights = [&](int turn) {
-    const u32 stage = base + turn % STAGES * STAGE_BYTES, barrier = full + turn % STAGES * 8;
+  const size_t fetched = (size_t)tile_of(unit, warp, (rows + 15) / 16, second_half) * chunks + first;
+  const auto fetch_weights = [&](int turn) {  // of the warp's own tile
+    const u32 stage = base + turn % STAGES * STAGE_BYTES + X_BYTES, held = warp * (SUBGROUPS * 32) + lane * 4;
     const size_t place = fetched + turn;
-    if (lane == 0) expect(barrier, STAGE_BYTES);
-    __syncwarp();
-    if (lane < TILES) {
-      copy(stage + X_BYTES + lane * 1024, codes + place * 1024, 1024, barrier);
-      copy(stage + X_BYTES + CODE_BYTES + lane * (SUBGROUPS * 32), scales + place * (SUBGROUPS * 32), SUBGROUPS * 32, barrier);
+    if (turn < turns) {
+      copy<16>(stage + warp * 1024 + lane * 16, codes + place * 1024 + lane * 16);
+      copy<16>(stage + warp * 1024 + 512 + lane * 16, codes + place * 1024 + 512 + lane * 16);
+      if (lane < 8 * SUBGROUPS) {
+        copy<4>(stage + CODE_BYTES + held, scales + place * (SUBGROUPS * 32) + lane * 4);
 #ifdef ASYMMETRIC
-      copy(stage + X_BYTES + CODE_BYTES + SCALE_BYTES + lane * (SUBGROUPS * 32), offsets + place * (SUBGROUPS * 32), SUBGROUPS * 32, barrier);
+        copy<4>(stage + CODE_BYTES + SCALE_BYTES + held, offsets + place * (SUBGROUPS * 32) + lane * 4);
 #endif
+      }
     }
+    asm volatile("cp.async.commit_group;" ::: "memory");
   };
   const auto fetch_x = [&](int turn) {
-    if (lane == 0)
-      copy(base + turn % STAGES * STAGE_BYTES, x + ((size_t)blockIdx.y * chunks + first + turn) * X_BYTES, X_BYTES, full + turn % STAGES * 8);
+    expect(full + turn % STAGES * 8, X_BYTES);
+    copy_all(base + turn % STAGES * STAGE_BYTES, x + ((size_t)blockIdx.y * chunks + first + turn) * X_BYTES, X_BYTES, full + turn % STAGES * 8);
   };
-  if (warp == 0)
-    for (int turn = 0; turn < min(turns, STAGES); turn++) fetch_weights(turn);
+#pragma unroll
+  for (int turn = 0; turn < STAGES - 1; turn++) fetch_weights(turn);
   wait_for_previous();
-  if (warp == 0)
+  if (threadIdx.x == 0)
     for (int turn = 0; turn < min(turns, STAGES); turn++) fetch_x(turn);
 
   float sum[TOKENS / 2];
   u32 a[2][2][4];
   for (int turn = 0; turn < turns; turn++) {
     const u32 offset = turn % STAGES * STAGE_BYTES;
-    wait(full + turn % STAGES * 8, turn / STAGES % 2);
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    __syncwarp();
+    fetch_weights(turn + STAGES - 1);
     const uint4* held = (const uint4*)(memory + offset + X_BYTES + warp * 1024) + lane;
     const uint4 words[2] = {held[0], held[32]};
     const u32* scale = (const u32*)(memory + offset + X_BYTES + CODE_BYTES + warp * (SUBGROUPS * 32)) + lane / 4;
@@ -169,6 +181,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
         for (int pair = 0; pair < 4; pair++)
           a[j % 2][pair / 2][pair % 2 * 2 + half] = scaled((word >> (4 * pair) & 0x000f000fu) | CODE_BASE, from, by);
       }
+      if (j == 0) wait(full + turn % STAGES * 8, turn / STAGES % 2);
       asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
       const u64 right = described(base + offset + j * 4 * (TOKENS * 16));
       multiply(sum, a[j % 2][0], right, turn + j);
@@ -177,11 +190,11 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
       asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
       if (j == 0 && turn && lane == 0) arrive(empty + (turn - 1) % STAGES * 8);
     }
-    if (warp == 0 && turn > 1 && turn - 2 + STAGES < turns) {  // all warps left that stage a while ago
+    if (threadIdx.x == 0 && turn > 1 && turn - 2 + STAGES < turns) {  // all warps left that stage a while ago
       wait(empty + (turn - 2) % STAGES * 8, (turn - 2) / STAGES % 2);
-      fetch_weights(turn - 2 + STAGES);
       fetch_x(turn - 2 + STAGES);
     }
+    __syncwarp();
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   __syncthreads();

@@ -100,7 +100,8 @@ def multiply_wide(
 def choose_widths(form: Form, rows: int, gated: bool, multiprocessors: int) -> Widths:
     """Return what is good on an H200: inputs are shared until all multiprocessors have a block."""
     widths = Widths(64, 2, 8) if rows <= 64 else Widths(128, 4, 4)
-    room = 4 // widths.warpgroups * multiprocessors // widths.units(form, gated)
+    blocks = widths.units(form, gated) * -(-rows // widths.tokens)
+    room = 4 // widths.warpgroups * multiprocessors // blocks
     while widths.split > max(1, min(room, form.chunks)):
         widths = replace(widths, split=widths.split // 2)
     return widths
