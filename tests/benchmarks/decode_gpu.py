@@ -78,7 +78,7 @@ def random_model(directory: Path, layers: int = 32) -> Path:
 
 
 def main() -> None:
-    """Make the models, measure each way, print a row for each batch."""
+    """Make the models, measure each way, print a row for each batch as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--work", type=Path, default=Path("/tmp/decode_gpu"))
@@ -98,7 +98,6 @@ def main() -> None:
         "|\n|---|---|---|---|---|---|---|"
     )
     batches = tuple(int(batch) for batch in given.batches.split(","))
-    grid = Throughput(batch_sizes=batches, prompts=(given.prompt,), new_tokens=given.new_tokens, limit_s=20, repeats=3)
     for weights, stage in WEIGHTS.items():
         ways = {way: settings for way, settings in WAYS.items() if fnmatch(f"{weights} {way}", given.only)}
         directory = given.work / weights if ways and stage else model
@@ -107,9 +106,12 @@ def main() -> None:
             stage.run(model, directory, Context(device="cuda"))
         for way, settings in ways.items():
             session, context = open_session(directory, settings, "cuda"), EvalContext()
-            metrics = grid.pool([grid.run(session, context)], context)  # type: ignore[arg-type]
             for batch in batches:
-                rows = {metric.name: metric for metric in metrics if metric.labels.get("batch") == batch}
+                grid = Throughput(
+                    batch_sizes=(batch,), prompts=(given.prompt,), new_tokens=given.new_tokens, limit_s=20, repeats=3
+                )
+                metrics = grid.pool([grid.run(session, context)], context)  # type: ignore[arg-type]
+                rows = {metric.name: metric for metric in metrics}
                 decode, prefill, bandwidth = (
                     rows[name] for name in ("decode_tokens_per_s", "prefill_tokens_per_s", "decode_bytes_per_s")
                 )

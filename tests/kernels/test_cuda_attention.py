@@ -26,6 +26,11 @@ class Case:
     kv_heads: int
     size: int
     norms: bool = False
+    rotary: int = 0
+    """Channels that are turned; 0: all."""
+    window: int = 0
+    cap: float = 0.0
+    sinks: bool = False
 
 
 CASES = [
@@ -44,37 +49,49 @@ CASES = [
         Case(2, 130, 4, 4, 96, norms=True),
     ),
     *(Case(2, 130, 4, 2, 80), Case(1, 63, 4, 2, 32), Case(2, 500, 2, 1, 16, norms=True), Case(1, 64, 7, 1, 48)),
+    *(
+        Case(2, 700, 32, 8, 128, window=128),
+        Case(2, 40, 8, 4, 64, window=128),
+        Case(2, 300, 8, 4, 256, window=100, cap=1.5),
+        Case(3, 333, 64, 8, 64, window=128, sinks=True),
+        Case(2, 200, 24, 8, 128, rotary=96, norms=True),
+        Case(1, 90, 8, 2, 128, rotary=32, cap=2.0, sinks=True),
+    ),
 ]
 
 
 def turned(heads: Tensor, norm: Tensor | None, cosines: Tensor, sines: Tensor) -> Tensor:
-    """float64 [batch, heads, size]."""
+    """float64 [batch, heads, size]; cosines, sines [rotary / 2]."""
     if norm is not None:
         heads = heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + EPSILON) * norm.double()
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+    rotary = 2 * len(cosines)
+    first, second = heads[..., :rotary].chunk(2, dim=-1)
+    parts = first * cosines - second * sines, second * cosines + first * sines, heads[..., rotary:]
+    return torch.cat(parts, dim=-1)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 6e-3), (torch.float16, 8e-4)])
 @pytest.mark.parametrize(("case", "shares"), [*product(CASES, (1, 3, 10))])
 def test_attention_is_that_of_float64(case: Case, shares: int, dtype: torch.dtype, limit: float) -> None:
     batch, past, heads, kv_heads, size = case.batch, case.past, case.heads, case.kv_heads, case.size
+    rotary, oldest = case.rotary or size, max(0, past + 1 - case.window) if case.window else 0
     torch.manual_seed(past)
     with torch.device("cuda"):
         capacity = past + 5
         qkv = torch.randn(batch, (heads + 2 * kv_heads) * size).to(dtype)
         cache = torch.randn(2, batch, kv_heads, capacity, size).to(dtype)
-        cache[:, :, :, past:] = math.nan  # nothing there is read
-        angles = torch.arange(capacity)[:, None] / 10000 ** (torch.arange(0, size, 2) / size)
+        cache[:, :, :, past:] = cache[:, :, :, :oldest] = math.nan  # nothing there is read
+        angles = torch.arange(capacity)[:, None] / 10000 ** (torch.arange(0, rotary, 2) / rotary)
         cosines, sines = angles.cos(), angles.sin()
         norms = [torch.rand(size).to(dtype) + 0.5 if case.norms else None for _ in range(2)]
+        sinks = torch.randn(heads).to(dtype) if case.sinks else None
         partial = torch.zeros(batch * heads * shares * (size + 2))
         arrived = torch.zeros(batch * kv_heads, dtype=torch.int32)
         output = torch.full((batch, heads * size), math.nan, dtype=dtype)
         position = torch.tensor([past], dtype=torch.int32)
-    known = cache[:, :, :, :past].clone()
-    macros = {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "SHARES": shares}
-    macros |= {"QK_NORM": 1} if case.norms else {}
+    known = cache[:, :, :, oldest:past].clone()
+    macros = {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "ROTARY": rotary, "SHARES": shares}
+    macros |= ({"QK_NORM": 1} if case.norms else {}) | ({"CAPPED": 1} if case.cap else {})
     macros |= {"BF16": 1} if dtype == torch.bfloat16 else {}
     kernel = compiled("attention.cu", "attend", tuple(sorted((key, str(value)) for key, value in macros.items())), 0)
     arguments = (
@@ -88,6 +105,9 @@ def test_attention_is_that_of_float64(case: Case, shares: int, dtype: torch.dtyp
         size**-0.5,
         *norms,
         EPSILON,
+        case.window,
+        case.cap,
+        sinks,
         partial,
         arrived,
         output,
@@ -104,7 +124,12 @@ def test_attention_is_that_of_float64(case: Case, shares: int, dtype: torch.dtyp
     )
     group = heads // kv_heads
     scores = torch.einsum("bhgc,bhkc->bhgk", query.view(batch, kv_heads, group, size), keys) * size**-0.5
-    expected = torch.einsum("bhgk,bhkc->bhgc", scores.softmax(-1), values).reshape(batch, heads * size)
+    scores = case.cap * torch.tanh(scores / case.cap) if case.cap else scores
+    if sinks is not None:
+        rest = sinks.double().view(1, kv_heads, group, 1).expand(batch, -1, -1, 1)
+        scores = torch.cat([scores, rest], dim=-1)
+    chances = scores.softmax(-1)[..., : keys.shape[2]]
+    expected = torch.einsum("bhgk,bhkc->bhgc", chances, values).reshape(batch, heads * size)
     assert (output.double() - expected).norm() < limit * expected.norm()
     assert (cache[0, :, :, past].double() - key).norm() < limit * key.norm()
     assert cache[1, :, :, past].equal(value.to(dtype))

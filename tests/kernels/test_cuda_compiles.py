@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import torch
 from optkit.errors import OptkitError
 from optkit.kernels.cuda.nvrtc import SOURCES, compile_source
 from optkit.kernels.cuda.schedule import Form
+from optkit.kernels.cuda.wide import Widths
+from tests.kernels.test_cuda_wide import WIDTHS
 
 pytestmark = pytest.mark.slow
 
@@ -61,9 +64,10 @@ def compiles(source: str, macros: dict[str, str], architecture: str = "sm_90a") 
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("flags", [(), ("BF16", "QK_NORM"), ("BF16", "CAPPED")], ids=str)
+@pytest.mark.parametrize("flags", [*product(("", "BF16"), ("", "QK_NORM"), ("", "CAPPED"))], ids=str)
 def test_attention(heads: dict[str, int], flags: tuple[str, ...]) -> None:
-    compiles("attention.cu", {name: str(value) for name, value in heads.items()} | dict.fromkeys(flags, "1"))
+    given = dict.fromkeys(filter(None, flags), "1")
+    compiles("attention.cu", {name: str(value) for name, value in heads.items()} | given)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -71,6 +75,14 @@ def test_attention(heads: dict[str, int], flags: tuple[str, ...]) -> None:
 def test_linear(form: str, token_tiles: int, flags: tuple[str, ...]) -> None:
     for more in ((), ("PLAIN",)) if FORMS[form].bits == 8 else ((),):
         compiles("linear.cu", FORMS[form].macros(token_tiles, 2, 8, 2) | dict.fromkeys((*flags, *more), "1"))
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize("flags", [("GATED",), ("GATED", "GELU", "NORM"), ("RESIDUAL",), ("WIDE",)], ids=str)
+def test_wide(widths: Widths, flags: tuple[str, ...]) -> None:
+    form = FORMS["4 bits" if "GATED" in flags else "4 bits, symmetric"]
+    macros = {**widths.macros(form), **dict.fromkeys(flags, 1)}
+    compiles("wide.cu", {name: str(int(each)) for name, each in macros.items() if each})
 
 
 def test_tokens_and_older_gpus() -> None:

@@ -37,6 +37,8 @@ SHAPES = {  # outputs, inputs, gated
     "70B down_proj": (8192, 28672, False),
     "70B lm_head": (128256, 8192, False),
     "405B down_proj": (16384, 53248, False),
+    "expert gate_up": (1536, 2048, True),
+    "square gate_up": (4096, 4096, True),
 }
 ROWS = (*range(1, 9), 9, 16, 17, 32)
 
@@ -68,6 +70,7 @@ def test_no_launch_asks_for_more_than_the_gpu_has(capability: str, name: str, bi
         needed = asked_for(shape, rows, tiles.shared, tiles.schedule.warps, tiles.schedule.row_tiles)
         assert tiles.whole_bytes == needed <= LIMITS[capability]
         assert tiles.schedule == default_schedule(shape, rows, gated)
+        assert not gated or tiles.schedule.row_tiles % 2 == 0, "a tile of either half"
 
 
 @pytest.mark.parametrize("group_size", [32, 128])

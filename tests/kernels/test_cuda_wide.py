@@ -4,6 +4,7 @@ float64.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -42,6 +43,12 @@ def test_each_block_of_a_cluster_has_inputs(inputs: int) -> None:
         assert widths.split <= form.chunks
 
 
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gated_outputs_go_through_what_the_matrix_says(gelu: bool) -> None:
+    form = Form(4, 4096, 4096, torch.bfloat16, 128, asymmetric=False, gelu=gelu)
+    assert Widths(64, 2, 8).macros(form)["GELU"] == gelu == ("GELU" in form.macros())
+
+
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -63,13 +70,17 @@ def test_products_are_those_of_float64(
         normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * norm.double()
         before = torch.randn(rows, outputs, device="cuda").to(dtype)
         added, wide = before.clone(), torch.full((rows, outputs), torch.nan, device="cuda")
-        gated, full = torch.full((rows, outputs // 2), torch.nan, dtype=dtype, device="cuda"), normed @ exact.T + bias
+        full = normed @ exact.T + bias
         multiply_wide(matrix, x, added, add=True)
         multiply_wide(matrix, x, wide, norm=norm, epsilon=1e-5)
-        multiply_wide(matrix, x, gated, norm=norm, epsilon=1e-5, gated=True)
         assert difference(added, before.double() + x.double() @ exact.T + bias) < limit
         assert difference(wide, full) < limit
-        assert difference(gated, F.silu(full[:, : outputs // 2]) * full[:, outputs // 2 :]) < 2 * limit
+        for gelu in (False, True):
+            gated = torch.full((rows, outputs // 2), torch.nan, dtype=dtype, device="cuda")
+            multiply_wide(replace(matrix, gelu=gelu), x, gated, norm=norm, epsilon=1e-5, gated=True)
+            gate, up = full.chunk(2, dim=-1)
+            expected = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
+            assert difference(gated, expected) < 2 * limit
 
 
 @pytest.mark.gpu

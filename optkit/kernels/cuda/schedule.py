@@ -28,7 +28,7 @@ class Schedule:
     depth: int
     """Chunks that a warp has asked for before it needs them."""
     row_tiles: int
-    """Tiles of 16 outputs that a warp multiplies by the same x."""
+    """Tiles of 16 outputs that a warp multiplies by the same x; pairs of them if outputs are gated."""
     blocks: int
     """On each multiprocessor; each goes over several rows of tiles."""
 
@@ -118,7 +118,7 @@ def default_schedule(form: Form, tokens: int, gated: bool) -> Schedule:
     few, quantized = tokens <= 8, form.bits == 4
     wide, narrow, long = form.outputs > 16 * form.inputs, form.outputs <= form.inputs, form.inputs > 2 * form.outputs
     if form.bits == 8 and not wide:
-        square = few and narrow and not long
+        square = few and narrow and not long and not gated
         depth = 4 if few and not square and not gated else 2
         return Schedule(warps=8, depth=depth, row_tiles=1 if square else 2, blocks=2 if square else 1)
     if not few:

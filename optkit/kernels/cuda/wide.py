@@ -59,6 +59,7 @@ class Widths:
                 "GROUP": min(form.group_size, CHUNK),
                 "ASYMMETRIC": form.asymmetric,
                 "BF16": form.dtype == torch.bfloat16,
+                "GELU": form.gelu,
             },
         }
 
