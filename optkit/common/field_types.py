@@ -54,7 +54,7 @@ Width = Annotated[int, Field(ge=1, le=LARGEST_WIDTH)]
 """Channels or heads of a layer."""
 Devices = Annotated[int, Field(ge=1, le=1024)]
 """Processes or GPUs."""
-Bytes = Annotated[int, Field(ge=1, le=10**18)]
+Bytes = Annotated[int, Field(ge=1, le=10**15)]
 """A size."""
 CodeBits = Literal[2, 3, 4, 5, 6, 8]
 """Bits of a code that readers of compressed-tensors open."""

@@ -54,7 +54,7 @@ def test_an_encoder_is_exported_by_torch(bert: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_asked_for_is_not_explained(bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Onnx, "_export_encoder", lambda *_: Report(changed=1))
+    monkeypatch.setattr(Onnx, "_export_by_torch", lambda *_: Report(changed=1))
     assert Onnx(exporter="torch").run(bert, tmp_path / "onnx", Context()).notes == ()
 
 

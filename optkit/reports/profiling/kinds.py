@@ -7,11 +7,11 @@ import re
 from optkit.reports.profiling.profile_report import Kind
 
 ORDER: tuple[tuple[Kind, str], ...] = (
-    ("matmul", r"^linear$"),  # optkit's own kernels, in kernels/cuda/*.cu
+    ("matmul", r"^(linear|wide)$"),  # optkit's own kernels, in kernels/cuda/*.cu
     ("attention", r"^attend$"),
-    ("norm", r"^arrange$"),
+    ("norm", r"^(arrange|line_up)$"),
     ("copies", r"^(dequantize|embed)$"),
-    ("elementwise", r"^(choose|keep)$"),
+    ("elementwise", r"^(choose|keep|finish|turn_prompt)$"),
     (
         "other",  # views, and what allocates
         r"^aten::(view|slice|transpose|t|expand|unsqueeze|squeeze|narrow|as_strided|select|permute|detach|reshape|alias|unflatten|split\w*"
