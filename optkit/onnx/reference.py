@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optkit.kernels.cpu.coded_linear import CodedLinear
 from optkit.kernels.open_packed import load_packed
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.blocks import find_blocks
@@ -35,6 +36,9 @@ class Reference:
             self._model: Any = load_packed(
                 checkpoint, quantized, "cpu", torch.float32, SilentProgress(), trust_remote_code, **options
             )[0]
+            for layer in self._model.modules():
+                if isinstance(layer, CodedLinear):
+                    layer.exact = True
         else:
             skeleton = Skeleton(checkpoint, torch.float32, EXACT, trust_remote_code)
             skeleton.load_("", "cpu")

@@ -75,6 +75,9 @@ def test_codes_against_float64(bits: int, symmetric: bool, outputs: int, inputs:
                 rows = torch.randn(count, inputs)
                 with torch.inference_mode():
                     check(layer(rows), rows, dense, bias)
+                    layer.exact = True
+                    check(layer(rows), rows, dense, bias, coded=False)
+                    layer.exact = False
 
 
 @compiled

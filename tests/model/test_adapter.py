@@ -25,7 +25,7 @@ RANK, ALPHA = 4, 8.0
 
 
 def tokens() -> torch.Tensor:
-    return torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(3))
+    return torch.randint(0, 512, (2, 16), generator=torch.Generator().manual_seed(3))
 
 
 def opened_by_peft(directory: Path) -> Any:
@@ -84,7 +84,7 @@ def test_what_is_opened_computes_what_peft_computes(tiny_model: TinyModel, tmp_p
         theirs = opened_by_peft(directory)(tokens()).logits
     assert (ours - before).abs().max() > 0.1
     # bitsandbytes multiplies in bfloat16 here
-    assert (ours - theirs).abs().max() < (5e-4 if isinstance(stage, Rtn) else 0.05)
+    assert (ours - theirs).abs().max() < (2e-5 if isinstance(stage, Rtn) else 0.05)
     assert any(note.startswith("adapter: LoRA of rank 2 and 4 beside 2 layers") for note in session.notes)
 
 

@@ -25,6 +25,7 @@ from tests.support.predictions import predicted
 from tests.support.unpacking import unpack_compressed_tensors
 
 TOKENS = torch.arange(60).view(2, 30)
+FEW = TOKENS[:, :16]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma", "gemma3", "gptj", "opt", "mixtral"])
@@ -62,8 +63,8 @@ def test_rtn_of_lm_head_opens_everywhere(
     assert "lm_head.weight" not in written.tensors
     assert "model.embed_tokens.weight" in written.tensors
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(TOKENS).logits
-    assert near(open_session(tmp_path).logits(TOKENS), expected, 1e-3)
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(FEW).logits
+    assert near(open_session(tmp_path).logits(FEW), expected)
 
 
 def test_gptq_of_lm_head_makes_its_outputs_better_than_rounding(

@@ -75,10 +75,10 @@ def test_every_reader_opens_the_mixture(tiny_model: TinyModel, tmp_path: Path) -
     from transformers import AutoModelForCausalLM
 
     packed = quantize(tiny_model("qwen2"), tmp_path / "packed", overrides=OVERRIDES).directory
-    tokens = torch.arange(60).view(2, 30)
+    tokens = torch.arange(32).view(2, 16)
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)(tokens).logits
-    assert near(open_session(packed).logits(tokens), expected, 1e-3)
+    assert near(open_session(packed).logits(tokens), expected)
 
 
 def test_gptq_rounds_the_layers_that_ask_for_it_to_nearest(tiny_model: TinyModel, tmp_path: Path) -> None:
