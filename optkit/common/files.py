@@ -13,8 +13,9 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from optkit.common.out_of_resources import is_out_of_memory
 from optkit.errors import OptkitError, SourceError
@@ -67,7 +68,7 @@ def check_regular(path: Path, error: type[OptkitError] = SourceError) -> int:
 
 
 @contextlib.contextmanager
-def open_file(path: Path, error: type[OptkitError] = SourceError) -> Iterator[IO[bytes]]:
+def open_file(path: Path, error: type[OptkitError] = SourceError) -> Iterator[BufferedReader]:
     """Open a regular file to read it.
     Raises `error` for any other, without waiting for a pipe's other end.
     """

@@ -73,7 +73,7 @@ def memory_errors(what: str | Callable[[BaseException], str], where: str, remedy
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         said = what(error) if callable(what) else f"out of memory {what}"

@@ -10,14 +10,12 @@ from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.cost import Cost
 from optkit.model.expected_tensors import FLOATS
-from optkit.model.linear_layers import Layer, by_block, layers_of, stacks
+from optkit.model.linear_layers import EXPERTS, Layer, by_block, layers_of, stacks
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
 from optkit.model.writer import SHARD_BYTES
-
-EXPERTS = ".experts."
 
 
 class Text(Protocol):
@@ -61,7 +59,7 @@ class Work:
         if device.startswith("cuda"):
             entering, block, gpu = 0, 0, max(self.entering, self.block)
         needed = max(outside + max(entering, beyond), waiting + max(block, inside), min(SHARD_BYTES, left.size_bytes))
-        # of two blocks, until the earlier ones go
+        # states behind a block are written before those behind the one before it go
         kept = 0 if self.streamed else left.size_bytes - left.outside_bytes + 2 * self.states
         return Cost(disk_bytes=left.size_bytes, kept_bytes=kept, ram_bytes=needed, gpu_bytes=gpu)
 

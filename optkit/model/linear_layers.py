@@ -19,6 +19,8 @@ CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt"})
 """Architectures whose projections are transformers' Conv1D, stored [in, out]."""
 OUTSIDE, ROUTER = "outside the decoder blocks", "router"
 """Why a layer is not quantized whatever the patterns say."""
+EXPERTS = ".experts."
+"""In the name of every layer of an expert."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from optkit.errors import SourceError
 from optkit.model.fewer_experts import CHOSEN, COUNTS
+from optkit.model.linear_layers import EXPERTS
 from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE, split_tensor
 from optkit.model.routers import routers_of
 from optkit.model.schemes import PLAIN, Scheme, scheme_of_layers
@@ -23,7 +24,6 @@ TABLES = ("embed", "wte", "wpe")
 """Parts of last names of modules of which a token reads one row."""
 POSITIONS = ("position", "wpe")
 """Parts of last names of tables of positions."""
-EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ def read_apart(directory: Path, form: Callable[[Layer], LayerFormat]) -> Checkpo
 
 def _is_opened_apart(shape: ModelShape, form: Callable[[Layer], LayerFormat]) -> bool:
     """Say whether transformers puts experts one by one in the place of joined ones."""
-    methods = {form(layer).method for layer in layers_of(shape).values()}
-    return methods <= {COMPRESSED_TENSORS, BITSANDBYTES} and bool(parts_of(shape))
+    opened = (COMPRESSED_TENSORS, BITSANDBYTES)
+    return bool(parts_of(shape)) and all(form(layer).method in opened for layer in layers_of(shape).values())
 
 
 def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: str) -> Selection:

@@ -63,9 +63,8 @@ def _rows_of(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str,
         raise MissingPackageError("pyarrow", where=str(path), install="optkit[hub]") from error
     with reading(path, "not a whole Parquet file"):
         file = ParquetFile(path)
-        columns = (
-            [*fields] if fields and {*fields} <= {*file.schema_arrow.names} else None
-        )  # who reads them says what is missing
+        # if one is missing all are read, and who asks for it says what there is
+        columns = [*fields] if fields and {*fields} <= {*file.schema_arrow.names} else None
         rows = (row for batch in file.iter_batches(64, columns=columns) for row in batch.to_pylist())
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 

@@ -15,7 +15,7 @@ from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.calibration_memory import Work, calibrated_work, calibration_bytes, code_bytes, hessian_bytes
-from optkit.model.linear_layers import Layer, by_block
+from optkit.model.linear_layers import EXPERTS, Layer, by_block
 from optkit.model.linear_layers import stacks as sharing_input
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
@@ -23,7 +23,7 @@ from optkit.model.task import GENERATING, Task
 from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
-from optkit.stages.quantizing.fitting import EXPERTS, refuse_learning
+from optkit.stages.quantizing.fitting import refuse_learning
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros, tell_zeros
 from optkit.stages.quantizing.stacks import HEAD_ROWS, parts_of, together, work_bytes

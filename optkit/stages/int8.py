@@ -25,6 +25,7 @@ class Int8(BitsAndBytesQuantizer):
     kind: ClassVar[str] = "int8"
     example: ClassVar[str] = "- int8: {threshold: 6.0}"
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
+    version: ClassVar[int] = 3
 
     bytes_a_weight: ClassVar[int] = 18
 

@@ -17,12 +17,12 @@ from optkit.model.attention_choice import eager_bytes
 from optkit.model.calibration_memory import refuse_unreached
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.kv_scales import KEYS, SCHEME, VALUES, attention_layers
+from optkit.model.linear_layers import EXPERTS
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.text_config import text_config
 from optkit.model.writer import copy_companions, disk_space_for, link_or_copy, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
-from optkit.stages.quantizing.fitting import EXPERTS
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.calibration_memory import Work, calibrated_work, hessian_bytes
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.linear_layers import Layer, Selection, layers_of
+from optkit.model.linear_layers import EXPERTS, Layer, Selection, layers_of
 from optkit.model.packed_floats import stacked_experts
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.model.task import WEIGHTS_ALONE, Task
@@ -25,7 +25,7 @@ from optkit.packed_tensors.microscaled import BLOCKS, Microscaled
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.eight_bits import HESSIAN_COPIES
-from optkit.stages.quantizing.fitting import EXPERTS, refuse_conv1d, refuse_layers, refuse_some_experts, refuse_unknown
+from optkit.stages.quantizing.fitting import refuse_conv1d, refuse_layers, refuse_some_experts, refuse_unknown
 from optkit.stages.quantizing.stacked_experts import pack_stacked, with_stacked
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
@@ -49,6 +49,7 @@ class Mx(LayerQuantizer):
     kind: ClassVar[str] = "mx"
     example: ClassVar[str] = "- bf16\n- mx: {type: nvfp4}"
     for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
+    version: ClassVar[int] = 3
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
     # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them.

@@ -71,6 +71,7 @@ def test_products_of_codes(kind: Any, static: bool, per_tensor: bool, dtype: tor
         hidden = (torch.randn(2, rows, INPUTS) * 3).to(dtype)
         expected = rounded(hidden, numbers, None, scale) @ weight.T + bias.double()
         assert error(layer, hidden, expected) < tolerance
+        assert error(layer, hidden[0], expected[0]) < tolerance  # as an expert is given its tokens
 
 
 @pytest.mark.parametrize("group", [None, 32, INPUTS])

@@ -53,6 +53,17 @@ def test_reads_every_dtype_empty_and_large_ones_too(model: Path) -> None:
     assert torch.equal(checkpoint.read("large"), made["large"])
 
 
+def test_what_was_read_needs_no_file_any_more(model: Path) -> None:
+    """A mapping would hold the file open, one of 1,024 that a process may have, and die of what comes next."""
+    large = torch.randn(513, 1024)
+    rewrite(model, large=large)
+    checkpoint, opened = Checkpoint(model), len(list(Path("/proc/self/fd").iterdir()))
+    read = [checkpoint.read("large") for _ in range(3)]
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened
+    (model / "model.safetensors").write_bytes(b"")
+    assert all(torch.equal(each, large) for each in read)
+
+
 def test_a_file_that_is_cut_off_later(model: Path) -> None:
     checkpoint, file = Checkpoint(model), model / "model.safetensors"
     with file.open("r+b") as opened:

@@ -1,5 +1,6 @@
 """What the stage `rtn` refuses, or notes about who opens what it leaves."""
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,7 @@ def test_nan_weights_are_refused_and_nothing_is_left(tiny_model: TinyModel, tmp_
     ("error", "message"),
     [
         (MemoryError(), "model.layers.3: the main memory is full. Lower this."),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "the main memory is full. .*Cannot allocate memory. Lower"),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
             "the main memory is full. .*DefaultCPUAllocator",

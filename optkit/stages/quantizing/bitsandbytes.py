@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from optkit.model.calibration_memory import Work
-from optkit.model.linear_layers import Layer, Selection
+from optkit.model.linear_layers import EXPERTS, Layer, Selection
 from optkit.model.shape import ModelShape
 from optkit.model.task import WEIGHTS_ALONE, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.source.quiet import only_errors_of
-from optkit.stages.quantizing.fitting import EXPERTS, refuse_layers
+from optkit.stages.quantizing.fitting import refuse_layers
 from optkit.stages.quantizing.streaming import LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:

@@ -9,12 +9,10 @@ from math import gcd
 from typing import Any
 
 from optkit.errors import StageError
-from optkit.model.linear_layers import OUTSIDE, ROUTER, Layer, Selection, stacks
+from optkit.model.linear_layers import EXPERTS, OUTSIDE, ROUTER, Layer, Selection, stacks
 from optkit.model.output_layer import HEAD
 from optkit.packed_tensors.base import COMPRESSED_TENSORS, LayerFormat
 from optkit.packed_tensors.gptq import GPTQ, GPTQ_MULTIPLE
-
-EXPERTS = ".experts."
 
 
 def refuse_learning(config: Mapping[str, Any]) -> None:

@@ -19,12 +19,12 @@ from optkit.errors import StageError
 from optkit.model.blocks import BlockInputs
 from optkit.model.calibration_memory import no_such_experts
 from optkit.model.experts import experts_in, seeing_all
+from optkit.model.linear_layers import EXPERTS
 from optkit.model.output_layer import HEAD
 from optkit.model.replaced_forward import hooked
 from optkit.model.skeleton import Skeleton
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
-from optkit.stages.quantizing.fitting import EXPERTS
 from optkit.stages.quantizing.streaming import QuantizationJob
 
 

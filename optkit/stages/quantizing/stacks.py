@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from optkit.common.grouping import grouped
-from optkit.model.linear_layers import Layer
+from optkit.model.linear_layers import EXPERTS, Layer
 from optkit.model.output_layer import HEAD
 from optkit.packed_tensors.base import LayerFormat
-from optkit.stages.quantizing.fitting import EXPERTS
 
 HEAD_ROWS = 1 << 14
 """Rows of lm_head that are quantized at a time."""

@@ -17,11 +17,10 @@ from optkit.common.frozen import Frozen
 from optkit.common.grouping import grouped
 from optkit.devices.datasheets import Device
 from optkit.errors import StageError
-from optkit.model.linear_layers import Layer, stacks
+from optkit.model.linear_layers import EXPERTS, Layer, stacks
 from optkit.model.output_layer import HEAD, tied_embedding
 from optkit.model.shape import ModelShape
 from optkit.packed_tensors.integers import PackQuantized
-from optkit.stages.quantizing.fitting import EXPERTS
 
 
 class Choice(Frozen):

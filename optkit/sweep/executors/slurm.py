@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -191,7 +191,7 @@ class Queue:
         if time.monotonic() - self._asked < LOOK_S:
             return
         self._asked = time.monotonic()
-        said = subprocess.run([*QUEUE, f"--user={getpass.getuser()}"], capture_output=True, text=True, check=False)
+        said = subprocess.run([*QUEUE, f"--user={os.getuid()}"], capture_output=True, text=True, check=False)
         if said.returncode == 0:  # else Slurm does not answer now, and its jobs go on
             self._looks += 1
             found = [line.split("|", 2) for line in said.stdout.splitlines()]
