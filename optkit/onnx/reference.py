@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optkit.kernels.cpu.coded_linear import CodedLinear
+from optkit.kernels.cpu.native import exact_products
 from optkit.kernels.open_packed import load_packed
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.blocks import find_blocks
@@ -36,9 +36,6 @@ class Reference:
             self._model: Any = load_packed(
                 checkpoint, quantized, "cpu", torch.float32, SilentProgress(), trust_remote_code, **options
             )[0]
-            for layer in self._model.modules():
-                if isinstance(layer, CodedLinear):
-                    layer.exact = True
         else:
             skeleton = Skeleton(checkpoint, torch.float32, EXACT, trust_remote_code)
             skeleton.load_("", "cpu")
@@ -67,12 +64,14 @@ class Reference:
         if embedding_too:
             self._model.get_input_embeddings().weight = new.weight
 
+    @exact_products()
     @torch.inference_mode()
     def logits(self, tokens: Tensor) -> Tensor:
         """int64 [b, s] -> float32 [b, s, v]."""
         found: Tensor = self._model(tokens, use_cache=False).logits
         return found
 
+    @exact_products()
     def rounding(self, tokens: Tensor, dtype: str) -> Rounding:
         """Return how far torch is from itself on int64 [b, s]; `dtype` is the graph's."""
         return own_rounding(self._model, tokens, dtype, self._quantized)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,11 @@ def _check_steps(reference: Reference, stepped: Agreement, rounded: bool) -> Che
 def _reference(
     artifact: Artifact, weights: Weights, device: str, tokens: int, trusted: bool
 ) -> tuple[Reference | EncoderReference, Any, tuple[str, ...]]:
+    from optkit.kernels.cpu.native import exact_products
     from optkit.session import open_session
 
     session: Any = open_session(artifact.directory, device=device, trust_remote_code=trusted)
-    try:
+    with closing(session), exact_products():
         if weights.task is Task.GENERATION:
             found: Any = agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS)
         elif weights.task in ENCODER_DECODERS:
@@ -120,5 +122,3 @@ def _reference(
         else:
             found = measure_encoder(session, session.dtype, weights.task)
         return found, session.tokenizer, session.notes
-    finally:
-        session.close()

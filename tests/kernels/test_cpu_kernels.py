@@ -16,14 +16,12 @@ from optkit.kernels import fastest_kernel as choice
 from optkit.kernels.cpu import huge_pages, native
 from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
 from optkit.kernels.cpu.float_linear import FEW_ROWS, FloatLinear, use_float_kernels_, why_not_float
-from optkit.kernels.cpu.native import dense_linear, packed_linear, why_not_native
+from optkit.kernels.cpu.native import STEP_ROWS, dense_linear, exact_products, packed_linear, why_not_native
 from optkit.kernels.fastest_kernel import Kernel, fastest, first_among_equals
 from optkit.kernels.packed_linear import PackedLinear, PackedWeight
 from tests.support.packed_models import random_grid
 
 compiled = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
-STEP_ROWS = 32
-"""Of `pairs.h`: more rows are products of pairs."""
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -75,9 +73,8 @@ def test_codes_against_float64(bits: int, symmetric: bool, outputs: int, inputs:
                 rows = torch.randn(count, inputs)
                 with torch.inference_mode():
                     check(layer(rows), rows, dense, bias)
-                    layer.exact = True
-                    check(layer(rows), rows, dense, bias, coded=False)
-                    layer.exact = False
+                    with exact_products():
+                        check(layer(rows), rows, dense, bias, coded=False)
 
 
 @compiled
@@ -119,15 +116,25 @@ def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @compiled
-@pytest.mark.parametrize("count", [1, 33])
-def test_widest_sums_and_what_is_not_finite(count: int) -> None:
-    words, scales = torch.full((1, 64, 16), -1, dtype=torch.int32), torch.ones(1, 1, 16)
-    rows, shifts = torch.ones(count, 256), torch.full((1, 1, 16), -128, dtype=torch.int8)
-    found = packed_linear(rows, words, scales, shifts, 8, 16)
-    torch.testing.assert_close(found, torch.full((count, 16), 255.0 * 256), rtol=1e-6, atol=0)
-    for broken in (torch.nan, torch.inf):
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("count", [1, STEP_ROWS + 1])
+def test_widest_sums_and_what_is_not_finite(bits: int, sign: int, count: int) -> None:
+    """One group of all inputs; the widest codes beside the zero point that is furthest from them."""
+    inputs, top, middle = 14_336, (1 << bits) - 1, 1 << (bits - 1)
+    words = torch.full((1, inputs * bits // 32, 16), -1 if sign > 0 else 0, dtype=torch.int32)
+    shifts = torch.full((1, 1, 16), -middle if sign > 0 else top - middle, dtype=torch.int8)
+    rows = torch.ones(count, inputs)
+    for size in (1.0, 2.0**100, 2.0**-100):
+        found = packed_linear(rows * size, words, torch.ones(1, 1, 16), shifts, bits, 16)
+        torch.testing.assert_close(found, torch.full((count, 16), sign * size * top * inputs), rtol=1e-5, atol=0)
+    for nothing in (0.0, 1e-40):  # a subnormal number may become 0
+        assert (packed_linear(rows * nothing, words, torch.ones(1, 1, 16), shifts, bits, 16).abs() < 1e-30).all()
+    for broken in (torch.nan, torch.inf, -torch.inf):
         rows[-1, 3] = broken
-        assert not packed_linear(rows, words, scales, shifts, 8, 16)[-1].isfinite().any()
+        found = packed_linear(rows, words, torch.ones(1, 1, 16), shifts, bits, 16)
+        assert not found[-1].isfinite().any()
+        assert found[:-1].isfinite().all()
 
 
 @compiled

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from optkit.errors import OptkitError, RecipeError
 from optkit.execute import execute
+from optkit.kernels.cpu.native import exact_products
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
@@ -55,7 +56,8 @@ def _cell(source: Path, column: Column, place: Path) -> Cell:
         mark = LATE
         weights = execute(todo, store, Context()).weights
         session = open_session(weights, [entry.value for entry in recipe.settings], "cpu")
-        ours, continued = _ours(session)
+        with exact_products():
+            ours, continued = _ours(session)
         session.close()
     except OptkitError as error:
         explained = isinstance(error, RecipeError) or ". " in str(error)

@@ -36,8 +36,7 @@ class Column:
 STAGES: dict[str, Column] = {
     "cast": Column("- cast: bfloat16", 0.05, exact=False),
     "rtn": Column("- rtn: {group_size: 32}"),
-    # On CPUs prompts of packed weights are rounded to 16 bits, which sent one token of phimoe elsewhere.
-    "gptq": Column(f"- gptq: {{group_size: 32, calibration: {TEXT}}}", exact=False),
+    "gptq": Column(f"- gptq: {{group_size: 32, calibration: {TEXT}}}"),
     "awq": Column(f"- awq: {{group_size: 32, calibration: {TEXT}}}"),
     "awq_scale": Column(f"- awq_scale: {{group_size: 32, calibration: {TEXT}}}"),
     "auto_bits": Column(

@@ -17,8 +17,6 @@ from optkit.kernels.packed_linear import PackedWeight
 LANES = 16
 """Outputs that the kernel computes together."""
 BITS = (2, 4, 8)
-EXACT_ROWS = 32
-"""`STEP_ROWS` of pairs.h."""
 
 
 def why_not_coded(weight: PackedWeight, device: str) -> str | None:
@@ -43,9 +41,6 @@ class CodedLinear(RowsLinear):
     shifts: Tensor | None
     """These three as `packed_linear` takes them, the inputs sorted by their group."""
 
-    exact = False
-    """Whether more rows are computed in parts that are exact, which takes longer."""
-
     def __init__(self, weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.bits, self.in_features, self.out_features = weight.bits, weight.inputs, weight.outputs
@@ -61,8 +56,6 @@ class CodedLinear(RowsLinear):
 
     def products(self, rows: Tensor) -> Tensor:
         """See `RowsLinear`."""
-        if self.exact and len(rows) > EXACT_ROWS:
-            return torch.cat([self.products(part) for part in rows.split(EXACT_ROWS)])
         return packed_linear(rows, self.codes, self.scales, self.shifts, self.bits, self.out_features)
 
 

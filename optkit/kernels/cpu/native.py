@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -31,8 +33,11 @@ ARCHITECTURE = "OPTKIT_CPU_ARCH"
 LINKED_BY_NAME = "-Wl,-undefined,dynamic_lookup"
 """What macOS needs beside `FLAGS`: torch's functions are found when the library is loaded."""
 TIME_LIMIT_S = 300
+STEP_ROWS = 32
+"""As in pairs.h: on x86 more rows of activations are rounded to 16 bits."""
 
 _loaded: list[Path] = []
+_exact = False
 
 
 @cache
@@ -61,14 +66,27 @@ def packed_linear(
     rows: Tensor, codes: Tensor, scales: Tensor, shifts: Tensor | None, bits: int, outputs: int
 ) -> Tensor:
     """float [n, in] -> float [n, out] in the dtype of the rows, with sums in float32.
-    Needs `why_not_native() is None`.
+    Needs `why_not_native() is None`. Many rows are rounded, except within `exact_products`.
 
     codes: int32 [blocks, in * bits / 32, 16]: word w of lane l holds inputs w * 32 / bits on of
     output block * 16 + l, first input lowest.
     scales: float32 [blocks, groups, 16]; shifts: int8, zero point - 2^(bits - 1), None if all of
     them are 0.
     """
+    if _exact and len(rows) > STEP_ROWS:
+        return torch.cat([packed_linear(few, codes, scales, shifts, bits, outputs) for few in rows.split(STEP_ROWS)])
     return torch.ops.optkit_cpu.packed_linear(rows, codes, scales, shifts, bits, outputs)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Round no activations within the block or function: for what others are compared with."""
+    global _exact
+    before, _exact = _exact, True
+    try:
+        yield
+    finally:
+        _exact = before
 
 
 def dense_linear(rows: Tensor, weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 // Many rows of activations times a weight in codes: activations in 16 bits, products of pairs summed in 32 bits.
 //
-// An input is rounded to 1 / 65534 of the widest of its chunk, which is less than what bfloat16 rounds it by.
+// An input is rounded by at most 1 / 65534 of the widest of its chunk; bfloat16 rounds each by up to 1 / 512 of itself.
 #pragma once
 
 #include "vectors.h"
@@ -11,7 +11,7 @@ constexpr bool HAS_PAIRS = true;
 constexpr bool HAS_PAIRS = false;  // elsewhere such products are no faster than those of floats
 #endif
 constexpr int64_t PAIR_ROWS = WIDTH == 16 ? 12 : 8;  // rows whose sums are in registers
-constexpr int64_t STEP_ROWS = 32;       // decode steps of so many sequences compute in float32; more rows are a prompt's
+constexpr int64_t STEP_ROWS = 32;       // decode steps of so many sequences compute in float32; more rows are a prompt's (native.py has it too)
 constexpr int64_t MOST_TOGETHER = 128;  // inputs of a chunk: 128 * 255 * 32767 < 2^31
 
 typedef int16_t Pairs __attribute__((vector_size(4 * WIDTH)));
