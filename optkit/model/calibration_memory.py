@@ -12,6 +12,7 @@ from optkit.model.cost import Cost
 from optkit.model.expected_tensors import FLOATS
 from optkit.model.linear_layers import EXPERTS, Layer, by_block, layers_of, stacks
 from optkit.model.output_layer import HEAD
+from optkit.model.read_weights import Read, reads_of
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
@@ -102,9 +103,7 @@ def calibration_bytes(shape: ModelShape, layers: Mapping[str, Layer], text: Text
     Raises StageError as `refuse_unreached` does, and if no expert could see all tokens.
     """
     refuse_unreached(shape, "calibration")
-    if text.experts == "all" and not any(EXPERTS in name for name in layers_of(shape)):
-        joined = next((f"{name} {[*each.shape]}" for name, each in shape.tensors.items() if EXPERTS in name), "")
-        why = f"The checkpoint stores its experts joined ({joined})" if joined else "It is dense"
+    if text.experts == "all" and (why := _why_unseen(shape)):
         raise no_such_experts("calibration.experts", why)
     width = shape.width or min(layer.inputs for layer in layers.values())
     element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
@@ -115,6 +114,15 @@ def calibration_bytes(shape: ModelShape, layers: Mapping[str, Layer], text: Text
     running = 4 * sequences * length * (6 * width + 3 * widest) + eager_bytes(shape.config, sequences, length)
     beside = (shape.config.get("vision_config") or {}).get("deepstack_visual_indexes") if text.images else None
     return (1 + len(beside or ())) * samples * length * width * element, running
+
+
+def _why_unseen(shape: ModelShape) -> str:
+    """Return why no expert could see all tokens, an empty text if they could."""
+    if any(EXPERTS in name for name in layers_of(shape)):
+        own = Read.REPLACED in reads_of(shape.config)("")
+        return "transformers opens its experts as modules that give each its own tokens alone" if own else ""
+    joined = next((f"{name} {[*each.shape]}" for name, each in shape.tensors.items() if EXPERTS in name), "")
+    return f"The checkpoint stores its experts joined ({joined})" if joined else "It is dense"
 
 
 def no_such_experts(where: str, why: str) -> StageError:

@@ -91,3 +91,10 @@ def test_stages_that_open_the_model_itself_refuse_it_in_the_plan(stage: Any, tmp
         StageError, match=r"puts other modules in the place of its experts .*Take rtn, gptq, awq or fp8"
     ):
         stage.predict(Checkpoint(save_model("llama4_text", tmp_path / "source")).shape, "cpu")
+
+
+def test_that_all_experts_see_all_tokens_is_refused_in_the_plan(tmp_path: Path) -> None:
+    stage = Gptq(group_size=16, calibration=TEXT.model_copy(update={"experts": "all"}))
+    message = r"^calibration\.experts: the model has no experts that .* each its own tokens alone\. Leave it out\.$"
+    with pytest.raises(StageError, match=message):
+        stage.predict(Checkpoint(save_model("llama4_text", tmp_path / "source")).shape, "cpu")
