@@ -162,17 +162,19 @@ def told_of(device: str) -> dict[str, Any]:
 def main() -> None:
     """Print each row, and exit with 1 if one is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="*")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--history", type=Path, default=HISTORY)
-    parser.add_argument("--accept", action="store_true")
+    parser.add_argument("--only", default="*", help=f"rows, as a glob pattern: {'; '.join(row.name for row in ROWS)}")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each row, 2 or more")
+    parser.add_argument("--history", type=Path, default=HISTORY, help="the file of earlier runs")
+    parser.add_argument("--accept", action="store_true", help="write down what is slower too")
     asked = parser.parse_args()
     if asked.repeats < 2:
         parser.error("--repeats: a run alone has no spread. Give 2 or more.")
     about = {device.partition(":")[0]: told_of(device) for device in {"cpu", best_device()}}
-    rows = [row for row in ROWS if fnmatch(row.name, asked.only)]
+    here = [row for row in ROWS if row.device in about]
+    rows = [row for row in here if fnmatch(row.name, asked.only)]
     if not rows:
-        parser.error(f"--only: no row is named {asked.only}. There are: {'; '.join(row.name for row in ROWS)}.")
+        names = "; ".join(row.name for row in here)
+        parser.error(f"--only: no row for {' or '.join(sorted(about))} is named {asked.only}. There are: {names}.")
     if slower := measured(rows, asked.repeats, asked.history, about, asked.accept, timed):
         raise SystemExit(f"slower than before: {'; '.join(slower)}. If it is meant, --accept writes it down.")
 

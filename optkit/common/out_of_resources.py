@@ -33,6 +33,8 @@ NO_ROOM = {
     errno.EFBIG: "the file is larger than this process may write (ulimit -f)",
 }
 """The system's number of a failed write -> what it means."""
+UNNUMBERED = re.compile(r"problem writing element \d+ to file|\d+ requested and \d+ written")
+"""What `numpy.ndarray.tofile` says of a failed write; it drops the system's number."""
 
 
 def room_error(error: BaseException, path: Path) -> OSError | None:
@@ -49,6 +51,8 @@ def errno_of(error: BaseException) -> int | None:
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
+    if isinstance(error, OSError) and UNNUMBERED.search(str(error)):
+        return errno.ENOSPC
     if found := re.search(r"\(os error (\d+)\)", str(error)):
         return int(found[1])
     return None if error.__cause__ is None else errno_of(error.__cause__)

@@ -184,7 +184,7 @@ class OnnxFile:
             raise SourceError(
                 f"{len(missing)} of {len(needed)} files with its weights are missing: {', '.join(missing[:3])}",
                 where=str(self.path),
-                why=f"{MODEL} holds the graph alone, the weights lie beside it",
+                why=f"{self.path.name} holds the graph alone, the weights lie beside it",
                 remedy="Copy them into the same directory, or export it again",
             )
         for name, least in needed.items():

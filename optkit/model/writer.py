@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from optkit.common.atomic import write_text_atomically
-from optkit.common.out_of_resources import NO_ROOM, room_error
+from optkit.common.out_of_resources import NO_ROOM, errno_of, room_error
 from optkit.errors import ResourceError, StageError
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import INDEX, SINGLE
@@ -190,11 +190,11 @@ def disk_space_for(path: Path, size_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if (number := errno_of(error)) not in NO_ROOM:
             raise
         free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
         raise ResourceError(
-            f"{NO_ROOM[error.errno]}: {size_bytes:,} bytes were to be written and {free:,} are free",
+            f"{NO_ROOM[number]}: {size_bytes:,} bytes were to be written and {free:,} are free",
             where=str(path),
             remedy="Free some space, or use another disk",
         ) from error

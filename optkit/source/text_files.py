@@ -88,7 +88,7 @@ def text_of(record: dict[str, Any], field: str, where: str, files: bool = False)
     """Return a field that is a text; with `files` the bytes of a file too, behind `INLINE`.
     Raises SourceError if it is missing or something else.
     """
-    text = value_of(record, field, where)
+    text = value_of(record, field, where, "input" if files else "field")
     if files and (content := bytes_in(text)) is not None:
         return INLINE + base64.b64encode(content).decode()
     if not isinstance(text, str):

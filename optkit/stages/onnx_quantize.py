@@ -204,17 +204,18 @@ class OnnxQuantize(Transform):
 
     def _refuse_for_parts(self, shape: ModelShape) -> None:
         """Raise StageError for what is asked of one graph, if the model has several."""
-        if task_of(shape.config) not in ENCODER_DECODERS:
+        if (task := task_of(shape.config)) not in ENCODER_DECODERS:
             return
         asked = {
-            "method": self.method == "static",
-            "embedding": self.embedding == "shared",
+            "method: static": self.method == "static",
+            "embedding: shared": self.embedding == "shared",
             "include": self.include != ("*",),
             "exclude": bool(self.exclude),
         }
-        if name := next((name for name, given in asked.items() if given), None):
+        if said := next((said for said, given in asked.items() if given), None):
+            name = said.partition(":")[0]
             raise StageError(
-                f"{name}: {getattr(self, name)} is for models of one graph, and this is {PHRASES[Task.TRANSLATION]}",
+                f"{said} is for models of one graph, and this is {PHRASES[task]}",
                 where=f"onnx_quantize.{name}",
                 why="Its three graphs are quantized alike, so that they go on sharing their weights",
                 remedy="Leave it out" + (", or take method: dynamic" if name == "method" else ""),

@@ -119,7 +119,7 @@ def _compare_labels(
         ours, found = ours[seen], found[seen]
     limit = agreement.tolerance(*dtypes, rounded_activations=rounded)
     items = "tokens" if reference.outputs.dim() == 3 else "padded texts"
-    what = f"logits of {found.shape[1]:,} labels for {len(found)} {items}"
+    what = f"{found.shape[1]:,} logits for each of {len(found)} {items}"
     fields = {"compared": f"{what}; agrees below a mean KL of {limit:g} ({because(dtypes, rounded)})"}
     return {**fields, **agreement.verdict_of(agreement.compare_logits(ours, found), limit)}
 

@@ -32,7 +32,7 @@ def why_not_asked(engine: Engine, artifact: Artifact, weights: Weights) -> str:
     if reason := engine.cannot_open(weights.format):
         return reason
     if weights.task is not Task.GENERATION and engine is ONNXRUNTIME_GENAI:
-        return f"it generates text, and this artifact is {PHRASES[weights.task]}"
+        return f"it runs causal language models, and this artifact is {PHRASES[weights.task]}"
     if weights.task is not Task.GENERATION and engine is VLLM:
         return f"optkit asks it for the log-probabilities of tokens alone, and this artifact is {PHRASES[weights.task]}"
     if engine is ONNXRUNTIME_GENAI and not (artifact.directory / GENAI_CONFIG).is_file():

@@ -164,9 +164,17 @@ def test_an_operator_that_onnx_has_not(tmp_path: Path) -> None:
         traced(untraceable.Eigenvalues(), tmp_path)
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError("problem writing element 3072 to file"),
+        OSError("3072 requested and 0 written"),
+    ],
+)
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
     def full(*arguments: Any, **options: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise error
 
     monkeypatch.setattr(torch.onnx.ONNXProgram, "save", full)
     with pytest.raises(

@@ -64,7 +64,7 @@ def test_from_a_recipe_to_a_verified_artifact(
     assert rows["bits_per_quantized_weight"].metric.value < 10
     out = verified(capsys)
     assert "engine loads largest difference min cosine" in out
-    assert "loading onnxruntime-genai: it generates text, and this artifact is an encoder that gives features" in out
+    assert "loading onnxruntime-genai: it runs causal language models, and this artifact is an encoder that" in out
     assert "embeddings (mean of the tokens, normalised) of 7 padded texts of up to" in out
     assert "agrees if each cosine is within 0.01 of 1 (float32 and float32, rounded activations)" in out
     assert out.endswith("PASS 1 of 1 engines agree out")
@@ -94,8 +94,8 @@ def test_transformers_opens_a_cast_encoder(
     assert (
         "loading vllm: optkit asks it for the log-probabilities of tokens alone, and this artifact is an encoder" in out
     )
-    labels = {"BertModel": "embeddings", "BertForMaskedLM": "logits of 512 labels for"}.get(
-        architecture, "logits of 3 labels for 7 padded"
+    labels = {"BertModel": "embeddings", "BertForMaskedLM": "512 logits for each of"}.get(
+        architecture, "3 logits for each of 7 padded texts"
     )
     assert labels in out
     assert out.endswith("PASS 1 of 1 engines agree out")

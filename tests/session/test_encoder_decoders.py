@@ -136,6 +136,8 @@ def test_texts_that_do_not_fit_the_model(
         Perplexity(dataset=pairs, **FIELDS[False], window=32).check_texts(place(tiny_model("llama")))
     with pytest.raises(SourceError, match="there are 6 pairs and 7 are needed"):
         Perplexity(dataset=pairs, **FIELDS[False], window=32, windows=7).check_texts(bart)
+    with pytest.raises(SourceError, match="there is no field 'inputt'. Did you mean 'input'\\? Set `input:`"):
+        Perplexity(dataset=pairs, input="inputt", field="target", window=32).check_texts(bart)
     with pytest.raises(SourceError, match="it has no pairs"):
         Perplexity(dataset="python-reference", input="input").check_texts(bart)
     (tmp_path / "pairs.jsonl").write_text('{"audio": "gone.wav", "text": "a"}', encoding="utf-8")

@@ -110,12 +110,17 @@ def test_each_row_is_a_command_of_optkit() -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--repeats", "1"], "Give 2 or more"), (["--only", "nothing"], "no row is named nothing. There are: help; ")],
+    [
+        (["--repeats", "1"], "Give 2 or more"),
+        (["--only", "nothing"], "no row for cpu is named nothing. There are: help; "),
+        (["--only", "gptq on a GPU"], "no row for cpu is named gptq on a GPU. There are: help; "),
+    ],
 )
 def test_what_cannot_be_meant_is_refused(
     words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["suite", *words])
+    monkeypatch.setattr(suite, "best_device", lambda: "cpu")
     with pytest.raises(SystemExit):
         suite.main()
     assert said in capsys.readouterr().err
