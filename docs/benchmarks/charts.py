@@ -71,7 +71,7 @@ def figures() -> dict[str, Figure]:
         "damage": (_damage(compress, card), _made(compress, "optkit")),
         "speed": (replace(speed(card)[1], title="Where the speed comes from"), f"SmolLM2-135M. {machine}"),
         "bits": (_accuracy_by_bits(results["methods"]), _made(results["methods"], "optkit")),
-        "batch": (_decode_by_batch(decode), _made(decode, "optkit", "vllm")),
+        "batch": (_decode_by_batch(decode), _made(decode, "optkit", "wide", "vllm")),
         "roofline": (_roofline(decode, roof), _made(roof, "optkit")),
     }
     place = Path("artifacts", "sweep_int4", CARD.stem)
