@@ -191,4 +191,4 @@ def test_transformers_is_asked_for_the_same_logits(
     said = encode(model, {**asked_of(reference), "device": "cpu", "logits": str(tmp_path / "logits")})
     found = compare_encoded(reference, said, tmp_path / "logits", rounded=False)
     assert found["verdict"] == "agrees"
-    assert "for 32 tokens" in found["compared"]
+    assert "for each of 32 tokens" in found["compared"]
