@@ -81,7 +81,7 @@ KERNELS = (
     Kernel(
         refuses=lambda weight, dtype, device: why_not_coded(weight, device),
         build=CodedLinear,
-        phrase=lambda weight: f"use optkit's {weight.bits}-bit CPU kernel, in float32 (on x86 prompts in 16 bits)",
+        phrase=lambda weight: f"use optkit's {weight.bits}-bit CPU kernel, in float32 (x86: 16 bits above 32 rows)",
     ),
     Kernel(
         refuses=why_not_tiled,

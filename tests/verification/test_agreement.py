@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,11 @@ import torch
 
 from optkit.common.grouping import common_prefix
 from optkit.errors import OptkitError
+from optkit.kernels.cpu import native
+from optkit.progress import SilentProgress
+from optkit.stage import Context
+from optkit.stages.rtn import Rtn
+from optkit.verification import agreement
 from optkit.verification.agreement import (
     TEXT,
     compare_likeliest,
@@ -20,6 +26,9 @@ from optkit.verification.agreement import (
     tolerance,
     verdict_of,
 )
+from optkit.verification.verify import verify_artifact
+from tests.conftest import TinyModel
+from tests.support.publishing import published
 
 
 def two_models(noise: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,3 +151,24 @@ def test_as_many_tokens_as_were_asked_for_and_fit(asked: int, got: int) -> None:
 def test_too_few_tokens() -> None:
     with pytest.raises(OptkitError, match=r"^words: 1 tokens are too few to compare\. Ask for more with --tokens\.$"):
         measure_reference(Words("one"), "float32", 32, 16)  # type: ignore[arg-type]
+
+
+def test_others_are_compared_with_exact_products(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, exact, known = tmp_path / "packed", [], agreement.measure_reference
+    packed.mkdir()
+    Rtn(group_size=32).run(tiny_model("llama"), packed, Context())
+
+    def watched(*given: Any) -> Any:
+        exact.append(native._exact)
+        return known(*given)
+
+    monkeypatch.setattr(agreement, "measure_reference", watched)
+    artifact = published(packed, tmp_path / "out")
+    found = verify_artifact(
+        artifact, engines=[], pythons={}, device="cpu", tokens=40, timeout_s=60, progress=SilentProgress()
+    )
+    assert found.whole
+    assert exact == [True]
+    assert not native._exact
