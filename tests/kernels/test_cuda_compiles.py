@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from optkit.errors import OptkitError
-from optkit.kernels.cuda.nvrtc import SOURCES, compile_source
+from optkit.kernels.cuda import nvrtc
+from optkit.kernels.cuda.nvrtc import SOURCES, compile_source, kept_binary
 from optkit.kernels.cuda.schedule import Form
 from optkit.kernels.cuda.wide import Widths
 from tests.kernels.test_cuda_wide import WIDTHS
@@ -95,3 +96,22 @@ def test_the_message_shows_errors_before_warnings() -> None:
     code = "void f() { int unused; }\nthis is no C++;"
     with pytest.raises(OptkitError, match=r"NVRTC cannot compile it\. [^;]*error"):
         compile_source(code, {}, "sm_90", "nothing.cu")
+
+
+def test_a_kernel_is_compiled_once_for_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given: tuple[str, dict[str, str], str] = ('extern "C" __global__ void f(int* x) { *x = A; }', {"A": "1"}, "sm_90a")
+    first = kept_binary(*given, "f.cu")
+    (kept,) = (tmp_path / "optkit" / "cuda_kernels").iterdir()
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *_: b"another")
+    assert first == kept.read_bytes() == kept_binary(*given, "f.cu")
+    assert kept_binary(given[0], {"A": "2"}, "sm_90a", "f.cu") == b"another"
+    assert kept_binary(given[0], {"A": "1"}, "sm_90", "f.cu") == b"another"
+    kept.write_bytes(first[:-1])
+    assert kept_binary(*given, "f.cu") == b"another", "it was cut off"
+
+
+def test_what_cannot_be_kept_is_compiled_each_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert kept_binary('extern "C" __global__ void f() {}', {}, "sm_90a", "f.cu")

@@ -16,7 +16,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from optkit.algorithms.eight_bit import INT8, amax_scales, quantize
 from optkit.errors import StageError
 from optkit.kernels import float8_linear
+from optkit.kernels.cuda import decoding, layer_pass
 from optkit.kernels.cuda.decoding import GraphDecoder
+from optkit.kernels.cuda.nvrtc import compile_source
 from optkit.kernels.int8_linear import Int8Linear
 from optkit.session import open_session
 from optkit.settings.cuda_graphs import CudaGraphs
@@ -155,6 +157,36 @@ def test_other_layers_and_dtypes_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
     model = random_model("llama", {"layer_types": ["full_attention", "linear_attention", "full_attention"]})
     with pytest.raises(StageError, match="its layers are of linear_attention"):
         GraphDecoder(model)
+
+
+def test_any_error_of_a_model_is_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("llama", {})
+    monkeypatch.setattr(decoding, "read_layers", lambda model: {}["an odd config"])
+    with pytest.raises(StageError, match=r"cannot be one graph\. KeyError: 'an odd config'\."):
+        GraphDecoder(model)
+    monkeypatch.undo()
+    monkeypatch.setattr(decoding, "compiled", lambda source, *_: compile_source("no C++", {}, "sm_90", source))
+    with pytest.raises(StageError, match="cannot be one graph"):
+        GraphDecoder(model)
+
+
+@torch.no_grad()
+def test_other_kernels_are_tried_when_a_batch_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(matrix: Any, x: Tensor, y: Tensor, **given: Any) -> None:
+        step_product(matrix, x, y, **given)
+        if len(y) < 100:
+            y[32:] = 1
+
+    decoder = GraphDecoder(random_model("llama", {}))
+    step_product = layer_pass.step_product
+    monkeypatch.setattr(layer_pass, "step_product", broken)
+    kinds = {}
+    for batch in (1, 20, 40, 24, 48):
+        with decoder.steps(batch, 40) as steps:
+            kinds[batch] = type(steps).__name__
+    assert kinds == {1: "Steps", 20: "Steps", 40: "ModelSteps", 24: "Steps", 48: "ModelSteps"}
+    (note,) = decoder.notes
+    assert note.startswith("cuda_graphs: off for batches of 40, 48, which the model decodes by its own step: its logits")
 
 
 def test_layers_of_8_bits_are_stacked_and_round_their_inputs() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from optkit.kernels.cpu import native
-from optkit.kernels.cpu.library_cache import keep_library, kept_library, private_directory
+from optkit.kernels.library_cache import keep_library, kept_library, private_directory
 
 compiled = pytest.mark.skipif(native.why_not_native() is not None, reason=str(native.why_not_native()))
 

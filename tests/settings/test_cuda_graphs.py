@@ -101,7 +101,7 @@ def test_the_graph_stays_with_what_is_only_another_dtype() -> None:
 
 def test_batches_that_the_graph_does_not_take_are_noted() -> None:
     decoder = GraphDecoder.__new__(GraphDecoder)
-    decoder.model, decoder._by_model = SimpleNamespace(config=LlamaConfig()), set()
+    decoder.model, decoder._by_model, decoder._idle = SimpleNamespace(config=LlamaConfig()), {}, None
     assert decoder.notes == ()
     for batch in (512, 257, 512):
         with decoder.steps(batch, 10) as steps:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from optkit.common.cache import cache_directory
 from optkit.environment import cpu_name
-from optkit.kernels.cpu.library_cache import LENGTH, keep_library, kept_library, private_directory
+from optkit.kernels.library_cache import LENGTH, keep_library, kept_library, private_directory
 from optkit.processes.commands import python_command, python_environment, run
 
 DIRECTORY = Path(__file__).parent

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.errors import StageError
+from optkit.errors import OptkitError, StageError
 from optkit.kernels.cuda.layer_pass import Rows, norms_all_heads
 from optkit.kernels.cuda.nvrtc import compiled
 from optkit.kernels.cuda.step_layers import (
@@ -45,6 +45,8 @@ TRIED, ALIKE = 25, 0.95
 """Tokens of two texts of which the graph's logits are compared with the model's own, and their cosine
 at least, of one of them: rounding alone can send a token to another expert.
 """
+FEWEST_TRIED = 3
+"""Batches up to 2^3 have the same kernels; so have those up to each next power of two."""
 CHOOSING_BLOCKS = 32
 
 
@@ -55,25 +57,32 @@ class GraphDecoder:
 
     def __init__(self, model: Any) -> None:
         """Raises StageError for a model whose step is another one."""
-        base: Any = getattr(model, "model", None)
         self.model = model
-        if not (reason := why_not(model)):
-            attention, config = base.layers[0].self_attn, model.config
-            self.size, self.scaling = int(attention.head_dim), float(attention.scaling)
-            self.heads, self.kv_heads = int(config.num_attention_heads), kv_heads_of(config)
-            self.embedding, self.epsilon = base.embed_tokens.weight, epsilon_of(model)
-            self.layers, self.head = read_layers(model), matrix_of(model.lm_head)
-            self.norm = norm_of(base.norm, self.embedding.shape[1], self.epsilon)
-            self._idle: Steps | None = None
-            self._by_model: set[int] = set()
-            self.embedding_scale, expected = self._one_pass()
-            try:
-                reason = self._why_differs(expected)
-            except RuntimeError as error:
-                reason = f"CUDA cannot capture it: {next(iter(str(error).splitlines()), '')}"
+        self._idle: Steps | None = None
+        self._by_model: dict[int, str] = {}
+        self._tried: set[int] = set()
+        try:
+            reason = why_not(model) or self._why_not_read()
+        except Exception as error:  # what an unknown model lacks may show anywhere, and compile is left
+            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         if reason:
             what = f"the decode step of {type(model).__name__} cannot be one graph"
             raise StageError(what, where="cuda_graphs", why=reason, remedy=REMEDY)
+
+    def _why_not_read(self) -> str | None:
+        """Read the model and try two sequences; return why its step is another one, None if it is not."""
+        model, base = self.model, self.model.model
+        attention, config = base.layers[0].self_attn, model.config
+        self.size, self.scaling = int(attention.head_dim), float(attention.scaling)
+        self.heads, self.kv_heads = int(config.num_attention_heads), kv_heads_of(config)
+        self.embedding, self.epsilon = base.embed_tokens.weight, epsilon_of(model)
+        self.layers, self.head = read_layers(model), matrix_of(model.lm_head)
+        self.norm = norm_of(base.norm, self.embedding.shape[1], self.epsilon)
+        self.embedding_scale, self._expected = self._one_pass()
+        with self.steps(2, TRIED):
+            pass
+        self._idle = None
+        return self._by_model.get(2)
 
     def _one_pass(self) -> tuple[float, Tensor]:
         """Return by what the model multiplies embeddings, and its logits of `TRIED`."""
@@ -93,44 +102,65 @@ class GraphDecoder:
         numbers = torch.arange(2 * TRIED, device=self.embedding.device).view(2, TRIED)
         return numbers.mul_(7919).add_(3).remainder_(count)
 
-    def _why_differs(self, expected: Tensor) -> str | None:
-        """Return how far the graph's logits are from the model's own, None if they are the same."""
-        with torch.no_grad(), self.steps(2, TRIED) as steps:
-            assert isinstance(steps, Steps)
-            steps.prompt(self._tried_tokens()[:, :-1])
-            steps.tokens[TRIED - 1] = self._tried_tokens()[:, -1]
-            steps.launch()
-            alike = float(F.cosine_similarity(steps.logits, expected, dim=-1).max())
-        self._idle = None
+    def _why_differs(self, steps: Steps) -> str | None:
+        """Return how far the logits of so many sequences are from the model's own, None if they are the same."""
+        which = torch.arange(steps.batch, device=self.embedding.device) % 2
+        tokens = self._tried_tokens()[which]
+        steps.length = TRIED
+        steps.prompt(tokens[:, :-1])
+        steps.tokens[TRIED - 1] = tokens[:, -1]
+        steps.launch()
+        found = F.cosine_similarity(steps.logits, self._expected[which], dim=-1)
+        alike = max(float(found[text::2].min()) for text in range(min(2, steps.batch)))
         return None if alike >= ALIKE else f"its logits are not the model's own (cosine {alike:.3f})"
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the graph did not decode so far."""
-        if not self._by_model:
-            return ()
-        batches = ", ".join(map(str, sorted(self._by_model)))
-        why = f"which the model decodes by its own step: the graph takes up to {MOST_SEQUENCES} sequences"
-        return (f"cuda_graphs: off for batches of {batches}, {why}",)
+        batches: dict[str, list[str]] = {}
+        for batch, reason in sorted(self._by_model.items()):
+            batches.setdefault(reason, []).append(str(batch))
+        return tuple(
+            f"cuda_graphs: off for batches of {', '.join(found)}, which the model decodes by its own step: {reason}"
+            for reason, found in batches.items()
+        )
 
     @contextmanager
     def steps(self, batch: int, length: int) -> Iterator[Steps | ModelSteps]:
         """Lend what `batch` sequences of `length` tokens need; the model if they are too many."""
         if batch > MOST_SEQUENCES:
-            self._by_model.add(batch)
-            yield ModelSteps(self.model)
-            return
+            self._by_model[batch] = f"the graph takes up to {MOST_SEQUENCES} sequences"
         lent, self._idle = self._idle, None
         capacity = min(-(-length // CAPACITY_STEP) * CAPACITY_STEP, int(self.model.config.max_position_embeddings))
-        if lent is None or (lent.batch, lent.capacity) != (batch, capacity):
+        if batch not in self._by_model and (lent is None or (lent.batch, lent.capacity) != (batch, capacity)):
             lent = None
             with torch.cuda.device(self.embedding.device), torch.no_grad():
-                lent = Steps(self, batch, capacity)
+                lent = self._new_steps(batch, capacity)
+        if lent is None or batch in self._by_model:
+            yield ModelSteps(self.model)
+            return
         lent.length = length
         try:
             yield lent
         finally:
             self._idle = lent
+
+
+    def _new_steps(self, batch: int, capacity: int) -> Steps | None:
+        """Return the graph of a batch; None if it is not the model's step, which is tried once for batches
+        of about this size: they share their kernels.
+        """
+        size = max(FEWEST_TRIED, (batch - 1).bit_length())
+        try:
+            steps = Steps(self, batch, capacity)
+            reason = None if size in self._tried else self._why_differs(steps)
+        except OptkitError as error:
+            reason = str(error)
+        if reason:
+            self._by_model[batch] = reason
+            return None
+        self._tried.add(size)
+        return steps
 
 
 class Steps:

@@ -218,16 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
     }
 #ifdef NORM
-    squares = sum_of_warp(squares);
-    if (lane == 0) partial[warp] = squares;
-    __syncthreads();
-    squares = 0;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) squares += partial[w];
-    const float factor = rsqrtf(squares / INPUTS + epsilon);
-    __syncthreads();
-#endif
-#ifdef NORM
+    const float factor = rsqrtf(sum_of_block(squares, partial) / INPUTS + epsilon);
 #pragma unroll
     for (int v = 0; v < VECTORS_OF_THREAD; v++) values[v] = normed(values[v], norms[v], factor);
 #endif
@@ -447,22 +438,11 @@ extern "C" __global__ void __launch_bounds__(256)
   wait_for_previous();
   const int token = blockIdx.x;
   const uint4* source = x + (size_t)token * (INPUTS / 8);
-#if defined(NORM) || BITS == 8
-  __shared__ float partial[8];
-#endif
 #ifdef NORM
-  float squares = 0;
-  for (int vector = threadIdx.x; token < tokens && vector < INPUTS / 8; vector += 256) squares += squares_of(source[vector]);
-  squares = sum_of_warp(squares);
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
-  __syncthreads();
-  squares = 0;
-#pragma unroll
-  for (int w = 0; w < 8; w++) squares += partial[w];
-  const float factor = rsqrtf(squares / INPUTS + epsilon);
-  __syncthreads();
+  const float factor = token < tokens ? norm_factor(source, INPUTS / 8, epsilon) : 0;
 #endif
 #if BITS == 8
+  __shared__ float partial[8];
   float largest = 0;
   for (int vector = threadIdx.x; token < tokens && vector < INPUTS / 8; vector += 256) {
     uint4 values = source[vector];

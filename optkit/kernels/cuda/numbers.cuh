@@ -92,3 +92,24 @@ __device__ __forceinline__ float activated(float value) {
   return value / (1 + __expf(-value));
 #endif
 }
+
+// The sum of a value over a block of COUNT warps; `partial` is free again behind it.
+template <int COUNT>
+__device__ __forceinline__ float sum_of_block(float value, float (&partial)[COUNT]) {
+  value = sum_of_warp(value);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = 0;
+#pragma unroll
+  for (int w = 0; w < COUNT; w++) value += partial[w];
+  __syncthreads();
+  return value;
+}
+
+// What an RMS norm multiplies a row of vectors of 8 by, in a block of 256 threads.
+__device__ __forceinline__ float norm_factor(const uint4* row, int vectors, float epsilon) {
+  __shared__ float partial[8];
+  float squares = 0;
+  for (int vector = threadIdx.x; vector < vectors; vector += 256) squares += squares_of(row[vector]);
+  return rsqrtf(sum_of_block(squares, partial) / (8 * vectors) + epsilon);
+}

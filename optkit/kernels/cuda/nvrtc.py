@@ -7,7 +7,10 @@ kernels wait for its end themselves, with `griddepcontrol.wait`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -16,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optkit.common.cache import cache_directory
 from optkit.errors import OptkitError
+from optkit.kernels.library_cache import LENGTH, keep_library, kept_library, private_directory
 
 SOURCES = Path(__file__).parent
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -25,6 +30,8 @@ MAX_DYNAMIC_SHARED_BYTES = 8
 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h.
 """
 USUAL_SHARED_BYTES = 48 << 10
+KEPT, SUFFIX = "cuda_kernels", ".cubin"
+"""Where in the cache directory machine code is kept, and how its files end."""
 
 
 class _Attribute(ctypes.Structure):
@@ -84,13 +91,13 @@ class Kernel:
 @cache
 def compiled(source: str, name: str, macros: tuple[tuple[str, str], ...], device: int) -> Kernel:
     """Return the function `name` of SOURCES/`source` with these macros, for a device.
-    numbers.cuh goes before it; it is compiled once in a process.
+    numbers.cuh goes before it; it is loaded once in a process.
     """
     capability = torch.cuda.get_device_capability(device)
     code = (SOURCES / "numbers.cuh").read_text(encoding="utf-8") + (SOURCES / source).read_text(encoding="utf-8")
     where = f"{source} ({', '.join(f'{key}={value}' for key, value in macros)})"
     architecture = f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")  # a: wgmma
-    binary = compile_source(code, dict(macros), architecture, where)
+    binary = kept_binary(code, dict(macros), architecture, where)
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # the context is torch's
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -100,6 +107,35 @@ def compiled(source: str, name: str, macros: tuple[tuple[str, str], ...], device
     return kernel
 
 
+def kept_binary(code: str, macros: Mapping[str, str], architecture: str, where: str) -> bytes:
+    """Return what `compile_source` does; an earlier process may have compiled it.
+    It is kept in the cache, if anything can be.
+    """
+    parts = (code, *_options(macros, architecture), *_version())
+    made_of = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:LENGTH]
+    with contextlib.suppress(OSError):
+        if kept := kept_library(private_directory(cache_directory() / KEPT), made_of, SUFFIX):
+            return kept.read_bytes()
+    binary = compile_source(code, macros, architecture, where)
+    with contextlib.suppress(OSError):
+        place = private_directory(cache_directory() / KEPT)
+        with tempfile.TemporaryDirectory(dir=place) as directory:
+            made = Path(directory) / f"kernel{SUFFIX}"
+            made.write_bytes(binary)
+            keep_library(made, place, made_of)
+    return binary
+
+
+def _options(macros: Mapping[str, str], architecture: str) -> list[str]:
+    return [f"--gpu-architecture={architecture}", "--std=c++17", *[f"-D{key}={value}" for key, value in macros.items()]]
+
+
+def _version() -> tuple[str, str]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return str(major.value), str(minor.value)
+
+
 def compile_source(code: str, macros: Mapping[str, str], architecture: str, where: str) -> bytes:
     """Return the machine code for e.g. `sm_90`; needs no GPU. Raises OptkitError with the
     compiler's first lines.
@@ -107,11 +143,7 @@ def compile_source(code: str, macros: Mapping[str, str], architecture: str, wher
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
     nvrtc.nvrtcCreateProgram(ctypes.byref(program), code.encode(), b"optkit.cu", 0, None, None)
-    options = [
-        f"--gpu-architecture={architecture}",
-        "--std=c++17",
-        *[f"-D{key}={value}" for key, value in macros.items()],
-    ]
+    options = _options(macros, architecture)
     given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     try:
         if nvrtc.nvrtcCompileProgram(program, len(options), given):

@@ -272,18 +272,8 @@ extern "C" __global__ void __launch_bounds__(256) line_up(const uint4* x, const 
   wait_for_previous();
   const int token = blockIdx.x;
   const uint4* source = x + (size_t)token * vectors;
-  float factor = 1;
 #ifdef NORM
-  __shared__ float partial[8];
-  float squares = 0;
-  for (int vector = threadIdx.x; vector < vectors; vector += 256) squares += squares_of(source[vector]);
-  squares = sum_of_warp(squares);
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = squares;
-  __syncthreads();
-  squares = 0;
-#pragma unroll
-  for (int w = 0; w < 8; w++) squares += partial[w];
-  factor = rsqrtf(squares / (8 * vectors) + epsilon);
+  const float factor = norm_factor(source, vectors, epsilon);
 #endif
   uint4* start = lined + (size_t)(token / TOKENS) * chunks * (X_BYTES / 16) + token % TOKENS;
   for (int part = threadIdx.x; part < chunks * 4; part += 256) {

@@ -1,4 +1,4 @@
-"""The directory of compiled libraries, to which nobody else can write.
+"""The directory of compiled libraries and CUDA binaries, to which nobody else can write.
 Each file lies under the digest of its own bytes.
 
 A library runs as soon as it is loaded, so one that was cut off, changed or put there by others must
@@ -16,6 +16,7 @@ from pathlib import Path
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LENGTH = 32
 """Hexadecimal digits of a digest in a name."""
+SUFFIXES = (".so", ".cubin")
 
 
 def private_directory(directory: Path) -> Path:
@@ -35,14 +36,15 @@ def private_directory(directory: Path) -> Path:
     if stat.S_IMODE(status.st_mode) != stat.S_IRWXU:
         directory.chmod(stat.S_IRWXU)
         if status.st_mode & OTHERS_WRITE:
-            for path in directory.glob("*.so"):
-                path.unlink()
+            for path in directory.iterdir():
+                if path.suffix in SUFFIXES:
+                    path.unlink()
     return directory
 
 
-def kept_library(directory: Path, made_of: str) -> Path | None:
+def kept_library(directory: Path, made_of: str, suffix: str = ".so") -> Path | None:
     """Return the library kept under this digest, None if there is none; delete a changed one."""
-    for path in sorted(directory.glob(f"{made_of}-*.so")):
+    for path in sorted(directory.glob(f"{made_of}-*{suffix}")):
         if not path.is_symlink() and path.is_file() and path == _place(directory, made_of, path):
             return path
         with contextlib.suppress(OSError):
@@ -58,4 +60,4 @@ def keep_library(made: Path, directory: Path, made_of: str) -> Path:
 def _place(directory: Path, made_of: str, file: Path) -> Path:
     with file.open("rb") as opened:
         content = hashlib.file_digest(opened, "sha256").hexdigest()
-    return directory / f"{made_of}-{content[:LENGTH]}.so"
+    return directory / f"{made_of}-{content[:LENGTH]}{file.suffix}"
