@@ -21,11 +21,11 @@ from torch import Tensor, distributed
 
 from optkit.common.frozen import restored
 from optkit.devices.peak_memory import Peak, watched_peak
+from optkit.kernels.shares import local_part
 from optkit.processes.child_program import Parent, answer
 from optkit.progress import as_pairs
 from optkit.session.opening import open_session
 from optkit.session.splitting import join
-from optkit.session.step_bytes import local_part
 from optkit.session.torch_session import TorchSession
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from optkit.kernels.kv_cache import CodedLayer
+from optkit.kernels.shares import local_part
 from optkit.model.experts import Experts
 
 
@@ -34,12 +35,6 @@ def weight_bytes(model: Any, batch: int, without: Container[nn.Module] = ()) -> 
                 read[place(tensor)] = max(read.get(place(tensor), 0), _size(tensor) * share)
     rows = sum(min(batch, len(weight)) * _size(weight[0]) for weight in embeddings if place(weight) not in read)
     return round(sum(read.values())) + rows
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the share of a tensor that this process holds, all of it if it is not split."""
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
 
 
 def _offloaded(model: Any) -> dict[int, str]:

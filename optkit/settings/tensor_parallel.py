@@ -20,12 +20,10 @@ from optkit.model.kv_scales import split_kv_scales
 from optkit.model.shape import ModelShape
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
-from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.speculative import Speculative
 from optkit.stage import Format, Loading, Opening, Setting
 
 EXCLUDED: dict[type[Setting], str] = {
-    CudaGraphs: "The graph computes whole layers on one GPU",
     Speculative: "The processes follow one request token by token",
 }
 PLAN = "base_model_tp_plan"
@@ -38,7 +36,8 @@ class TensorParallel(Setting):
     optkit starts the processes when the model is opened and ends them when it is closed. Each holds
     its share of the heads, of the feed-forward columns and of lm_head. They exchange partial sums
     twice in each block by NCCL (on CPUs by gloo). Decoding of few sequences waits for Python more
-    than for GPUs, split or not: put `compile` beside it.
+    than for GPUs, split or not: put `cuda_graphs` beside it. Each process has a graph then, and its
+    kernels write partial sums into the memory of the other GPUs.
 
     Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; plans:
     https://huggingface.co/docs/transformers/perf_infer_gpu_multi

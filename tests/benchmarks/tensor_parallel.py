@@ -5,13 +5,13 @@ one with half of its layers offloaded.
         [--out DIRECTORY] [--limit-s 170]
 
 Prefill of 8 x 512 tokens, decoding of 1 and 32 sequences behind 128 tokens: greedy, 16 new tokens
-(4 if weights are offloaded), the median of 3 repeats after a warm-up, by the clocks of the eval
+(128 by `cuda_graphs`, 4 if weights are offloaded), the median of 3 repeats after a warm-up, by the clocks of the eval
 `throughput`. The logits of 2 x 64 tokens are compared with those of one
 GPU: the norm of the difference over that of the logits; 8 layers in float32 say whether they are
 the same. tensor_parallel.json and
 tensor_parallel.md in --out ($OUT) are written after each way, so that a limit of time leaves what
-was measured. `--only '*compile*'` measures the compiled steps, which take a minute each to compile;
-without --only they are left out.
+was measured. `--only '*compile*'` measures the compiled steps, which take a minute each to compile,
+and `--only '*cuda_graphs'` the graphs; without --only both are left out.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from optkit.devices.peak_memory import peak_of
 from optkit.environment import describe_environment
 from optkit.session import open_session
 from optkit.settings.compile import Compile
+from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.offload import Offload
 from optkit.settings.precision import Precision
 from optkit.settings.tensor_parallel import TensorParallel
@@ -50,9 +51,12 @@ WAYS: dict[str, Sequence[Setting]] = {
     "two layers on disk": (Offload(device_map={"model.layers.3?": "disk"}),),
     "two GPUs, compile": (TensorParallel(devices=2), Compile(mode="reduce-overhead")),
     "one GPU, compile": (Compile(mode="reduce-overhead"),),
+    "one GPU, cuda_graphs": (CudaGraphs(),),
+    "two GPUs, cuda_graphs": (TensorParallel(devices=2), CudaGraphs()),
+    "four GPUs, cuda_graphs": (TensorParallel(devices=4), CudaGraphs()),
 }
 CELLS = ((8, 512), (1, 128), (32, 128))
-NEW_TOKENS, FEW_TOKENS, REPEATS = 16, 4, 3
+NEW_TOKENS, FEW_TOKENS, MANY_TOKENS, REPEATS = 16, 4, 128, 3
 EXACT_LAYERS, MOST_ERROR = 8, 1e-4
 """What is exact is seen in float32, on so many layers: in bfloat16 the order of sums alone moves
 random weights' logits by percents.
@@ -84,12 +88,12 @@ def main() -> None:
     if not given.only:
         record["float32_error"] = _float32_error(given.work / "exact", given.device)
     for way, settings in WAYS.items():
-        if not (fnmatch(way, given.only) if given.only else "compile" not in way):
+        if not (fnmatch(way, given.only) if given.only else not {Compile, CudaGraphs} & {*map(type, settings)}):
             continue
         if time.monotonic() - begin > given.limit_s:
             record["ways"][way] = {"failure": f"left out: {given.limit_s:g} s were over"}
             continue
-        record["ways"][way] = _measured(model, settings, given.device, logits_file, begin + given.limit_s)
+        record["ways"][way] = _measured(way, model, settings, given.device, logits_file, begin + given.limit_s)
         record["seconds"] = round(time.monotonic() - begin, 1)
         (given.out / "tensor_parallel.json").write_text(json.dumps(record, indent=1))
         (given.out / "tensor_parallel.md").write_text("\n".join(_markdown(record)) + "\n")
@@ -107,20 +111,25 @@ def _float32_error(place: Path, device: str) -> float:
     return ((found[1] - found[0]).norm() / found[0].norm()).item()
 
 
-def _measured(model: Path, settings: Sequence[Setting], device: str, logits_file: Path, until: float) -> dict[str, Any]:
+def _measured(
+    way: str, model: Path, settings: Sequence[Setting], device: str, logits_file: Path, until: float
+) -> dict[str, Any]:
     """Return what one way gives; an error is part of it, so that the others are measured."""
     begin = time.monotonic()
     try:
         session: Any = open_session(model, settings, device)
     except Exception as error:
         return {"failure": str(error), "traceback": traceback.format_exc()}
-    offloaded = any(isinstance(setting, Offload) for setting in settings)
+    kinds = {type(setting) for setting in settings}
+    new_tokens = FEW_TOKENS if Offload in kinds else MANY_TOKENS if CudaGraphs in kinds else NEW_TOKENS
     found: dict[str, Any] = {"opened_s": round(time.monotonic() - begin, 1), "cells": []}
     try:
-        found |= _logits_checked(session.logits(random_tokens(session, 2, 64, seed=0)), logits_file, first=not settings)
+        found |= _logits_checked(
+            session.logits(random_tokens(session, 2, 64, seed=0)), logits_file, first=way.startswith("one GPU")
+        )
         for batch, prompt in CELLS:
             if time.monotonic() < until:
-                found["cells"].append(_timed(session, batch, prompt, FEW_TOKENS if offloaded else NEW_TOKENS))
+                found["cells"].append(_timed(session, batch, prompt, new_tokens))
         found["notes"] = list(session.notes)
     except Exception as error:
         found |= {"failure": str(error), "traceback": traceback.format_exc()}

@@ -86,6 +86,14 @@ def test_wide(widths: Widths, flags: tuple[str, ...]) -> None:
     compiles("wide.cu", {name: str(int(each)) for name, each in macros.items() if each})
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_exchange(ranks: int, architecture: str) -> None:
+    for flags in ((), ("BF16", "RESIDUAL")):
+        numbers = {"RANKS": str(ranks), "RANK": str(ranks - 1), "PACKETS": "262400"}
+        compiles("exchange.cu", numbers | dict.fromkeys(flags, "1"), architecture)
+
+
 def test_tokens_and_older_gpus() -> None:
     compiles("tokens.cu", {"BF16": "1", "WIDTH": "4096", "VOCABULARY": "128256"})
     compiles("linear.cu", FORMS["int8"].macros() | {"SHARED": "1"}, "sm_80")

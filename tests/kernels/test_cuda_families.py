@@ -186,7 +186,9 @@ def test_other_kernels_are_tried_when_a_batch_needs_them(monkeypatch: pytest.Mon
             kinds[batch] = type(steps).__name__
     assert kinds == {1: "Steps", 20: "Steps", 40: "ModelSteps", 24: "Steps", 48: "ModelSteps"}
     (note,) = decoder.notes
-    assert note.startswith("cuda_graphs: off for batches of 40, 48, which the model decodes by its own step: its logits")
+    assert note.startswith(
+        "cuda_graphs: off for batches of 40, 48, which the model decodes by its own step: its logits"
+    )
 
 
 def test_layers_of_8_bits_are_stacked_and_round_their_inputs() -> None:

@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaConfig
 
 from optkit.errors import MissingPackageError, RecipeError, StageError
-from optkit.kernels.cuda.decoding import GraphDecoder, ModelSteps
+from optkit.kernels.cuda.decoding import GraphDecoder
+from optkit.kernels.cuda.model_steps import ModelSteps
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session

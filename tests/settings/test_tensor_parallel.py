@@ -28,7 +28,6 @@ from optkit.session import open_session
 from optkit.session.parallel_session import ParallelSession
 from optkit.settings import tensor_parallel
 from optkit.settings.compile import Compile
-from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.offload import Offload
 from optkit.settings.speculative import Speculative
@@ -317,14 +316,13 @@ def test_a_model_that_is_too_large_even_so(tiny_model: TinyModel, monkeypatch: p
     ("other", "why"),
     [
         (Speculative(prompt_lookup=2), "follow one request token by token"),
-        (CudaGraphs(), "whole layers on one GPU"),
         (Offload(), "where every weight lies"),
     ],
 )
 def test_settings_that_exclude_it(tiny_model: TinyModel, other: Setting, why: str) -> None:
     with pytest.raises(OptkitError, match=why):
         open_session(tiny_model("llama"), [other, TWO])
-    kind = {"Speculative": {"speculative": {"prompt_lookup": 2}}, "CudaGraphs": "cuda_graphs", "Offload": "offload"}
+    kind = {"Speculative": {"speculative": {"prompt_lookup": 2}}, "Offload": "offload"}
     if named := kind.get(type(other).__name__):
         with pytest.raises(RecipeError, match="exclude each other"):
             load_recipe({"model": str(tiny_model("llama")), "stages": [named, {"tensor_parallel": 2}]})

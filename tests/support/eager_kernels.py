@@ -1,5 +1,6 @@
-"""The kernels of attention.cu, tokens.cu and a part of linear.cu in torch, so that a decode step runs on a CPU.
-Each takes what the kernel takes; `linear` itself is left out, since dense products say the same.
+"""The kernels of attention.cu, tokens.cu, exchange.cu and a part of linear.cu in torch, so that a
+decode step runs on a CPU. Each takes what the kernel takes; `linear` itself is left out, since
+dense products say the same.
 """
 
 from __future__ import annotations
@@ -12,19 +13,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, distributed
 
 from optkit.algorithms.eight_bit import FLOAT8, INT8, round_inputs
-from optkit.kernels.cuda import decoding, matrix, step_layers, step_products
+from optkit.kernels.cuda import decoding, exchange, matrix, step_layers, step_products
 
 Macros = dict[str, str]
-ATTENTION = {"HEADS", "KV_HEADS", "SIZE", "ROTARY", "SHARES"}
+WANTED = {
+    "attention.cu": {"HEADS", "KV_HEADS", "SIZE", "ROTARY", "SHARES"},
+    "tokens.cu": {"WIDTH", "VOCABULARY"},
+    "exchange.cu": {"RANK", "RANKS", "PACKETS"},
+    "linear.cu": {"BITS", "INPUTS", "GROUP"},
+}
+LOW_HALF, TOP_BIT = (1 << 32) - 1, -1 << 63
 
 
 def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let GraphDecoder run on CPU tensors, in float32 too."""
-    for module in (decoding, matrix):
+    for module in (decoding, exchange, matrix):
         monkeypatch.setattr(module, "compiled", kernel)
+    monkeypatch.setattr(exchange, "_shared_memories", lambda size, rank, device: [0] * distributed.get_world_size())
     monkeypatch.setattr(step_products, "MOST_STREAMED", {4: 0, 8: 0, 16: 0})
     monkeypatch.setattr(step_layers, "CODE_BASES", {torch.float32: 0, torch.bfloat16: 0})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -37,8 +45,7 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def kernel(source: str, name: str, macros: tuple[tuple[str, str], ...], device: int) -> Callable[..., None]:
     """Return what `compiled` would."""
     function, named = KERNELS[name], dict(macros)
-    wanted = {"attention.cu": ATTENTION, "tokens.cu": {"WIDTH", "VOCABULARY"}}.get(source, {"BITS", "INPUTS", "GROUP"})
-    assert wanted <= set(named), "NVRTC compiles the whole file, whichever kernel is asked for"
+    assert WANTED[source] <= set(named), "NVRTC compiles the whole file, whichever kernel is asked for"
 
     def launch(grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0) -> None:
         function(named, grid, *arguments)
@@ -53,12 +60,26 @@ def embed(
 
 
 def choose(m: Macros, grid: Any, logits: Tensor, best: Tensor) -> None:
-    best.copy_(logits.argmax(-1))
+    index = logits.argmax(-1)
+    bits = logits.gather(1, index[:, None])[:, 0].view(torch.int32).to(torch.int64) & LOW_HALF
+    best.copy_(torch.where(bits >> 31 > 0, LOW_HALF - bits, bits | 1 << 31) << 32 | LOW_HALF - index)
 
 
 def keep(m: Macros, grid: Any, best: Tensor, tokens: Tensor, position: Tensor, batch: int) -> None:
     position += 1
-    tokens[int(position)] = best
+    tokens[int(position)] = LOW_HALF - (best & LOW_HALF)
+
+
+def sum_of_ranks(m: Macros, grid: Any, memories: Tensor, numbers: Tensor, x: Tensor, y: Tensor, count: int) -> None:
+    total = x.float()
+    distributed.all_reduce(total)
+    y.copy_(total + y if "RESIDUAL" in m else total)
+
+
+def agree(m: Macros, grid: Any, memories: Tensor, numbers: Tensor, best: Tensor, batch: int, share: int) -> None:
+    unsigned = best - int(m["RANK"]) * share ^ TOP_BIT  # in the order of signed numbers
+    distributed.all_reduce(unsigned, distributed.ReduceOp.MAX)
+    best.copy_(unsigned ^ TOP_BIT)
 
 
 def arrange(
@@ -136,5 +157,5 @@ def attend(
 
 
 KERNELS: dict[str, Callable[..., None]] = {
-    each.__name__: each for each in (embed, choose, keep, arrange, finish, turn_prompt, attend)
-}
+    each.__name__: each for each in (embed, choose, keep, agree, arrange, finish, turn_prompt, attend)
+} | {"sum": sum_of_ranks}

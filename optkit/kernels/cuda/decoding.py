@@ -2,7 +2,8 @@
 
 Five kernels a layer: the norm goes with the product behind it, as do the gate and the addition to
 the residual stream; q, k and v are one product, and so are gate and up. Tokens never leave the GPU
-between steps: the graph ends by writing the next one where it begins to read.
+between steps: the graph ends by writing the next one where it begins to read. Of a split model each
+process has a graph of its share, with kernels that add up what all have (`exchange.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.errors import OptkitError, StageError
+from optkit.kernels.cuda.exchange import Exchange
 from optkit.kernels.cuda.layer_pass import Rows, norms_all_heads
+from optkit.kernels.cuda.model_steps import ModelSteps
 from optkit.kernels.cuda.nvrtc import compiled
+from optkit.kernels.cuda.split_layers import why_not_split
 from optkit.kernels.cuda.step_layers import (
     Layer,
     epsilon_of,
@@ -30,6 +34,7 @@ from optkit.kernels.cuda.step_layers import (
     why_not,
 )
 from optkit.kernels.cuda.step_products import step_product
+from optkit.kernels.shares import split_dimension, whole
 
 MOST_SEQUENCES = 256
 REMEDY = "Take cuda_graphs out of the recipe, or use compile"
@@ -62,7 +67,7 @@ class GraphDecoder:
         self._by_model: dict[int, str] = {}
         self._tried: set[int] = set()
         try:
-            reason = why_not(model) or self._why_not_read()
+            reason = why_not(model) or why_not_split(model) or self._why_not_read()
         except Exception as error:  # what an unknown model lacks may show anywhere, and compile is left
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         if reason:
@@ -73,9 +78,13 @@ class GraphDecoder:
         """Read the model and try two sequences; return why its step is another one, None if it is not."""
         model, base = self.model, self.model.model
         attention, config = base.layers[0].self_attn, model.config
+        self.embedding, self.epsilon = whole(base.embed_tokens.weight), epsilon_of(model)
+        self.exchange: Exchange | None = None
+        if split_dimension(model.lm_head) is not None:
+            self.exchange = Exchange.open(MOST_SEQUENCES, self.embedding.shape[1], self.embedding.device)
+        ranks = self.exchange.ranks if self.exchange else 1
         self.size, self.scaling = int(attention.head_dim), float(attention.scaling)
-        self.heads, self.kv_heads = int(config.num_attention_heads), kv_heads_of(config)
-        self.embedding, self.epsilon = base.embed_tokens.weight, epsilon_of(model)
+        self.heads, self.kv_heads = int(config.num_attention_heads) // ranks, kv_heads_of(config) // ranks
         self.layers, self.head = read_layers(model), matrix_of(model.lm_head)
         self.norm = norm_of(base.norm, self.embedding.shape[1], self.epsilon)
         self.embedding_scale, self._expected = self._one_pass()
@@ -83,6 +92,10 @@ class GraphDecoder:
             pass
         self._idle = None
         return self._by_model.get(2)
+
+    def all_logits(self, logits: Tensor) -> Tensor:
+        """Return those of the whole vocabulary, float32 [batch, vocabulary], from this process's share."""
+        return self.exchange.gathered(logits) if self.exchange else logits
 
     def _one_pass(self) -> tuple[float, Tensor]:
         """Return by what the model multiplies embeddings, and its logits of `TRIED`."""
@@ -110,7 +123,7 @@ class GraphDecoder:
         steps.prompt(tokens[:, :-1])
         steps.tokens[TRIED - 1] = tokens[:, -1]
         steps.launch()
-        found = F.cosine_similarity(steps.logits, self._expected[which], dim=-1)
+        found = F.cosine_similarity(self.all_logits(steps.logits), self._expected[which], dim=-1)
         alike = max(float(found[text::2].min()) for text in range(min(2, steps.batch)))
         return None if alike >= ALIKE else f"its logits are not the model's own (cosine {alike:.3f})"
 
@@ -145,7 +158,6 @@ class GraphDecoder:
         finally:
             self._idle = lent
 
-
     def _new_steps(self, batch: int, capacity: int) -> Steps | None:
         """Return the graph of a batch; None if it is not the model's step, which is tried once for batches
         of about this size: they share their kernels.
@@ -156,6 +168,7 @@ class GraphDecoder:
             reason = None if size in self._tried else self._why_differs(steps)
         except OptkitError as error:
             reason = str(error)
+        reason = self.exchange.first(reason) if self.exchange else reason
         if reason:
             self._by_model[batch] = reason
             return None
@@ -240,7 +253,7 @@ class Steps:
         logits = torch.empty(batch, decoder.head.outputs, dtype=torch.float32, device=tokens.device)
         last = rows.hidden.view(batch, length, -1)[:, -1].contiguous()
         step_product(decoder.head, last, logits, norm=decoder.norm, epsilon=decoder.epsilon)
-        return logits.argmax(-1)
+        return decoder.all_logits(logits).argmax(-1)
 
     def next(self) -> Tensor:
         """Return the tokens behind those returned last, int64 [batch], when the device has them.
@@ -268,6 +281,8 @@ class Steps:
             rows.through(layer, partial(self._attend, index, layer))
         rows.product(decoder.head, rows.hidden, self.logits, decoder.norm)
         self._small("choose", (CHOOSING_BLOCKS, self.batch, 1), (self.logits, self.best))
+        if decoder.exchange:
+            decoder.exchange.agree_(self.best, decoder.head.outputs)
         self._small("keep", (1, 1, 1), (self.best, self.tokens, self.position, self.batch))
 
     def _attend(self, index: int, layer: Layer) -> Tensor:
@@ -311,34 +326,9 @@ class Steps:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's thread asks CUDA meanwhile
             self.launch()
         return graph
-
-
-class ModelSteps:
-    """The steps of a batch that is too large for the graph: each runs through the model."""
-
-    def __init__(self, model: Any) -> None:
-        from transformers import DynamicCache
-
-        self.model, self.cache = model, DynamicCache(config=model.config)
-
-    def prompt(self, tokens: Tensor) -> Tensor:
-        """Run the prompts, int64 [batch, prompt].
-        Return the tokens behind them, int64 [batch], when the device has them.
-        """
-        logits = self.model.forward(
-            input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1
-        ).logits
-        chosen: Tensor = logits[:, -1].argmax(-1)
-        torch.cuda.synchronize(tokens.device)
-        self._last = chosen
-        return chosen
-
-    def next(self) -> Tensor:
-        """Return the tokens behind those returned last."""
-        return self.prompt(self._last[:, None])
 
 
 def _shares(pairs: int, capacity: int, device: torch.device) -> int:

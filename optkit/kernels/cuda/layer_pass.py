@@ -23,7 +23,7 @@ class Rows:
 
     def __init__(self, decoder: GraphDecoder, batch: int, length: int) -> None:
         first, device = decoder.layers[0], decoder.embedding.device
-        self.batch, self.epsilon, rows = batch, decoder.epsilon, batch * length
+        self.batch, self.epsilon, self.exchange, rows = batch, decoder.epsilon, decoder.exchange, batch * length
         mlps = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, GatedMlp)]
         self.hidden, self.qkv = (
             torch.zeros(rows, width, dtype=decoder.embedding.dtype, device=device)
@@ -56,12 +56,15 @@ class Rows:
         step_product(matrix, x, y, norm=norm, epsilon=self.epsilon, gated=gated, ordered=self.ordered)
 
     def _add(self, matrix: Matrix, x: Tensor, norm: Tensor | None) -> None:
-        if norm is None:
+        if norm is None and self.exchange is None:
             step_product(matrix, x, self.hidden, add=True, ordered=self.ordered)
             return
         added = torch.empty_like(self.hidden)
         self.product(matrix, x, added)
-        self.hidden += self._normed(added, norm)
+        if self.exchange:
+            self.exchange.sum_into_(self.hidden if norm is None else added, added, add=norm is None)
+        if norm is not None:
+            self.hidden += self._normed(added, norm)
 
     def _norm_heads_(self, layer: Layer) -> None:
         """Norm queries and keys over all heads (OLMo 2); over each head the attention kernel does it."""

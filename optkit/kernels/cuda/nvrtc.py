@@ -68,9 +68,9 @@ class Kernel:
         if torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self(grid, threads, arguments, shared_bytes)
-        driver = _driver()
+        library = driver()
         if shared_bytes > self._allowed:
-            self._check(driver.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
+            self._check(library.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
             self._allowed = shared_bytes
         values = [_as_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
@@ -78,13 +78,13 @@ class Kernel:
         attribute.value[0] = 1
         stream = torch.cuda.current_stream().cuda_stream
         launch = _Launch(*grid, threads, 1, 1, shared_bytes, stream, ctypes.pointer(attribute), int(self._overlaps))
-        self._check(driver.cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
+        self._check(library.cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
         return None
 
     def _check(self, status: int) -> None:
         if status:
             message = ctypes.c_char_p()
-            _driver().cuGetErrorString(status, ctypes.byref(message))
+            driver().cuGetErrorString(status, ctypes.byref(message))
             raise OptkitError(f"CUDA: {(message.value or b'error').decode()} ({status})", where=self._where)
 
 
@@ -102,8 +102,8 @@ def compiled(source: str, name: str, macros: tuple[tuple[str, str], ...], device
         torch.cuda.current_stream()  # the context is torch's
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         kernel = Kernel(function, where, device, overlaps=capability >= (9, 0))
-        kernel._check(_driver().cuModuleLoadData(ctypes.byref(module), binary))
-        kernel._check(_driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+        kernel._check(driver().cuModuleLoadData(ctypes.byref(module), binary))
+        kernel._check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
     return kernel
 
 
@@ -173,7 +173,8 @@ def _as_c(argument: Any) -> Any:
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """Return CUDA's driver."""
     return ctypes.CDLL("libcuda.so.1")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import DynamicCache
 
 from optkit.kernels.cuda.matrix import CODE_BASES, Matrix, can_stack, stacked
@@ -19,6 +19,7 @@ from optkit.kernels.cuda.schedule import ROWS
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.eight_bit_linear import EightBitLinear
 from optkit.kernels.float8_linear import Float8Linear
+from optkit.kernels.shares import BY_INPUTS, local_part, split_dimension
 
 HEAD_STEP, LARGEST_HEAD = 16, 256
 """Channels of a head that the attention kernel knows: multiples of the one up to the other."""
@@ -142,8 +143,11 @@ def matrix_of(layer: nn.Module) -> Matrix:
         bias, scales = layer.bias if layer.bias is None else layer.bias.to(layer.dtype), layer.scales.expand(outputs)
         return Matrix(layer.codes, outputs, inputs, layer.dtype, scales.contiguous(), layer.input_scale, bias=bias)
     assert isinstance(layer, nn.Linear)
-    bias = None if layer.bias is None else layer.bias.data
-    return Matrix(layer.weight.data, layer.out_features, layer.in_features, layer.weight.dtype, bias=bias)
+    weight, bias = local_part(layer.weight.data), None if layer.bias is None else local_part(layer.bias.data)
+    if bias is not None and split_dimension(layer) == BY_INPUTS and distributed.get_rank():
+        bias = None  # it is added once
+    outputs, inputs = weight.shape
+    return Matrix(weight, outputs, inputs, weight.dtype, bias=bias)
 
 
 def norm_of(module: Any, size: int, epsilon: float) -> Tensor | None:
@@ -158,12 +162,13 @@ def norm_of(module: Any, size: int, epsilon: float) -> Tensor | None:
 
 
 def _layer(block: Any, model: Any, window: int) -> Layer:
-    attention, mlp, norms = block.self_attn, _mlp(block), _norms(block)
+    attention, mlp, norms = block.self_attn, mlp_of(block), _norms(block)
     hidden, epsilon = model.model.embed_tokens.weight.shape[1], epsilon_of(model)
     found = {name: module if module is None else norm_of(module, hidden, epsilon) for name, module in norms.items()}
-    heads = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    query_norm, key_norm = (None if each is None else norm_of(each, _width(each, attention), epsilon) for each in heads)
-    gelu = _is_gelu(mlp)
+    query_norm, key_norm = (
+        None if each is None else norm_of(each, width_of(each, attention), epsilon) for each in head_norms(attention)
+    )
+    gelu = is_gelu(mlp)
     return Layer(
         qkv=_stack_(_parts(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")),
         output=matrix_of(attention.o_proj),
@@ -203,13 +208,13 @@ def _norms(block: Any) -> dict[str, Any]:
     return {"input_norm": first, "attended_norm": second, "mlp_norm": third, "fed_norm": fourth}
 
 
-def _mlp(block: Any) -> Any:
+def mlp_of(block: Any) -> Any:
     """Return what of a block is neither attention nor a norm; None if that is not one module."""
     others = [each for name, each in block.named_children() if name not in NORMS | {"self_attn"} and each.state_dict()]
     return others[0] if len(others) == 1 else None
 
 
-def _is_gelu(mlp: Any) -> bool | None:
+def is_gelu(mlp: Any) -> bool | None:
     """Return how a gated MLP of matrices activates, True: GELU by tanh, False: SiLU; None for others."""
     names = {name for name, _ in mlp.named_children()}
     activation = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
@@ -229,7 +234,7 @@ def _is_gelu(mlp: Any) -> bool | None:
 
 def _why_not_block(block: Any, config: Any) -> str | None:
     attention = getattr(block, "self_attn", None)
-    if attention is None or _mlp(block) is None:
+    if attention is None or mlp_of(block) is None:
         return f"{type(block).__name__} is not attention and an MLP, with norms before and behind them"
     own = {name for name, _ in attention.named_children()} | {
         name for name, _ in attention.named_parameters(recurse=False)
@@ -265,9 +270,11 @@ def _why_not_matrix(module: nn.Module, name: str) -> str | None:
         return f"{name} takes its inputs in another order (activation order)"
     if isinstance(module, Float8Linear) and not module.scaled:
         return f"{name} is in 8-bit floats, which GPUs of compute capability 8.9 and above alone multiply"
-    step = ROWS if isinstance(module, EightBitLinear) else 8
-    if module.in_features % step or (step == ROWS and module.out_features % step):
-        return f"{name} is {module.out_features} x {module.in_features}, no multiples of {step}"
+    step, outputs, inputs = ROWS if isinstance(module, EightBitLinear) else 8, module.out_features, module.in_features
+    if isinstance(module, nn.Linear):
+        outputs, inputs = local_part(module.weight).shape
+    if inputs % step or (step == ROWS and outputs % step):
+        return f"{name} is {outputs} x {inputs}, no multiples of {step}"
     return None
 
 
@@ -275,7 +282,13 @@ def _parts(module: Any, names: tuple[str, ...], fused: str) -> list[Any]:
     return [getattr(module, fused)] if hasattr(module, fused) else [getattr(module, name) for name in names]
 
 
-def _width(norm: nn.Module, attention: Any) -> int:
+def head_norms(attention: Any) -> list[Any]:
+    """Return the norms of queries and keys, None for what is not there."""
+    return [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+
+
+def width_of(norm: nn.Module, attention: Any) -> int:
+    """Return over how many channels a norm of `head_norms` goes."""
     weight = next(norm.parameters(), None)
     return int(attention.head_dim) if weight is None else weight.numel()
 
@@ -284,6 +297,15 @@ def _half(turns: Tensor) -> Tensor:
     """Return the angles of pairs, [positions, pairs], which most models give twice, side by side."""
     pairs = turns.shape[1] // 2
     return (turns[:, :pairs] if turns[:, :pairs].equal(turns[:, pairs:]) else turns).contiguous()
+
+
+def _view_(layer: nn.Module, name: str, tensor: Tensor) -> None:
+    """Let a parameter be a view of another tensor, in a split model its share."""
+    parameter: Any = getattr(layer, name)
+    if hasattr(parameter, "_local_tensor"):
+        parameter._local_tensor = tensor
+    else:
+        parameter.data = tensor
 
 
 def _stack_(layers: list[Any], gelu: bool = False) -> Matrix:
@@ -298,7 +320,7 @@ def _stack_(layers: list[Any], gelu: bool = False) -> Matrix:
         elif isinstance(layer, EightBitLinear):
             layer.codes, layer.scales = part.weight, part.scales  # type: ignore[assignment]
         else:
-            layer.weight.data = part.weight
+            _view_(layer, "weight", part.weight)
             if part.bias is not None:
-                layer.bias.data = part.bias
+                _view_(layer, "bias", part.bias)
     return replace(whole, gelu=gelu)

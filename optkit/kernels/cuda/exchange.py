@@ -1,0 +1,118 @@
+"""What the GPUs of a split model give each other in a decode step: sums of partial products, and the
+likeliest token. Each process writes into the memory of the others, see `exchange.cu`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from optkit.errors import StageError
+from optkit.kernels.cuda.nvrtc import compiled, driver
+
+OWN_ACCESS = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS of cuda.h."""
+THREADS = 256
+NUMBERS = 4
+"""Of a packet."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 64)]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Sums and maxima over all processes of the default group, which all of them ask for."""
+
+    rank: int
+    ranks: int
+    rows: int
+    """That `sum_into_` exchanges by its kernel; more go through NCCL."""
+    packets: int
+    memories: Tensor
+    """int64 [ranks]: where the memory of each begins, as this process sees it."""
+    numbers: Tensor
+    """int32: what each block has exchanged so far."""
+
+    @staticmethod
+    def open(rows: int, width: int, device: torch.device) -> Exchange:
+        """Share memory for sums of up to `rows` rows of `width` numbers.
+        Raises StageError if the GPUs do not see each other's.
+        """
+        rank, ranks = distributed.get_rank(), distributed.get_world_size()
+        packets = -(-rows * width // (NUMBERS * THREADS)) * THREADS + THREADS  # the last are those of `agree`
+        memories = _shared_memories(2 * ranks * packets * 16, rank, device)
+        numbers = torch.zeros(packets // THREADS, dtype=torch.int32, device=device)
+        return Exchange(rank, ranks, rows, packets, torch.tensor(memories, dtype=torch.int64, device=device), numbers)
+
+    def sum_into_(self, y: Tensor, x: Tensor, *, add: bool) -> None:
+        """Write the sum of all x, float [rows, width], into y, or add it; x may be overwritten.
+        Can be captured in a CUDA graph.
+        """
+        if len(x) > self.rows:
+            distributed.all_reduce(x)
+            y.copy_(y + x if add else x)
+            return
+        count = x.numel() // NUMBERS
+        self._kernel("sum", x.dtype, {"RESIDUAL": "1"} if add else {})(
+            (-(-count // THREADS), 1, 1), THREADS, (self.memories, self.numbers, x, y, count)
+        )
+
+    def agree_(self, best: Tensor, share: int) -> None:
+        """Let `best` of `choose`, each of a share of the vocabulary, be that of all."""
+        arguments = (self.memories, self.numbers, best, len(best), share)
+        self._kernel("agree", torch.bfloat16, {})((1, 1, 1), THREADS, arguments)
+
+    def gathered(self, shares: Tensor) -> Tensor:
+        """Return what all have, float [batch, numbers], side by side."""
+        found = [torch.empty_like(shares) for _ in range(self.ranks)]
+        distributed.all_gather(found, shares.contiguous())
+        return torch.cat(found, -1)
+
+    @staticmethod
+    def first(reason: str | None) -> str | None:
+        """Return the reason of the first that has one."""
+        return next(filter(None, _gathered(reason)), None)
+
+    def _kernel(self, name: str, dtype: torch.dtype, more: dict[str, str]) -> Any:
+        numbers = {"RANKS": self.ranks, "RANK": self.rank, "PACKETS": self.packets}
+        macros = {key: str(number) for key, number in numbers.items()} | more
+        macros |= {"BF16": "1"} if dtype == torch.bfloat16 else {}
+        return compiled("exchange.cu", name, tuple(sorted(macros.items())), self.numbers.get_device())
+
+
+def _shared_memories(size: int, rank: int, device: torch.device) -> list[int]:
+    """Return where `size` zeroed bytes of each process lie, as this one sees them.
+    They stay until it ends: nobody else can tell when the others are done.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # the context is torch's
+        own, handle = ctypes.c_uint64(), _Handle()
+        library = driver()
+        status = library.cuMemAlloc_v2(ctypes.byref(own), ctypes.c_size_t(size))
+        status = status or library.cuMemsetD8_v2(own, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+        status = status or library.cuIpcGetMemHandle(ctypes.byref(handle), own)
+        torch.cuda.synchronize()
+        handles = _gathered(None if status else bytes(handle))
+        found = []
+        for other, raw in enumerate(handles):
+            place = own if other == rank else ctypes.c_uint64()
+            if other != rank and raw is not None and not status:
+                given = _Handle.from_buffer_copy(raw)
+                status = library.cuIpcOpenMemHandle_v2(ctypes.byref(place), given, OWN_ACCESS)
+            found.append(place.value)
+    if any(_gathered(status)):
+        raise StageError("no shared memory", where="cuda_graphs", why="the GPUs cannot write into each other's memory")
+    return found
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Return what each process has, as all of them see it."""
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return found

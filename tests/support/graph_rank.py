@@ -1,0 +1,22 @@
+"""Stands in for `optkit.session.rank_worker` on CPUs: `cuda_graphs` applies there, its kernels in torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from optkit.processes.child_program import Parent
+from optkit.session import rank_worker
+from optkit.settings.cuda_graphs import CudaGraphs
+from tests.support.eager_kernels import run_on_cpu
+
+
+def work(parent: Parent) -> None:
+    patched = pytest.MonkeyPatch()
+    run_on_cpu(patched)
+    patched.setattr(CudaGraphs, "applies", lambda self, device: True)
+    rank_worker.work(parent)
