@@ -60,7 +60,7 @@ dist: .venv/installed-test
 storm: .venv/installed-test
 	$(BIN)/python -m tests.storm
 
-# Hours: all columns of gpt_oss took 89 s on a core of an AMD EPYC. Some of it: .venv/bin/python -m tests.zoo --models llama qwen3 --stages rtn gptq
+# A minute of a core for each of some 300 models. Some of it: .venv/bin/python -m tests.zoo --models llama qwen3 --stages rtn gptq
 zoo: .venv/installed-test
 	$(BIN)/python -m tests.zoo
 

@@ -9,16 +9,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
-from optkit.errors import OptkitError, RecipeError
+from optkit.errors import MissingPackageError, OptkitError, RecipeError
 from optkit.execute import execute
 from optkit.kernels.cpu.native import exact_products
+from optkit.model.prompts import placed
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.stage import Context
 from optkit.store.store import Store
-from tests.zoo.models import TOKENS, greedy, logits_of, plain_model
+from tests.zoo.models import TOKENS, given_to, greedy, logits_of, plain_model
 from tests.zoo.stages import STAGES, Column
 
 SAME, REFUSED, LATE = "same", "refused", "late"
@@ -26,6 +28,8 @@ SAME, REFUSED, LATE = "same", "refused", "late"
 CRASHED, DIFFERENT, MUTE = "crashed", "different", "mute"
 """What must not be; `mute` is a refusal that says neither why nor what to do."""
 BAD = (CRASHED, DIFFERENT, MUTE)
+UNTRIED = "untried"
+"""A package is missing here: no entry of the table."""
 NEW_TOKENS = 3
 PROMPT = 12
 """More tokens than a sliding window of the zoo sees."""
@@ -39,7 +43,10 @@ class Cell(NamedTuple):
 
 
 def cell(source: Path, stage: str, place: Path) -> Cell:
-    """Return what becomes of a model in a column of `STAGES`; `place` is an empty directory."""
+    """Return what becomes of a model in a column of `STAGES`; `place` is an empty directory.
+
+    Finished steps lie beside the model, for columns that begin alike.
+    """
     found = _cell(source, STAGES[stage], place)
     said = found.said.replace(str(place), "").replace(str(source.parent), "")
     return Cell(found.mark, re.sub(r"/\S*/steps/\w+/model", "MODEL", said))
@@ -51,14 +58,16 @@ def _cell(source: Path, column: Column, place: Path) -> Cell:
         file = place / "zoo.yaml"
         file.write_text(f"model: {source}\nstages:\n{column.stages(source, place)}\n", encoding="utf-8")
         recipe = load_recipe(file)
-        store = Store(place / "store")
+        store = Store(source.parent / "store")
         todo = make_plan(recipe.pinned(None), store, "cpu")
         mark = LATE
         weights = execute(todo, store, Context()).weights
         session = open_session(weights, [entry.value for entry in recipe.settings], "cpu")
         with exact_products():
-            ours, continued = _ours(session)
+            ours, continued = _ours(session, source)
         session.close()
+    except MissingPackageError as error:
+        return Cell(UNTRIED, str(error))
     except OptkitError as error:
         explained = isinstance(error, RecipeError) or ". " in str(error)
         return Cell(mark if explained else MUTE, str(error))
@@ -70,11 +79,12 @@ def _cell(source: Path, column: Column, place: Path) -> Cell:
         return Cell(CRASHED, f"transformers: {_told(error)}")
 
 
-def _ours(session: Any) -> tuple[Tensor, Tensor | None]:
+def _ours(session: Any, source: Path) -> tuple[Tensor, Tensor | None]:
     if hasattr(session, "outputs"):
         return session.outputs(TOKENS, torch.ones_like(TOKENS)), None
     if hasattr(session, "logits_given"):
-        return session.logits_given({"input_ids": TOKENS}, TOKENS), None
+        given = given_to(AutoConfig.from_pretrained(source))
+        return session.logits_given(placed(given, "cpu", session.model.dtype), TOKENS), None
     logits = session.logits(TOKENS)
     return logits.float(), session.generate(TOKENS[:, :PROMPT], NEW_TOKENS)
 

@@ -164,6 +164,7 @@ def kinds() -> dict[str, str]:
     mappings = (
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
         {kind: name for kind, name in auto.MODEL_MAPPING_NAMES.items() if kind in ENCODERS},
         auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     )

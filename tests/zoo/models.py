@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from optkit.model.prompts import placed
 from tests.support.tiny_models import save_tokenizer
 from tests.zoo.configs import SPECIAL, kinds, tiny_config
 
@@ -73,10 +74,20 @@ def plain_model(directory: Path) -> Any:
     return model.eval()
 
 
+def given_to(config: Any) -> dict[str, Tensor]:
+    """Return what an encoder is given: `TOKENS`, or noise in place of sounds."""
+    if not getattr(config, "num_mel_bins", None):
+        return {"input_ids": TOKENS}
+    shape = len(TOKENS), config.num_mel_bins, 2 * config.max_source_positions
+    return {"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(0))}
+
+
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
     """Return what a model says of tokens, float32."""
     if model.config.is_encoder_decoder:
-        found = model(input_ids=tokens, decoder_input_ids=tokens, use_cache=False).logits
+        found = model(
+            **placed(given_to(model.config), "cpu", model.dtype), decoder_input_ids=tokens, use_cache=False
+        ).logits
     elif type(model).__name__.endswith("Model") and "LMHead" not in type(model).__name__:
         found = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).last_hidden_state
     else:

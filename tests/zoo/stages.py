@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
+
+from transformers import AutoConfig
 
 TEXT = "{dataset: TEXT, samples: 4, sequence_length: 32}"
 TRAINING = "texts: [{dataset: TEXT}], tokens: 256, sequence_length: 32, batch_size: 4, held_out: 2"
@@ -18,7 +21,7 @@ class Column:
     """What a recipe says, and how its result is compared."""
 
     recipe: str
-    """YAML; TEXT is a file of random letters, MODEL the model."""
+    """YAML; TEXT is a file of random letters, or of pairs for an encoder-decoder."""
     tolerance: float = 1e-3
     """Largest difference of the logits, relative to them."""
     exact: bool = True
@@ -28,9 +31,17 @@ class Column:
 
     def stages(self, source: Path, place: Path) -> str:
         """Return the stages of the recipe, and write the text that they read."""
-        text = place / "letters.txt"
-        text.write_text("".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=4_000)), encoding="utf-8")
-        return self.recipe.replace("TEXT", str(text)).replace("MODEL", str(source))
+        letters = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=4_000))
+        if AutoConfig.from_pretrained(source).is_encoder_decoder:
+            pairs = [
+                {"input": letters[at : at + 60], "target": letters[at + 60 : at + 100]} for at in range(0, 4_000, 100)
+            ]
+            (text := place / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+            said = f"{text}, input: input, field: target"
+        else:
+            (text := place / "letters.txt").write_text(letters, encoding="utf-8")
+            said = str(text)
+        return self.recipe.replace("TEXT", said)
 
 
 STAGES: dict[str, Column] = {
