@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from optkit.common.spans import mark, span
 from optkit.devices.memory_watch import MemoryWatch
 from optkit.environment import describe_environment, package_version, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
+from optkit.model.as_floats import as_floats, notes
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.formats.base import Format
 from optkit.model.inventory import extra_heads, take_inventory
@@ -170,8 +172,15 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
     if step.stage is None or source is None:
         details = import_model(plan.recipe.model, target, context.progress)
         return Report(changed=len(Checkpoint(target).tensors), details=details)
+    with as_floats(source, context.trust_remote_code) if step.unpacks else nullcontext(source) as given:
+        report = _transform(plan, step, step.stage, given, target, context)
+    return replace(report, notes=(*notes(Checkpoint(source).shape), *report.notes)) if step.unpacks else report
+
+
+def _transform(plan: Plan, step: Step, stage: Transform, source: Path, target: Path, context: Context) -> Report:
+    """Return what a stage did, with the notes on its size and the fate of each tensor."""
     try:
-        report = step.stage.run(source, target, context)
+        report = stage.run(source, target, context)
     except MemoryError as error:
         raise ResourceError(
             "memory ran out", where=step.kind, remedy="Lower the samples or the sequence length"
@@ -181,12 +190,12 @@ def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context:
         raise StageError("the stage changed nothing", where=step.kind, why=why, remedy=remedy)
     step.format.check(target)
     reader = Reader(source, context.data, context.trust_remote_code)
-    read = with_sketches(report.calibrated_on, step.stage, reader)
-    notes = (*report.notes, *_blindness(step, source)) if read else report.notes
+    read = with_sketches(report.calibrated_on, stage, reader)
+    told = (*report.notes, *_blindness(step, source)) if read else report.notes
     if step.format is Format.QUANTIZED:
         left = (Checkpoint(each).shape for each in (source, target))
-        notes = (*notes, *notes_on_size(plan.steps[0].shape, *left))
-    report = replace(report, notes=notes, calibrated_on=(*read, *_lineage(*models_in(step.stage))))
+        told = (*told, *notes_on_size(plan.steps[0].shape, *left))
+    report = replace(report, notes=told, calibrated_on=(*read, *_lineage(*models_in(stage))))
     return check_inventory(step, source, target, report)
 
 
@@ -211,7 +220,11 @@ def check_inventory(step: Step, source: Path, target: Path, report: Report) -> R
             why="They are neither in what the stage left nor named as dropped",
             remedy="A stage that leaves tensors out says so in `Report.dropped`",
         )
-    dropped = {**found.dropped, **dict.fromkeys(given.unnamed, "a file of weights that the index does not name")}
+    dropped = {
+        **found.dropped,
+        **given.left_out,
+        **dict.fromkeys(given.unnamed, "a file of weights that the index does not name"),
+    }
     kept = [head for head in heads if head not in dropped]
     notes = [f"not in what it leaves: {some([f'{name} ({why})' for name, why in dropped.items()])}"] if dropped else []
     notes += [f"{some(kept)}: of no decoder block that config.json counts; it travels unchanged"] if kept else []

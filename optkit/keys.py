@@ -24,7 +24,7 @@ from typing import Any
 from optkit.common.frozen import digest
 from optkit.environment import cpu_cores, cpu_threads, device_name, package_version
 from optkit.onnx.builds import installed
-from optkit.recipe.recipe import EvalEntry, SettingEntry, TransformEntry
+from optkit.recipe.recipe import EvalEntry, SettingEntry, TransformEntry, unpacking_entry
 from optkit.stage import Format
 
 SCHEMA = 1
@@ -33,8 +33,11 @@ stored is found again.
 """
 
 
-def make_step_key(entry: TransformEntry, source_key: str, seed: int) -> str:
-    """Return the key of what a transform leaves."""
+def make_step_key(entry: TransformEntry, source_key: str, seed: int, unpacks: bool = False) -> str:
+    """Return the key of what a transform leaves.
+    If it `unpacks` its source, that is what it leaves behind `dequantize`.
+    """
+    source_key = make_step_key(unpacking_entry(), source_key, seed) if unpacks else source_key
     return digest({"schema": SCHEMA, **_identity(entry), "source": source_key, "seed": seed})
 
 

@@ -17,14 +17,15 @@ from optkit.environment import gpu_memory_bytes, memory
 from optkit.errors import EvalError, StageError
 from optkit.keys import Together, make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
+from optkit.model.as_floats import unpacking
 from optkit.model.cost import Cost
-from optkit.model.packed_floats import refuse_unopened, refuse_unsaid_codes
+from optkit.model.packed_floats import float_shape, refuse_unopened, refuse_unsaid_codes
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
 from optkit.model.size_notes import notes_on_size
 from optkit.model.task import Task
-from optkit.recipe.gates import foreseen_failure, parse_gate
-from optkit.recipe.recipe import UNPACKING, EvalEntry, Recipe, SettingEntry
+from optkit.recipe.gates import foreseen_failures
+from optkit.recipe.recipe import UNPACKING, EvalEntry, Recipe, SettingEntry, reads_floats
 from optkit.recipe.rules import Start, broken_rules
 from optkit.source.models import import_bytes, locate_model, model_key, model_shape, unpacking_note
 from optkit.stage import Format, Transform
@@ -55,6 +56,8 @@ class Step(Frozen):
     """What it needs if it is no hit."""
     size_bytes: int
     """Bytes of the weights that it leaves."""
+    unpacks: bool = False
+    """It reads packed weights as floats."""
     shape: ModelShape = Field(exclude=True, repr=False)
     """Of the model that it leaves."""
     seconds: float | None = None
@@ -180,12 +183,15 @@ def make_plan(
     key = model_key(recipe.model)
     directory = locate_model(recipe.model) or store.get(key)
     shape = model_shape(recipe.model, directory)
-    _check_rules(recipe, Start.of(recipe.model.name, shape, _format_of(shape, directory)), device)
+    format = _format_of(shape, directory)
+    unpacks = format is Format.QUANTIZED and reads_floats(recipe.stages, shape.quant_method)
+    given = Format.CHECKPOINT if unpacks else format
+    _check_rules(recipe, Start.of(recipe.model.name, shape, given), device)
     if recipe.transforms and recipe.transforms[0].kind != "cast":
         refuse_unsaid_codes(shape, recipe.model.name)
     if recipe.evals:
         refuse_unopened(shape, recipe.model.name)
-    steps, left = _plan_steps(recipe, store, device, key, directory, shape)
+    steps, left = _plan_steps(recipe, store, device, key, directory, shape, unpacks)
     for setting in recipe.settings:
         setting.value.check(left, device, directory)
     for measured in recipe.evals:
@@ -213,11 +219,11 @@ def make_plan(
         baseline_key=baseline_key,
         together=together,
         evals=tuple(
-            each.model_copy(update={"cost": cost, "seconds": eval_seconds(each, durations, shape.size_bytes)})
+            each.model_copy(update={"cost": cost, "seconds": durations.of_eval(each, shape.size_bytes)})
             for each, cost in zip(planned, _eval_costs(planned, sessions), strict=True)
         ),
         baseline_settings=placing,
-        doomed=tuple(_doomed(recipe, device, left, shape)),
+        doomed=foreseen_failures(recipe.gates, [entry.value for entry in recipe.evals], device, left, shape),
         forecasts=tuple(filter(None, told)),
     )
 
@@ -237,9 +243,11 @@ def _has_room(shape: ModelShape, device: str) -> bool:
 
 
 def _plan_steps(
-    recipe: Recipe, store: Store, device: str, key: str, directory: Path | None, shape: ModelShape
+    recipe: Recipe, store: Store, device: str, key: str, directory: Path | None, shape: ModelShape, unpacks: bool
 ) -> tuple[tuple[Step, ...], ModelShape]:
-    """Return the steps, and the shape of the model that the last of them leaves."""
+    """Return the steps, and the shape of the model that the last of them leaves.
+    `unpacks`: the first transform reads packed weights as floats.
+    """
     notes = tuple(filter(None, [unpacking_note(recipe.model, shape)]))
     cost = Cost(notes=notes)
     if directory is None:
@@ -249,11 +257,15 @@ def _plan_steps(
     origin = shape
     for entry in recipe.transforms:
         before = steps[-1]
-        key = make_step_key(entry, before.key, recipe.seed)
-        cost, left = entry.value.predict_beside(shape, device, origin)
-        cost, shape = cost.noting(notes_on_size(steps[0].shape, shape, left)), left
+        key = make_step_key(entry, before.key, recipe.seed, unpacks)
+        read, given = (float_shape(shape), Format.CHECKPOINT) if unpacks else (shape, before.format)
+        cost, left = entry.value.predict_beside(read, device, origin)
+        cost = unpacking(cost, shape) if unpacks else cost
+        cost, shape = cost.noting(notes_on_size(steps[0].shape, read, left)), left
         made: dict[str, Any] = {"kind": entry.kind, "stage": entry.value, "key": key, "source_key": before.key}
-        steps.append(_step(store, store.get(key), shape, **made, format=entry.value.leaves(before.format), cost=cost))
+        made |= {"format": entry.value.leaves(given), "cost": cost, "unpacks": unpacks}
+        steps.append(_step(store, store.get(key), shape, **made))
+        unpacks = False
         origin = shape if before is steps[0] and entry.kind == UNPACKING else origin
     return tuple(steps), shape
 
@@ -296,13 +308,6 @@ def _plan_eval(
     )
 
 
-def _doomed(recipe: Recipe, device: str, left: ModelShape, shape: ModelShape) -> Iterator[str]:
-    """Yield the gates that cannot pass, as far as that is known."""
-    evals = [entry.value for entry in recipe.evals]
-    found = (foreseen_failure(parse_gate(*gate), evals, device, left, shape) for gate in recipe.gates.items())
-    yield from filter(None, found)
-
-
 def session_memory(step: Step, settings: Sequence[SettingEntry], device: str) -> SessionMemory | None:
     """Return what a step's opened weights take; None if a setting places them or nobody can open them."""
     if step.shape.task is Task.UNKNOWN or any(entry.value.places_weights for entry in settings):
@@ -341,10 +346,3 @@ def _timed_step(steps: Sequence[Step], index: int, recipe: Recipe, durations: Du
         return step
     seconds = durations.predict(step.kind, step.stage or recipe.model, steps[max(0, index - 1)].size_bytes)
     return step.model_copy(update={"seconds": seconds})
-
-
-def eval_seconds(each: PlannedEval, durations: Durations, size_bytes: int) -> float | None:
-    """Return how long an eval will take; None if that of one of the models is not known."""
-    keys = [key for key, hit in ((each.key, each.hit), (each.baseline_key, each.baseline_hit)) if key and not hit]
-    known = [durations.predict(each.duration_of(key), each.eval, size_bytes) for key in keys]
-    return sum(filter(None, known)) if known and None not in known else None

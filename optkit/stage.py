@@ -52,9 +52,7 @@ class Context:
     """Directory, perhaps not there yet, whose files outlive a run that fails or is killed:
     checkpoints of a training, finished blocks. It belongs to this step alone and goes with its end."""
     may_link: bool = False
-    """A stage may link the files of its source: they are the store's own, and not the user's or the
-    hub's.
-    """
+    """A stage may link the files of its source: they are the store's, not the user's or the hub's."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +122,8 @@ class Transform(Stage):
     reads_origin: ClassVar[bool] = False
     """Needs the model that the recipe starts from beside its input: `Context.origin`."""
 
+    unpacks: ClassVar[bool] = False
+    """Reads weights by `Checkpoint` alone, which makes floats of packed ones when they are read."""
     sees_images: ClassVar[bool] = False
     """Its calibration may be prompts with images (`Calibration.inputs`)."""
     shows_experts: ClassVar[bool] = False

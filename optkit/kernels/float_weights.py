@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -146,51 +146,81 @@ class EightBitRowsLayer(StoredLayer):
 
 
 @dataclass(frozen=True)
-class MicroscaledExperts:
-    """The weights of a layer of experts in MXFP4."""
-
-    checkpoint: Checkpoint
-    name: str
-
-    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
-        """Return float [experts, in, out]."""
-        blocks, scales = (self.checkpoint.read(f"{self.name}{part}") for part in (BLOCKS, SCALES))
-        if blocks.shape[:-1] != scales.shape or blocks.dim() != 4:
-            raise SourceError(
-                f"blocks {list(blocks.shape)} and scales {list(scales.shape)} do not fit",
-                where=f"{self.checkpoint.directory}: {self.name}",
-            )
-        experts, outputs, groups, half = blocks.shape
-        floats = torch.empty(experts, groups * half * 2, outputs, dtype=dtype)
-        for index, (codes, steps) in enumerate(zip(blocks, scales, strict=True)):
-            expert = MicroscaledLinear(codes.flatten(1).to(device), steps.to(device), None, None, dtype)
-            floats[index] = expert.dequantize().T
-        return floats
-
-
-@dataclass(frozen=True)
-class TiledExperts:
-    """The weights of a layer of experts in FP8."""
+class StackedExperts:
+    """The weights of a layer of experts that lie in one tensor."""
 
     checkpoint: Checkpoint
     name: str
     scheme: Mapping[str, Any]
+    leaves: ClassVar[tuple[str, str]]
+    """How the names of codes and scales end."""
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
-        """Return float [experts, rows, columns]."""
-        codes, scales = (self.checkpoint.read(f"{self.name}{part}").to(device) for part in ("", TILES))
-        rows, columns = self.scheme.get("weight_block_size") or TILE
-        tiles = [len(codes), -(-codes.shape[1] // rows), -(-codes.shape[2] // columns)]
-        if list(scales.shape) != tiles:
-            raise SourceError(
-                f"scales {list(scales.shape)} are not those of tiles of {rows} x {columns} of {list(codes.shape)}",
-                where=f"{self.checkpoint.directory}: {self.name}",
-                remedy="See that config.json and the weights belong together",
-            )
-        floats = torch.empty(codes.shape, dtype=dtype)
-        for index, (expert, steps) in enumerate(zip(codes, scales, strict=True)):
-            floats[index] = dequantize(expert.float(), steps.float(), (rows, columns))
+        """Return float [experts, rows, columns]. Raises as `expert`."""
+        first = self.expert(0, dtype, device)
+        floats = torch.empty(self._shapes[0][0], *first.shape, dtype=dtype)
+        for index in range(len(floats)):
+            floats[index] = self.expert(index, dtype, device) if index else first
         return floats
+
+    def expert(self, index: int, dtype: torch.dtype, device: str) -> Tensor:
+        """Return float [rows, columns] of one. Raises SourceError if its tensors do not fit each other."""
+        if self._shapes[0][0] != self._shapes[1][0]:
+            raise self._misfit()
+        codes, scales = (self.checkpoint.read_member(f"{self.name}{leaf}", index).to(device) for leaf in self.leaves)
+        return self._floats(codes, scales, dtype)
+
+    def _floats(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [self.checkpoint.tensors[f"{self.name}{leaf}"].shape for leaf in self.leaves]
+
+    def _misfit(self) -> SourceError:
+        codes, scales = map(list, self._shapes)
+        return SourceError(
+            f"scales {scales} are not those of {self._form}{codes}",
+            where=f"{self.checkpoint.directory}: {self.name}",
+            remedy="See that config.json and the weights belong together",
+        )
+
+    @property
+    def _form(self) -> str:
+        return ""
+
+
+class MicroscaledExperts(StackedExperts):
+    """Those in MXFP4, whose float weights are [in, out]."""
+
+    leaves = (BLOCKS, SCALES)
+
+    def _floats(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        if codes.shape[:-1] != scales.shape:
+            raise self._misfit()
+        return MicroscaledLinear(codes.flatten(1), scales, None, None, dtype).dequantize().T.contiguous()
+
+
+class TiledExperts(StackedExperts):
+    """Those in FP8."""
+
+    leaves = ("", TILES)
+
+    def _floats(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        rows, columns = self._tile
+        if list(scales.shape) != [-(-codes.shape[0] // rows), -(-codes.shape[1] // columns)]:
+            raise self._misfit()
+        return dequantize(codes.float(), scales.float(), (rows, columns)).to(dtype)
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        rows, columns = self.scheme.get("weight_block_size") or TILE
+        return int(rows), int(columns)
+
+    @property
+    def _form(self) -> str:
+        rows, columns = self._tile
+        return f"tiles of {rows} x {columns} of "
 
 
 def float_weights(checkpoint: Checkpoint) -> dict[str, Packed]:
@@ -204,8 +234,7 @@ def float_weights(checkpoint: Checkpoint) -> dict[str, Packed]:
     if not found:
         raise unreadable(config, str(checkpoint.directory))
     transposed = checkpoint.config.get("model_type") in CONV1D_MODELS
-    whole = (MicroscaledExperts, TiledExperts)
-    named = {each.name if isinstance(each, whole) else f"{each.name}.weight": each for each in found}
+    named = {each.name if isinstance(each, StackedExperts) else f"{each.name}.weight": each for each in found}
     return {name: Transposed(each) if transposed and name != f"{HEAD}.weight" else each for name, each in named.items()}
 
 
@@ -236,7 +265,7 @@ def _modelopt(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Sequence[Any
 
 
 def _mxfp4(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Sequence[Any]:
-    return [MicroscaledExperts(checkpoint, name) for name in packed_floats(checkpoint.shape)]
+    return [MicroscaledExperts(checkpoint, name, config) for name in packed_floats(checkpoint.shape)]
 
 
 WEIGHTS: dict[str, Any] = {**FORMATS, "mxfp8-quantized": TiledLayer, "naive-quantized": NaiveLayer}

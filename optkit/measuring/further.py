@@ -9,7 +9,7 @@ from optkit.measuring.attribution import between
 from optkit.measuring.bench import known
 from optkit.measuring.speed import speed_rungs
 from optkit.model.cost import Cost
-from optkit.plan import Plan, PlannedEval, Step, eval_seconds, session_memory
+from optkit.plan import Plan, PlannedEval, Step, session_memory
 from optkit.recipe.recipe import SettingEntry
 from optkit.store.durations import Durations
 from optkit.store.store import Store
@@ -35,7 +35,7 @@ def with_further(plan: Plan, store: Store) -> Plan:
         if each.key in again and not each.pending:
             each = each.model_copy(update={"hit": False, "baseline_hit": False})
             cost = _cost(plan, each, plan.steps[-1], plan.recipe.settings)
-            each = each.model_copy(update={"cost": cost, "seconds": eval_seconds(each, durations, size)})
+            each = each.model_copy(update={"cost": cost, "seconds": durations.of_eval(each, size)})
         evals.append(each)
     return plan.model_copy(update={"evals": tuple(evals), "further": tuple(further)})
 

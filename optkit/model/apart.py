@@ -27,11 +27,6 @@ class Part:
     first: int
     info: TensorInfo
 
-    @property
-    def whole(self) -> str:
-        """What the expert in the stored tensor is called here."""
-        return f"{self.stored}.{self.expert}"
-
 
 def parts_of(shape: ModelShape) -> dict[str, Part]:
     """Return the weights of experts that a packed model has one by one, by their names there."""
@@ -68,11 +63,10 @@ class CheckpointApart(Checkpoint):
         self.tensors = dict(with_experts_apart(self._joined.shape).tensors)
         for name, part in self._parts.items():
             self.files[name] = self.files[part.stored]
-            self._joined.part_(part.whole, part.stored, part.expert)
 
     def read(self, name: str) -> Tensor:
         """Return one tensor as `Checkpoint.read` does; of a joined one the bytes of an expert are read."""
         if (part := self._parts.get(name)) is None:
             return super().read(name)
         outputs = part.info.shape[0]
-        return self._joined.read(part.whole)[:, part.first : part.first + outputs].T.contiguous()
+        return self._joined.read_member(part.stored, part.expert)[:, part.first : part.first + outputs].T.contiguous()

@@ -16,8 +16,10 @@ from optkit.errors import SourceError
 from optkit.model.companions import require_inside
 from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
-from optkit.model.safetensors_file import AGAIN, read_index, read_places
+from optkit.model.packed_floats import left_out
+from optkit.model.safetensors_file import Stamp, read_index, read_places
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
+from optkit.model.unpacked import Unpacked, packed_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +33,7 @@ ALONE_BYTES = 1 << 20
 lost between what stays. The file is not mapped: each mapping would hold it open, and whoever cuts the
 file off would end the process.
 """
+ANEW = "See that the file is whole, and run it again"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TORCH_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -81,16 +84,27 @@ class Checkpoint:
         self._begins: dict[str, int] = {}
         """The byte of its file that a tensor begins at: to open files of many tensors again takes longer
         than to read one."""
+        self._stamps: dict[Path, Stamp] = {}
+        self.unnamed: tuple[str, ...] = ()
+        """Files of weights beside those that the index names; nothing reads them."""
+        self.left_out: Mapping[str, str] = {}
+        """Tensors of a packed checkpoint that have no place beside its floats -> the reason."""
+        self._unpacked: Unpacked | None = None
+        if packed := packed_place(self.directory):
+            whole = Checkpoint(packed)
+            self._unpacked, self.unnamed, self.left_out = Unpacked(whole), whole.unnamed, left_out(whole.shape)
+            self.files, self.tensors = self._unpacked.files, self._unpacked.tensors
+            return
         index = self.directory / INDEX
         listed = read_index(index) if index.is_file() else {}
         shards = sorted(set(listed.values()))
         files = dict(zip(shards, self._shards(shards), strict=True)) if listed else {SINGLE: self._single_file()}
         beside = {path.name for path in self.directory.glob("*.safetensors")} - files.keys()
         self.unnamed = tuple(sorted(beside))
-        """Files of weights beside those that the index names; nothing reads them."""
         lying: dict[str, str] = {}
         for shard, path in files.items():
-            for name, (info, begin) in read_places(path).items():
+            places, self._stamps[path] = read_places(path)
+            for name, (info, begin) in places.items():
                 if name not in lying or listed.get(name) == shard:
                     lying[name], self.files[name], self.tensors[name] = shard, path, info
                     self._begins[name] = begin
@@ -113,40 +127,47 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, on the CPU, in the dtype that the file has it in. Raises SourceError
-        for an unknown name, and for a file that was cut off meanwhile.
+        for an unknown name, and for a file that was changed meanwhile.
         """
-        import torch
-
         if name not in self.files:
             raise SourceError(f"there is no tensor {name}", where=str(self.directory))
-        info = self.tensors[name]
+        return self._unpacked.read(name) if self._unpacked else self._read(name, self.tensors[name])
+
+    def read_member(self, name: str, index: int) -> Tensor:
+        """Return one of the tensors that are stacked in a stored one, and read no other; else as `read`."""
+        if self._unpacked:
+            return self._unpacked.read_member(name, index)
+        whole = self.tensors[name]
+        return self._read(name, TensorInfo(whole.dtype, whole.shape[1:]), index)
+
+    def read_bytes(self, name: str) -> bytes:
+        """Return the bytes of a tensor as they lie in the file, little-endian and row by row; without
+        torch. Raises SourceError for a file that was changed meanwhile.
+        """
+        return bytes(self._data(name, self.tensors[name].size_bytes))
+
+    def _read(self, name: str, info: TensorInfo, index: int = 0) -> Tensor:
+        """Return the tensor of a header, or the one that begins so many of its sizes behind it."""
+        import torch
+
         *rows, last = info.shape or (1,)
         sizes = (*rows, last // 2) if info.dtype == "F4" else info.shape
         dtype = getattr(torch, TORCH_NAMES[info.dtype])
         if not info.size_bytes:
             return torch.empty(sizes, dtype=dtype)
-        return torch.frombuffer(self._data(name), dtype=torch.uint8).view(dtype).view(sizes)
+        data = self._data(name, info.size_bytes, index * info.size_bytes)
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(sizes)
 
-    def read_bytes(self, name: str) -> bytes:
-        """Return the bytes of a tensor as they lie in the file, little-endian and row by row; without
-        torch. Raises SourceError for a file that was cut off meanwhile.
-        """
-        return bytes(self._data(name))
-
-    def part_(self, name: str, stored: str, index: int) -> None:
-        """Give one of the tensors that are stacked in a stored one a name of its own."""
-        whole = self.tensors[stored]
-        self.tensors[name] = part = TensorInfo(whole.dtype, whole.shape[1:])
-        self.files[name], self._begins[name] = self.files[stored], self._begins[stored] + index * part.size_bytes
-
-    def _data(self, name: str) -> bytearray | mmap.mmap:
-        """Return the bytes of a tensor, a copy of its own."""
-        size = self.tensors[name].size_bytes
+    def _data(self, name: str, size: int, skipped: int = 0) -> bytearray | mmap.mmap:
+        """Return bytes of a tensor, a copy of its own."""
         data = bytearray(size) if size < ALONE_BYTES else _pages(size)
-        with open_file(self.files[name]) as file:
-            file.seek(self._begins[name])
-            if file.readinto(data) < size:
-                raise SourceError(f"{name} ends in the middle", where=str(self.files[name]), remedy=AGAIN)
+        path = self.files[name]
+        with open_file(path) as file:
+            file.seek(self._begins[name] + skipped)
+            file.readinto(data)
+            if Stamp.of(file.fileno()) != self._stamps[path]:
+                why = "Its header was read before, and says where the tensors of the earlier file lie"
+                raise SourceError("the file was changed while it was in use", where=str(path), why=why, remedy=ANEW)
         return data
 
     def read_finite(self, name: str) -> Tensor:

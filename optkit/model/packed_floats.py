@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from optkit.model.expected_tensors import FLOATS
 from optkit.model.linear_layers import CONV1D_MODELS
 from optkit.model.output_layer import HEAD
 from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE, METHODS_WITH_CODES, split_tensor
-from optkit.model.schemes import LAYOUTS, scheme_of_layers
+from optkit.model.schemes import LAYOUTS, rounds_activations, scheme_of_layers
 from optkit.model.shape import ModelShape, TensorInfo
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -30,6 +30,12 @@ INTO_HIDDEN = ("o_proj", "out_proj", "c_proj", "down_proj", "w2", "wo", "fc2", "
 
 STACKED = frozenset({"gpt_oss"})
 """`model_type` of those whose class, in transformers and vLLM, reads experts in MXFP4 by these names."""
+STALE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files that say how the weights were packed."""
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""What packed weights can become, and what safetensors calls it."""
+WORK_BYTES = 12
+"""What unpacking a weight takes: its codes as integers, in float32, and rounded."""
 SCALES_OF_CODES = ("weight_scale", "weight_scale_inv", "SCB")
 CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale"})
 
@@ -109,7 +115,7 @@ def stacked_experts(shape: ModelShape) -> dict[str, TensorInfo]:
 
 def refuse_unopened(shape: ModelShape, where: str) -> None:
     """Raise SourceError for packed weights that nothing opens as they are, so that nothing measures them."""
-    method = (shape.config.get("quantization_config") or {}).get("quant_method")
+    method = shape.quant_method
     opened = keys_of("AUTO_QUANTIZATION_CONFIG_MAPPING", "quantizers/auto.py")
     if method and opened and not opened & {method, f"{method}_4bit"}:
         raise SourceError(
@@ -183,18 +189,46 @@ def cache_scales(shape: ModelShape) -> list[str]:
     return [name for name in shape.tensors if name.rpartition(".")[2] in CACHE_SCALES]
 
 
-def activation_scales(floats: Iterable[PackedFloat]) -> list[str]:
-    """Return the tensors beside packed weights that scale what goes into a layer or comes out."""
-    leaves = [(part, part.rpartition(".")[2]) for each in floats for part in each.parts]
-    return [part for part, leaf in leaves if leaf.startswith(("activation", "input", "output"))]
-
-
-def float_shape(shape: ModelShape, dtype: str, stored: str) -> ModelShape:
-    """Return the shape of the float model whose weights are in `dtype`, which safetensors calls `stored`.
+def left_out(shape: ModelShape) -> dict[str, str]:
+    """Return the tensors of a packed checkpoint that have no place beside floats -> the reason.
     Raises what `packed_floats` raises.
     """
+    parts = [part for each in packed_floats(shape).values() for part in each.parts]
+    scales = [part for part in parts if part.rpartition(".")[2].startswith(("activation", "input", "output"))]
+    return {
+        **dict.fromkeys(cache_scales(shape), "a scale of the KV cache, which is of floats now"),
+        **dict.fromkeys(scales, "a scale of activations, which are floats now"),
+    }
+
+
+def float_dtype(shape: ModelShape) -> str:
+    """Return the dtype that floats of packed weights have if the recipe does not say."""
+    said = str(shape.config.get("dtype") or shape.config.get("torch_dtype"))
+    return said if said in DTYPES else "bfloat16"
+
+
+def float_shape(shape: ModelShape, dtype: str | None = None) -> ModelShape:
+    """Return the shape of the float model whose weights are in `dtype`, or in their `float_dtype`.
+    Raises what `packed_floats` raises.
+    """
+    dtype = dtype or float_dtype(shape)
     floats = packed_floats(shape)
     dropped = {part for each in floats.values() for part in each.parts} | set(cache_scales(shape))
     tensors = {name: info for name, info in shape.tensors.items() if name not in dropped}
-    tensors |= {name: TensorInfo(stored, each.shape) for name, each in floats.items()}
+    tensors |= {name: TensorInfo(DTYPES[dtype], each.shape) for name, each in floats.items()}
     return replace(shape, config=without_packing(shape.config, dtype), tensors=tensors)
+
+
+def largest_weight(shape: ModelShape) -> int:
+    """Return the elements of the largest weight that is unpacked at once: of experts in one tensor, one."""
+    sizes = [each.shape for each in packed_floats(shape).values()]
+    return max(math.prod(size[1:] if len(size) == 3 else size) for size in sizes)
+
+
+def notes_on_floats(shape: ModelShape, what: str) -> tuple[str, ...]:
+    """Return the sentence that packed weights become floats; `what`: e.g. `are read as float16`."""
+    words = shape.config["quantization_config"]
+    said = f"the weights, packed by {words.get('quant_method')}, {what}"
+    if rounds_activations(words) or words.get("activation_scheme") or words.get("quant_algo"):
+        said += "; the packed model rounds what goes into its layers too, the float one does not"
+    return (said,)

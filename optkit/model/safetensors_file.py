@@ -10,8 +10,9 @@ import json
 import os
 import struct
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from optkit.common.files import check_name, open_file, read_object, reading, shown, texts_of
 from optkit.errors import SourceError
@@ -22,21 +23,45 @@ METADATA = "__metadata__"
 MOST_BYTES = 100_000_000
 """Of a header; the library safetensors reads no more."""
 MOST_DIMENSIONS = 64
+SHARD_BYTES = 4 << 30
+"""Largest shard that is written, unless one tensor is larger."""
+FILES_AT_ONCE = 1024
+"""Headers that are kept, of the files that were read last: a run opens a checkpoint some ten times."""
+
+
+class Stamp(NamedTuple):
+    """What tells a file from another that takes its place."""
+
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> Stamp:
+        """Return that of an open file."""
+        status = os.fstat(descriptor)
+        return cls(status.st_size, status.st_mtime_ns)
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
     """Return name -> dtype and shape of one safetensors file.
     Raises SourceError if the file is cut off or not safetensors.
     """
-    return {name: info for name, (info, _) in read_places(path).items()}
+    return {name: info for name, (info, _) in read_places(path)[0].items()}
 
 
-def read_places(path: Path) -> dict[str, tuple[TensorInfo, int]]:
-    """Return name -> dtype and shape, and the byte of the file that its data begins at; raises as
-    `read_header`.
+def read_places(path: Path) -> tuple[Mapping[str, tuple[TensorInfo, int]], Stamp]:
+    """Return name -> dtype and shape, and the byte of the file that its data begins at; and which file
+    that was. Raises as `read_header`.
     """
     with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        stamp = Stamp.of(file.fileno())
+    return _places(path.absolute(), stamp), stamp
+
+
+@lru_cache(FILES_AT_ONCE)
+def _places(path: Path, stamp: Stamp) -> Mapping[str, tuple[TensorInfo, int]]:
+    size = stamp.size
+    with open_file(path) as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
         if not 2 <= length <= size - 8:

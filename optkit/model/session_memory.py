@@ -101,7 +101,7 @@ class SessionMemory:
 
     @cached_property
     def _is_packed(self) -> bool:
-        method = (self.shape.config.get("quantization_config") or {}).get("quant_method")
+        method = self.shape.quant_method
         return method is not None and method != "bitsandbytes"  # which transformers maps as it is
 
     @cached_property

@@ -68,6 +68,12 @@ class ModelShape:
         return sum(info.elements for info in self.tensors.values())
 
     @property
+    def quant_method(self) -> str:
+        """What packed the weights, as config.json calls it; empty if they are floats."""
+        words = self.config.get("quantization_config")
+        return str(words.get("quant_method")) if words else ""
+
+    @property
     def positions(self) -> int | None:
         """Longest sequence that the model was built for, in tokens; None if not configured."""
         return positions_of(self.config)

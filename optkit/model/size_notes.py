@@ -35,7 +35,7 @@ def notes_on_size(origin: ModelShape, before: ModelShape, after: ModelShape) -> 
             f"layer, and it takes these alone; {_remedy(after)}"
         )
     if after.size_bytes > origin.size_bytes:
-        method = (origin.config.get("quantization_config") or {}).get("quant_method")
+        method = origin.quant_method
         yield (
             f"it is larger than the model that the recipe starts from: {size_text(after.size_bytes)} beside "
             f"{size_text(origin.size_bytes)}{f' in {method}' if method else ''}; deploy that one, or leave this stage "

@@ -21,15 +21,13 @@ from optkit.errors import ResourceError, StageError
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import INDEX, SINGLE
 from optkit.model.companions import find_companions
+from optkit.model.safetensors_file import SHARD_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optkit.model.skeleton import Skeleton
     from optkit.progress import Task
-
-SHARD_BYTES = 4 << 30
-"""Largest shard, unless one tensor is larger."""
 
 
 class CheckpointWriter:
@@ -92,7 +90,7 @@ class CheckpointWriter:
             path.rename(self.target / final)
             weight_map |= dict.fromkeys(names, final)
         index = {"metadata": {"total_size": self.size_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(self.target / INDEX, index)
+        write_json(self.target / INDEX, index)
 
     def _flush(self) -> None:
         path = self.target / f".shard-{len(self._shards) + 1:05d}.partial"
@@ -181,7 +179,7 @@ def write_config(target: Path, config: Mapping[str, Any]) -> None:
     If transformers' own choice of attention leaves out what the model asks for, it names the one
     that does not, for who opens the model.
     """
-    _write_json(Path(target) / "config.json", attention_options(config, config))
+    write_json(Path(target) / "config.json", attention_options(config, config))
 
 
 @contextmanager
@@ -200,7 +198,8 @@ def disk_space_for(path: Path, size_bytes: int) -> Iterator[None]:
         ) from error
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file of JSON, whole or not at all; raises ResourceError when the disk is full."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     with disk_space_for(path, len(text.encode())):
         write_text_atomically(path, text)

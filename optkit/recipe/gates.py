@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, TypeAlias, get_args
@@ -233,6 +233,14 @@ def check_named(gate: Gate, evals: Sequence[Eval | type[Eval]]) -> None:
 
 FORESEEN = 0.02
 """Fraction by which what is foreseen may be wrong."""
+
+
+def foreseen_failures(
+    gates: Mapping[str, str], evals: Sequence[Eval], device: str, artifact: ModelShape, baseline: ModelShape
+) -> tuple[str, ...]:
+    """Return the gates that cannot pass, as far as that is known."""
+    found = (foreseen_failure(parse_gate(*gate), evals, device, artifact, baseline) for gate in gates.items())
+    return tuple(filter(None, found))
 
 
 def foreseen_failure(gate: Gate, evals: Iterable[Eval], device: str, artifact: ModelShape, baseline: ModelShape) -> str:

@@ -31,6 +31,8 @@ MATRIX = "matrix"
 """The key whose values make many recipes of one, see `optkit.recipe.matrix`."""
 UNPACKING = "dequantize"
 """The stage that makes float weights of packed ones."""
+OWN = "optkit"
+"""The `backend` of a stage that no other library does."""
 LONGEST_NAME = 100
 """Letters of a recipe's name: file systems take 255 bytes, with what stores and drafts put before
 and behind it.
@@ -119,7 +121,8 @@ class Recipe(Heading):
 
     def pinned(self, data: Path | None, cache: Path | None = None, progress: Progress | None = None) -> Recipe:
         """Return the recipe with every revision filled in; raises SourceError.
-        If the model is packed and its first transform needs floats, `dequantize` is put before that.
+        If the model is packed and its first transform needs a float checkpoint, `dequantize` is put
+        before that.
 
         `data` holds local copies of data sets; in `cache` the digests of large files are
         remembered, and `progress` shows how they are read.
@@ -229,18 +232,34 @@ def _heading(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _from_floats(
     stages: tuple[TransformEntry | SettingEntry, ...], model: ModelSource
 ) -> tuple[TransformEntry | SettingEntry, ...]:
-    """Return the stages with `dequantize` in front of the first transform, if that cannot read the
-    codes of a pinned model.
+    """Return the stages with `dequantize` in front of the first transform, if that neither reads the
+    codes of a pinned model nor makes floats of them itself.
     """
     first = next((index for index, entry in enumerate(stages) if isinstance(entry, TransformEntry)), None)
     method = quant_method(model) if first is not None else ""
-    if first is None or not method or stages[first].kind == UNPACKING:
+    if first is None or not _needs_floats(stages[first].value, method) or reads_floats(stages, method):
         return stages
-    accepts = stages[first].value.accepts
-    if Format.CHECKPOINT not in accepts or (Format.QUANTIZED in accepts and method in METHODS_WITH_CODES):
-        return stages
-    unpacking = TransformEntry(kind=UNPACKING, value=class_of("stage", UNPACKING)())
-    return (*stages[:first], unpacking, *stages[first:])
+    return (*stages[:first], unpacking_entry(), *stages[first:])
+
+
+def reads_floats(stages: Sequence[Entry], method: str) -> bool:
+    """Say whether the first transform makes floats of a model packed by `method` as it reads them.
+    Stages that open the unmodified model too find its float checkpoint.
+    """
+    found = [entry.value for entry in stages if isinstance(entry.value, Transform)]
+    own = bool(found) and found[0].unpacks and getattr(found[0], "backend", OWN) == OWN
+    return own and _needs_floats(found[0], method) and not any(each.reads_origin for each in found)
+
+
+def unpacking_entry() -> TransformEntry:
+    """Return the stage that makes floats, as it is put in front of others."""
+    return TransformEntry(kind=UNPACKING, value=class_of("stage", UNPACKING)())
+
+
+def _needs_floats(stage: Any, method: str) -> bool:
+    """Say whether a stage cannot read the codes of a model packed by `method`; empty for one of floats."""
+    keeps = Format.QUANTIZED in stage.accepts and method in METHODS_WITH_CODES
+    return bool(method) and Format.CHECKPOINT in stage.accepts and not keeps
 
 
 def _pinned(value: Any, data: Path | None) -> Any:

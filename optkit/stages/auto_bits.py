@@ -91,6 +91,7 @@ class AutoBits(Transform):
     """
 
     kind: ClassVar[str] = "auto_bits"
+    unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- auto_bits: {average_bits: 4.5, calibration: {dataset: c4}}"
     produces: ClassVar[Format] = Format.QUANTIZED
     version: ClassVar[int] = 2

@@ -36,6 +36,7 @@ class AwqScale(InputScaling, Transform):
     """
 
     kind: ClassVar[str] = "awq_scale"
+    unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- awq_scale: {bits: 3}\n- gptq: {bits: 3}"
     produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 2

@@ -11,6 +11,7 @@ from pydantic import field_validator
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint, all_finite
+from optkit.model.packed_floats import DTYPES
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.task import EVERY_TASK, Task
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
@@ -19,8 +20,6 @@ from optkit.stage import Context, Cost, Report, Transform
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""The dtypes to cast to, and what safetensors calls them."""
 FLOATS = {**DTYPES, "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 """The dtypes that are cast; those of 8 bits are weights without scales."""
 SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -30,6 +29,7 @@ class Cast(Transform):
     """Store every float tensor as `dtype`; integers stay as they are."""
 
     kind: ClassVar[str] = "cast"
+    unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- cast: bfloat16"
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
     shorthand: ClassVar[str] = "dtype"

@@ -51,6 +51,7 @@ class Gguf(Transform):
     """
 
     kind: ClassVar[str] = "gguf"
+    unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, calibration: {dataset: c4}}\n- gguf"
     shorthand: ClassVar[str] = "type"
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})

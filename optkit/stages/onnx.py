@@ -256,7 +256,7 @@ class Onnx(Transform):
                 raise StageError(f"{PHRASES[task]} {has} KV cache", where="onnx.kv_cache", remedy="Leave it out")
         if idle := self._idle(exporter):
             raise StageError(idle[1], where=f"onnx.{idle[0]}", why=f"genai has no {architecture_of(shape.config)}")
-        if method := (shape.config.get("quantization_config") or {}).get("quant_method"):
+        if method := shape.quant_method:
             raise StageError(
                 f"the exporter {exporter} writes float weights, and the model is quantized already ({method})",
                 where="onnx",

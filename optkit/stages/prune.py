@@ -46,6 +46,7 @@ class Prune(Transform):
 
     model_config = ConfigDict(validate_default=True)
     kind: ClassVar[str] = "prune"
+    unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- prune: {method: sparsegpt, pattern: '2:4', calibration: {dataset: c4}}"
     for_tasks: ClassVar[frozenset[Task]] = KNOWN_TASKS
     produces: ClassVar[Format] = Format.CHECKPOINT

@@ -59,6 +59,7 @@ class PruneStructured(WidthFields, Transform):
     """
 
     kind: ClassVar[str] = "prune_structured"
+    unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- prune_structured: {remove_layers: 0.2, calibration: {dataset: c4}}"
     version: ClassVar[int] = 2
 

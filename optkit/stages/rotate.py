@@ -60,6 +60,7 @@ class Rotate(Transform):
     """
 
     kind: ClassVar[str] = "rotate"
+    unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- rotate: {residual: false}\n- gptq: {bits: 3}"
     version: ClassVar[int] = 2
 

@@ -14,10 +14,13 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optkit.common.frozen import Frozen
 from optkit.environment import cpu_threads, device_name
+
+if TYPE_CHECKING:
+    from optkit.plan import PlannedEval
 
 FILE = "durations.jsonl"
 LAST = 8
@@ -64,6 +67,12 @@ class Durations:
         weighed = [line for line in near[-LAST:] if line["size_bytes"]]
         rates = [line["seconds"] / (line["size_bytes"] * (_amount(line["fields"]) or 1)) for line in weighed]
         return median(rates) * size_bytes * (amount or 1) if rates else None
+
+    def of_eval(self, each: PlannedEval, size_bytes: int) -> float | None:
+        """Return how long an eval will take; None if that of one of the models is not known."""
+        keys = [key for key, hit in ((each.key, each.hit), (each.baseline_key, each.baseline_hit)) if key and not hit]
+        known = [self.predict(each.duration_of(key), each.eval, size_bytes) for key in keys]
+        return sum(filter(None, known)) if known and None not in known else None
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         """Yield what was noted; a line that was cut off is left out."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optkit.errors import SourceError
+from optkit.model import safetensors_file
 from optkit.model.checkpoint import INDEX, TORCH_NAMES, Checkpoint, all_finite
+from optkit.model.safetensors_file import _read
 
 
 @pytest.fixture
@@ -64,14 +67,33 @@ def test_what_was_read_needs_no_file_any_more(model: Path) -> None:
     assert all(torch.equal(each, large) for each in read)
 
 
-def test_a_file_that_is_cut_off_later(model: Path) -> None:
+@pytest.mark.parametrize("change", ["cut off", "as long", "longer"])
+def test_a_file_that_is_changed_later(model: Path, change: str) -> None:
     checkpoint, file = Checkpoint(model), model / "model.safetensors"
-    with file.open("r+b") as opened:
-        opened.truncate(file.stat().st_size - 1)
+    if change == "cut off":
+        with file.open("r+b") as opened:
+            opened.truncate(file.stat().st_size - 1)
+    else:
+        tensors = load_file(file) | ({"more": torch.zeros(9)} if change == "longer" else {})
+        save_file(tensors, file)
+        os.utime(file, ns=(0, 0))  # a clock may be too coarse to tell
     last = max(checkpoint.tensors, key=lambda name: checkpoint._begins[name])
     with pytest.raises(SourceError) as error:
         checkpoint.read(last)
-    assert str(error.value) == f"{file}: {last} ends in the middle. Copy or download it again."
+    assert str(error.value) == (
+        f"{file}: the file was changed while it was in use. Its header was read before, and says where the "
+        "tensors of the earlier file lie. See that the file is whole, and run it again."
+    )
+
+
+def test_a_header_is_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(safetensors_file, "_read", lambda header: (read.append(header), _read(header))[1])
+    first, again = Checkpoint(model), Checkpoint(model)
+    assert first.tensors == again.tensors
+    assert len(read) == 1
+    rewrite(model, more=torch.zeros(9))
+    assert Checkpoint(model).tensors["more"].shape == (9,)
 
 
 def test_sizes_of_blocks_and_of_what_is_outside(model: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -49,17 +50,54 @@ def kinds(plan: Plan) -> list[str]:
     return [step.kind for step in plan.steps]
 
 
-def test_a_stage_that_needs_floats_gets_them(deepseek: Path, packed: Path, tmp_path: Path) -> None:
+def test_a_stage_that_reads_tensors_makes_the_floats_itself(deepseek: Path, packed: Path, tmp_path: Path) -> None:
     for model in (deepseek, packed):
         found = plan(tmp_path, model, "sdpa", {"rtn": {"group_size": 32}})
-        assert kinds(found) == ["model", "dequantize", "rtn"]
-        assert found.steps[1].cost.disk_bytes == found.steps[1].size_bytes > found.steps[0].size_bytes
         by_hand = plan(tmp_path, model, "dequantize", {"rtn": {"group_size": 32}})
-        assert [step.key for step in by_hand.steps] == [step.key for step in found.steps]
-    assert plan(tmp_path, deepseek, "rtn").steps[1].cost.notes == (
-        "the weights, packed by fp8, are bfloat16 for the stages behind it; the packed model rounds "
+        assert kinds(found) == ["model", "rtn"]
+        assert found.steps[-1].key == by_hand.steps[-1].key  # the same weights
+        assert found.disk_bytes == by_hand.steps[-1].cost.disk_bytes < by_hand.disk_bytes
+        assert by_hand.steps[-1].cost.ram_bytes < found.ram_bytes < 2 * by_hand.ram_bytes
+    assert plan(tmp_path, deepseek, "rtn").steps[1].cost.notes[:1] == (
+        "the weights, packed by fp8, are read as bfloat16, tensor by tensor; the packed model rounds "
         "what goes into its layers too, the float one does not",
     )
+
+
+def test_a_stage_that_opens_a_directory_gets_a_float_checkpoint(deepseek: Path, tmp_path: Path) -> None:
+    stages: Any
+    for stages in (
+        [{"rtn": {"backend": "llmcompressor"}}],
+        [{"onnx": {}}],
+        [{"distill": {"texts": ["python-reference"]}}],
+    ):
+        found = plan(tmp_path, deepseek, *stages)
+        assert kinds(found) == ["model", "dequantize", *stages[0]]
+        assert found.steps[1].cost.disk_bytes == found.steps[1].size_bytes > found.steps[0].size_bytes
+
+
+STAGES = {
+    "rtn": {"group_size": 32}, "fp8": {}, "rotate": {}, "cast": {"dtype": "float32"}, "gguf": {},
+    "prune": {"method": "magnitude"},
+    "gptq": {"group_size": 32, "calibration": {"samples": 4, "sequence_length": 32}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_what_is_left_is_what_is_left_behind_dequantize(deepseek: Path, tmp_path: Path, kind: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog and runs away from it all. " * 100)
+    fields = {**STAGES[kind]}
+    fields |= {"calibration": {**fields["calibration"], "dataset": str(text)}} if "calibration" in fields else {}
+    left = []
+    for before in ([], ["dequantize"]):
+        stages, store = [*before, {kind: fields}], tmp_path / f"store {len(before)}"
+        recipe = {"name": "r", "model": str(deepseek), "stages": stages, "attribution": False}
+        step = optkit.run(recipe, out=tmp_path / f"out {len(before)}", store=store, device="cpu").steps[-1]
+        files = Store(store).record(step.key)["files"]
+        left.append({name: facts["sha256"] for name, facts in files.items()})
+    assert left[0] == left[1]
+    assert not list(Path(gettempdir()).glob("optkit-floats-*"))
 
 
 def test_a_stage_that_keeps_codes_does_not(deepseek: Path, packed: Path, tmp_path: Path) -> None:
@@ -111,24 +149,35 @@ def test_a_result_that_is_no_smaller_asks_to_act(tiny_model: TinyModel, tmp_path
     assert not [note for note in whole if "most weights" in note or "larger" in note]
 
 
-def test_a_run_names_the_step_and_measures_the_source_as_it_is(deepseek: Path, tmp_path: Path) -> None:
+def test_a_run_says_what_is_read_and_measures_the_source_as_it_is(deepseek: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and runs away from it all. " * 100)
     evals = [{name: {"dataset": str(text), "window": 32, "windows": 4}} for name in ("perplexity", "divergence")]
     recipe = {"name": "r", "model": str(deepseek), "stages": [{"rtn": {"bits": 8, "group_size": 32}}], "evals": evals}
     scorecard = optkit.run(recipe, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
-    assert [step.kind for step in scorecard.steps] == ["dequantize", "rtn"]
-    assert any(note.startswith("dequantize: the weights, packed by fp8") for note in scorecard.notes)
+    assert [step.kind for step in scorecard.steps] == ["rtn"]
+    assert any(note.startswith("rtn: the weights, packed by fp8, are read as bfloat16") for note in scorecard.notes)
     assert any("fp8: dequantized by transformers" in note for note in scorecard.baseline_notes)
+    assert not scorecard.attribution  # one stage has all the damage
+    assert [entry.kind for entry in recorded_recipe(read_artifact(tmp_path / "out")).transforms] == ["rtn"]
+
+
+def test_a_step_by_hand_is_measured_alone(deepseek: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog and runs away from it all. " * 100)
+    evals = [{name: {"dataset": str(text), "window": 32, "windows": 4}} for name in ("perplexity", "divergence")]
+    recipe = {
+        "name": "r",
+        "model": str(deepseek),
+        "stages": ["dequantize", {"rtn": {"group_size": 32}}],
+        "evals": evals,
+    }
+    scorecard = optkit.run(recipe, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
     unmodified, floats, _ = scorecard.attribution
     # transformers has no kernel for fp8 on a CPU, so that both are the same model
     assert unmodified.stage == "unmodified"
     assert floats.metrics[0].value == unmodified.metrics[0].value
     assert floats.metrics[1].value == pytest.approx(0, abs=1e-6)
-    assert [entry.kind for entry in recorded_recipe(read_artifact(tmp_path / "out")).transforms] == [
-        "dequantize",
-        "rtn",
-    ]
 
 
 def test_scales_of_activations_and_of_a_cache_are_named_as_dropped(tiny_model: TinyModel, tmp_path: Path) -> None:

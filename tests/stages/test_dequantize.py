@@ -27,19 +27,10 @@ from optkit.stages.mx import Mx
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.support.dequantized import dequantized
 from tests.support.packed_models import fp8, random_grid, rewritten, save_packed
-from tests.support.predictions import predicted
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-
-
-def dequantized(source: Path, target: Path, **fields: Any) -> dict[str, Tensor]:
-    """Return what the stage writes, in the sizes that it predicted."""
-    target.mkdir()
-    Dequantize(**fields).run(source, target, Context())
-    predicted(Dequantize(**fields), source, target)
-    assert "quantization_config" not in json.loads((target / "config.json").read_text())
-    return load_file(target / "model.safetensors")
 
 
 def by_transformers(source: Path, **options: Any) -> dict[str, Tensor]:

@@ -120,6 +120,7 @@ class LayerQuantizer(Transform):
     """
 
     produces: ClassVar[Format] = Format.QUANTIZED
+    unpacks: ClassVar[bool] = True
     version: ClassVar[int] = 2
     rounds_modules: ClassVar[bool] = False
     """`rounded_layers` needs all layers of a module at once; else it is given one."""

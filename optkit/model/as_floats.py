@@ -1,0 +1,46 @@
+"""Let stages read a packed checkpoint as floats.
+
+`as_floats` makes a directory with all files of the float checkpoint but its weights, and
+`optkit.model.checkpoint.Checkpoint` opens it like any other. No float checkpoint is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.cost import Cost
+from optkit.model.packed_floats import STALE, WORK_BYTES, float_dtype, float_shape, largest_weight, notes_on_floats
+from optkit.model.shape import ModelShape
+from optkit.model.unpacked import PLACE, PREFIX
+from optkit.model.writer import copy_companions, write_config, write_json
+
+
+@contextmanager
+def as_floats(packed: Path, trusted: bool = False) -> Iterator[Path]:
+    """Give a directory that `Checkpoint` opens as the float checkpoint of a packed one.
+    Raises what `packed_floats` raises.
+    """
+    shape = Checkpoint(packed).shape
+    with TemporaryDirectory(prefix=PREFIX) as name:
+        place = Path(name)
+        copy_companions(packed, place, trusted)
+        for stale in STALE:
+            (place / stale).unlink(missing_ok=True)
+        write_config(place, float_shape(shape).config)
+        write_json(place / PLACE, {"directory": str(packed.absolute())})
+        yield place
+
+
+def unpacking(cost: Cost, packed: ModelShape) -> Cost:
+    """Return what a step needs that reads packed weights as floats; unpacking is done on the CPU."""
+    work = largest_weight(packed) * WORK_BYTES
+    return cost.model_copy(update={"ram_bytes": cost.ram_bytes + work}).noting(notes(packed))
+
+
+def notes(packed: ModelShape) -> tuple[str, ...]:
+    """Return what a step says that reads packed weights as floats."""
+    return notes_on_floats(packed, f"are read as {float_dtype(packed)}, tensor by tensor")
