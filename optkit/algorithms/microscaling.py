@@ -7,6 +7,7 @@
         weight_packed        as above
         weight_scale         float8_e4m3fn [out, in / 16]
         weight_global_scale  float32 [1]: what the scales are divided by
+        input_global_scale   float32 [1]: the same of inputs, if engines round them to NVFP4 too
 
 A code is the sign in bit 3 and an index into `E2M1` below it.
 """
@@ -31,6 +32,8 @@ NVFP4_BLOCK = 16
 E8M0_BIAS = 127
 E4M3_LARGEST = 448.0
 E4M3_SMALLEST = 2.0**-9
+E4M3_EPSILON = 2.0**-3
+"""The scale of a block of inputs that are all too small for one."""
 E4M3_TOP, E4M3_POWERS = 8, 17
 """E4M3 has the powers of two from 2^-9 to 2^8."""
 NVFP4_TRIED = 10
@@ -71,6 +74,21 @@ def round_to_e2m1(values: Tensor) -> Tensor:
 def exponent_scales(stored: Tensor) -> Tensor:
     """Return the float32 scales of E8M0, uint8 of any shape."""
     return torch.ldexp(torch.ones_like(stored, dtype=torch.float32), stored.int() - E8M0_BIAS)
+
+
+def rounded_inputs(hidden: Tensor, global_scale: Tensor | None) -> Tensor:
+    """Return inputs, float [..., in], rounded to NVFP4 with a global scale, float32 [1], or to MXFP4.
+
+    Each block's scale reaches its largest input, in the order of operations of compressed-tensors 0.19.
+    """
+    blocks = hidden.unflatten(-1, (-1, MXFP4_BLOCK if global_scale is None else NVFP4_BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    if global_scale is None:
+        scales = exponent_scales(_nearest_exponents(largest.float()).clamp(1, 2 * E8M0_BIAS).to(torch.uint8))
+    else:
+        stored = (largest / LARGEST * global_scale).clamp(max=E4M3_LARGEST).to(torch.float8_e4m3fn).float()
+        scales = torch.where(stored > 0, stored, E4M3_EPSILON) / global_scale
+    return round_to_e2m1(blocks / scales).mul_(scales).to(hidden.dtype).flatten(-2)
 
 
 def quantize_mxfp4(weight: Tensor, search: bool = False, importance: Tensor | None = None) -> MicroscaledWeight:
@@ -170,14 +188,14 @@ def _blocks(weight: Tensor, size: int) -> Tensor:
 
 def _exponents(blocks: Tensor, search: bool) -> list[Tensor]:
     """Return E8M0 scales to try, uint8 [out, blocks] each."""
-    largest = blocks.abs().amax(-1)
+    nearest = _nearest_exponents(blocks.abs().amax(-1))
+    return [(nearest + shift).clamp(1, 2 * E8M0_BIAS).to(torch.uint8) for shift in ((0, 1, -1) if search else (0,))]
+
+
+def _nearest_exponents(largest: Tensor) -> Tensor:
+    """Return the exponents, int of any shape, as E8M0 stores them, of blocks with these largest magnitudes."""
     mantissa, exponent = torch.frexp(largest)  # largest = mantissa * 2^exponent, mantissa from 0.5 to below 1
-    nearest = exponent - 3 + (mantissa >= 0.875).int()
-    nearest = torch.where(largest > 0, nearest, 0)
-    return [
-        (nearest + shift + E8M0_BIAS).clamp(1, 2 * E8M0_BIAS).to(torch.uint8)
-        for shift in ((0, 1, -1) if search else (0,))
-    ]
+    return torch.where(largest > 0, exponent - 3 + (mantissa >= 0.875).int(), 0) + E8M0_BIAS
 
 
 def _quantize(

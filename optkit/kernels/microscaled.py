@@ -3,17 +3,20 @@ The formats are "mxfp4-pack-quantized" and "nvfp4-pack-quantized".
 
 No kernel of torch multiplies with E2M1 weights and wider activations, so they are dequantized at
 each call (see `optkit.algorithms.microscaling`); what is kept has the size that it has on disk.
+Inputs are rounded to the same floats first if config.json says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optkit.algorithms.microscaling import E2M1, exponent_scales
+from optkit.algorithms.microscaling import E2M1, exponent_scales, rounded_inputs
 from optkit.errors import SourceError
 from optkit.kernels.linear_layer import hold_
 from optkit.kernels.stored_layer import StoredLayer
@@ -31,17 +34,28 @@ class MicroscaledLinear(nn.Module):
     """uint8 (E8M0) or float8_e4m3fn [out, blocks]."""
     global_scale: Tensor | None
     """float32 [1], of NVFP4 only."""
+    input_global_scale: Tensor | None
+    """The same of inputs that are rounded."""
     bias: Tensor | None
 
     def __init__(
-        self, packed: Tensor, scales: Tensor, global_scale: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+        self,
+        packed: Tensor,
+        scales: Tensor,
+        global_scale: Tensor | None,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        rounds_inputs: bool = False,
+        input_global_scale: Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.rounds_inputs = rounds_inputs
         self.out_features, self.in_features = packed.shape[0], packed.shape[1] * 2
         self.dtype = dtype
         self.values, self.steps = _pairs(packed.device), _scales(scales.device, scales.dtype)
         bias = None if bias is None else bias.to(dtype)
         hold_(self, packed=packed, scales=scales, global_scale=global_scale, bias=bias)
+        hold_(self, input_global_scale=input_global_scale)
 
     def dequantize(self) -> Tensor:
         """Return float [out, in]: computed in float32 and rounded once, as compressed-tensors does."""
@@ -54,14 +68,25 @@ class MicroscaledLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """float [..., in] -> float [..., out]."""
-        return F.linear(hidden, self.dequantize(), self.bias)
+        inputs = rounded_inputs(hidden, self.input_global_scale) if self.rounds_inputs else hidden
+        return F.linear(inputs, self.dequantize(), self.bias)
 
 
 class MicroscaledLayer(StoredLayer):
     """A layer in one of the two formats."""
 
-    leaves = ("weight_packed", "weight_scale", "weight_global_scale")
+    leaves = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
     dtypes = frozenset({"U8"})
+
+    @classmethod
+    def reads(cls, scheme: Mapping[str, Any]) -> bool:
+        """Whether this class knows everything that a group of `config_groups` says."""
+        inputs, weights = scheme.get("input_activations"), scheme.get("weights") or {}
+        same = ("num_bits", "type", "symmetric", "strategy", "group_size")
+        dynamic = "local" if scheme.get("format") == "nvfp4-pack-quantized" else True
+        return not inputs or (
+            all(inputs.get(word) == weights.get(word) for word in same) and inputs.get("dynamic") == dynamic
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,7 +100,9 @@ class MicroscaledLayer(StoredLayer):
         """
         layer = self._linear(bias, dtype, device)
         name = NAMES[str(self.scheme["format"])]
-        return layer, ToActOn(f"{name}: {{layers}} are dequantized at each call, because torch has no kernel for them")
+        rounded = "; inputs are rounded in blocks" if layer.rounds_inputs else ""
+        why = f"because torch has no kernel for them{rounded}"
+        return layer, ToActOn(f"{name}: {{layers}} are dequantized at each call, {why}")
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
         """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
@@ -84,7 +111,9 @@ class MicroscaledLayer(StoredLayer):
     def _linear(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> MicroscaledLinear:
         name = NAMES[str(self.scheme["format"])]
         block, stored = (32, torch.uint8) if name == "mxfp4" else (16, torch.float8_e4m3fn)
-        parts = self.read(self.leaves, device, required=self.leaves[1:2] if name == "mxfp4" else self.leaves[1:])
+        rounds = bool(self.scheme.get("input_activations"))
+        needed = self.leaves[1:2] if name == "mxfp4" else self.leaves[1 : 3 + rounds]
+        parts = self.read(self.leaves, device, required=needed)
         packed, scales, (outputs, inputs) = parts["weight_packed"], parts["weight_scale"], self.shape
         if scales.dtype != stored or scales.shape != (outputs, inputs // block) or inputs % block:
             raise SourceError(
@@ -93,7 +122,8 @@ class MicroscaledLayer(StoredLayer):
                 where=self.where,
                 remedy="Make the artifact again",
             )
-        return MicroscaledLinear(packed, scales, parts.get("weight_global_scale"), bias, dtype)
+        shared, of_inputs = parts.get("weight_global_scale"), parts.get("input_global_scale")
+        return MicroscaledLinear(packed, scales, shared, bias, dtype, rounds, of_inputs)
 
 
 @cache

@@ -13,8 +13,8 @@ SCALES = ("weight_scale", "weight_scale_inv", "scales", "SCB")
 CODED = frozenset({*CODES, *SCALES})
 """Any of them marks a packed layer."""
 BESIDE = frozenset({
-    *SCALES, "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "input_scale",
-    "input_zero_point", "qzeros", "g_idx", "weight_format",
+    *SCALES, "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale", "input_global_scale",
+    "input_scale", "input_zero_point", "qzeros", "g_idx", "weight_format",
 })  # fmt: skip
 """What codes need: it costs bits and stands for no weight."""
 FOUR_BIT_STATE = "weight.quant_state."

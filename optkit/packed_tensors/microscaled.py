@@ -22,12 +22,14 @@ class Microscaled:
     """
 
     type: Literal["nvfp4", "mxfp4"]
+    rounds_inputs: bool = False
+    """Engines round the inputs to the same floats, each block with a scale of its own."""
     method: ClassVar[str] = COMPRESSED_TENSORS
 
     @property
     def label(self) -> str:
         """Return e.g. `nvfp4, blocks of 16`."""
-        return f"{self.type}, blocks of {BLOCKS[self.type]}"
+        return f"{self.type}, blocks of {BLOCKS[self.type]}{', inputs too' if self.rounds_inputs else ''}"
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
         """Return the tensors of one layer by their last name."""
@@ -35,10 +37,14 @@ class Microscaled:
         packed = {"weight_packed": TensorInfo("U8", (outputs, inputs // 2))}
         if self.type == "mxfp4":
             return {**packed, "weight_scale": TensorInfo("U8", scales)}
-        return {**packed, "weight_scale": TensorInfo("F8_E4M3", scales), "weight_global_scale": TensorInfo("F32", (1,))}
+        sides = ("weight", "input") if self.rounds_inputs else ("weight",)
+        shared = {f"{side}_global_scale": TensorInfo("F32", (1,)) for side in sides}
+        return {**packed, "weight_scale": TensorInfo("F8_E4M3", scales), **shared}
 
     def scheme(self) -> dict[str, Any]:
-        """Return an entry of `config_groups` without `targets`: the presets MXFP4A16 and NVFP4A16."""
+        """Return an entry of `config_groups` without `targets`.
+        These are the presets MXFP4A16 and NVFP4A16; MXFP4 and NVFP4 if inputs are rounded.
+        """
         weights = {
             "num_bits": 4,
             "type": "float",
@@ -48,9 +54,10 @@ class Microscaled:
             "scale_dtype": "torch.uint8" if self.type == "mxfp4" else "torch.float8_e4m3fn",
             "dynamic": False,
         }
+        dynamic = "local" if self.type == "nvfp4" else True
         return {
             "weights": weights,
-            "input_activations": None,
+            "input_activations": {**weights, "dynamic": dynamic} if self.rounds_inputs else None,
             "output_activations": None,
             "format": f"{self.type}-pack-quantized",
         }

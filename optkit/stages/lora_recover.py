@@ -255,8 +255,10 @@ def _without_gradients(config: Mapping[str, Any]) -> str:
     """Return which weights a `quantization_config` has, if nothing can be learned beside them."""
     if config.get("load_in_8bit"):
         return "8-bit weights of bitsandbytes"
-    formats = {config.get("format"), *(group.get("format") for group in (config.get("config_groups") or {}).values())}
-    return " and ".join(f"{each} weights" for each in sorted(formats & EIGHT_BITS))
+    groups = (config.get("config_groups") or {}).values()
+    formats = {config.get("format"), *(group.get("format") for group in groups)} & EIGHT_BITS
+    formats |= {group.get("format") for group in groups if group.get("input_activations")}
+    return " and ".join(f"{each} weights" for each in sorted(formats))
 
 
 def _in_floats(shape: ModelShape, linears: Mapping[str, Layer]) -> ModelShape:

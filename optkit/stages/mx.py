@@ -30,10 +30,10 @@ from optkit.stages.quantizing.stacked_experts import pack_stacked, with_stacked
 from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from optkit.algorithms.hessian import Hessian
     from optkit.algorithms.microscaling import MicroscaledWeight
+    from optkit.stages.quantizing.input_ranges import InputRange
 
 WORK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 """What rounding holds beside the weights and their codes; it works on a few rows at a time."""
@@ -43,7 +43,7 @@ FLOAT_BYTES = 16
 
 class Mx(LayerQuantizer):
     """Store weights as 4-bit floats in small blocks with a scale each (NVFP4 or MXFP4).
-    Activations stay as they are.
+    Activations stay as they are, or engines round them to the same floats.
     """
 
     kind: ClassVar[str] = "mx"
@@ -67,20 +67,30 @@ class Mx(LayerQuantizer):
     """`nearest`: each weight to the nearest number, without looking at any text. `gptq`: it makes
     up for the errors of those rounded before it, on the calibration text (arXiv:2210.17323), and
     `scale_search: mse` weighs each input by its activations."""
+    activations: Literal["none", "dynamic"] = Field(default="none", exclude_if=lambda value: value == "none")
+    """`dynamic`: engines round the inputs of layers to the same floats, each block with a scale of its
+    own; the global scale that nvfp4 needs for them comes from the calibration text. `none`: inputs
+    stay as they are."""
     calibration: Calibration | None = Field(default=None, exclude_if=lambda value: value is None)
-    """The text for `rounding: gptq`; nothing else needs one."""
+    """The text for `rounding: gptq`, and for `activations: dynamic` of nvfp4; nothing else needs one."""
     batch_size: BatchSize = Field(default=8, exclude_if=lambda value: value == 8)
     """Sequences of the calibration text that run through a block at once."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if (self.rounding == "gptq") != (self.calibration is not None):
+        reads = {"rounding: gptq": self.rounding == "gptq", "activations: dynamic": self._has_global_scale_of_inputs}
+        if any(reads.values()) != (self.calibration is not None):
+            reader = next((name for name, read in reads.items() if read), "")
             raise ValueError(
                 "the calibration text would not be read: take it out, or set rounding: gptq"
                 if self.calibration
-                else "rounding: gptq needs a text: add calibration: {dataset: c4}, or take it out"
+                else f"{reader} needs a text: add calibration: {{dataset: c4}}, or take it out"
             )
         return self
+
+    @property
+    def _has_global_scale_of_inputs(self) -> bool:
+        return self.activations == "dynamic" and self.type == "nvfp4"
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize block by block, and stacked experts tensor by tensor.
@@ -107,7 +117,7 @@ class Mx(LayerQuantizer):
     def _stacked(self, shape: ModelShape) -> Mapping[str, TensorInfo]:
         """Return the experts that are packed as gpt-oss' are; no engine opens other layers beside them."""
         stacked = stacked_experts(shape) if self.type == "mxfp4" else {}
-        if stacked and (named := self.set_among("include", "exclude", "towers", "rounding")):
+        if stacked and (named := self.set_among("include", "exclude", "towers", "rounding", "activations")):
             raise StageError(
                 "the experts are rounded to nearest, all of them, and nothing else is packed",
                 where=f"{self.kind}.{named[0]}",
@@ -117,7 +127,7 @@ class Mx(LayerQuantizer):
         return stacked
 
     def layer_format(self, layer: Layer) -> Microscaled:
-        return Microscaled(self.type)
+        return Microscaled(self.type, self.activations == "dynamic")
 
     def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         layers = tuple(selection.layers.values())
@@ -147,9 +157,12 @@ class Mx(LayerQuantizer):
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         """Yield block after block, each quantized on what those before it make of the text."""
-        from optkit.algorithms.microscaling import unpack
-        from optkit.model.skeleton_layers import put_weight_
-        from optkit.stages.quantizing.hessians import collect_hessians, read_text
+        from optkit.model.replaced_forward import replaced_forward
+        from optkit.stages.quantizing.hessians import read_text, watch_inputs
+        from optkit.stages.quantizing.input_ranges import InputRange
+
+        def start(given: Tensor) -> InputRange:
+            return InputRange(given.shape[-1], given.device, hessian=self.rounding == "gptq")
 
         assert self.calibration is not None
         text, device, skeleton = self.calibration, job.context.device, job.skeleton
@@ -161,22 +174,32 @@ class Mx(LayerQuantizer):
         for index in job.resume(inputs):
             with skeleton.loaded(skeleton.blocks[index], device, less):
                 modules = job.modules(index)
-                hessians = collect_hessians(skeleton, index, inputs, modules, equal_tokens=True)
+                seen = watch_inputs(skeleton, index, inputs, modules, start)
                 layers: dict[str, Mapping[str, Tensor]] = {}
                 for names in grouped(modules, _parent).values():
-                    layers |= self._rounded_module(job, names, hessians)
-                del hessians  # before the block runs again
+                    layers |= self._rounded_module(job, names, seen)
+                del seen  # before the block runs again
                 if index + 1 < len(skeleton.blocks):
-                    for name, tensors in layers.items():
-                        put_weight_(modules[name], unpack(tensors).dequantize())
-                    skeleton.advance_(index, inputs)
+                    opened = {modules[name]: self._opened(modules[name], each).forward for name, each in layers.items()}
+                    with replaced_forward(opened):
+                        skeleton.advance_(index, inputs)
             yield BlockOutput(layers)
 
     def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
         return self._rounded_module(job, names, {})
 
+    def _opened(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """Return the layer that a session would build for a quantized one."""
+        from optkit.kernels.microscaled import MicroscaledLinear
+
+        packed, scales = tensors["weight_packed"], tensors["weight_scale"]
+        bias, weight = (getattr(module, leaf) for leaf in ("bias", "weight"))
+        rounds, of_inputs = self.activations == "dynamic", tensors.get("input_global_scale")
+        shared = tensors.get("weight_global_scale")
+        return MicroscaledLinear(packed, scales, shared, bias, weight.dtype, rounds, of_inputs)
+
     def _rounded_module(
-        self, job: QuantizationJob, names: Sequence[str], hessians: Mapping[str, Hessian]
+        self, job: QuantizationJob, names: Sequence[str], seen: Mapping[str, InputRange]
     ) -> Mapping[str, Mapping[str, Tensor]]:
         from optkit.algorithms.microscaling import (
             exact_nvfp4_scale,
@@ -200,9 +223,26 @@ class Mx(LayerQuantizer):
                 shared = nvfp4_global_scale(weights.values()) if exact is None else exact
                 quantize = partial(quantize_nvfp4, global_scale=shared, search=search or exact is not None)
             return {
-                name: pack(self._rounded(job, name, weight, quantize, hessians.get(name)))
+                name: pack(self._rounded(job, name, weight, quantize, seen.get(name)))
+                | self._scale_of_inputs(job, name, seen.get(name))
                 for name, weight in weights.items()
             }
+
+    def _scale_of_inputs(self, job: QuantizationJob, name: str, seen: InputRange | None) -> dict[str, Tensor]:
+        """Return the global scale of a layer's inputs if its format has one."""
+        from optkit.algorithms.microscaling import nvfp4_global_scale
+        from optkit.stages.quantizing.hessians import refuse_infinite
+
+        if not self._has_global_scale_of_inputs:
+            return {}
+        if seen is None or not seen.tokens:
+            raise StageError(
+                "no token of the calibration text reached the layer",
+                where=name,
+                remedy=f"Exclude it, or set {self.kind}.activations to none",
+            )
+        refuse_infinite(seen.amax, name, job.skeleton)
+        return {"input_global_scale": nvfp4_global_scale([seen.amax])}
 
     def _rounded(
         self,
@@ -210,21 +250,22 @@ class Mx(LayerQuantizer):
         name: str,
         weight: Tensor,
         quantize: Callable[..., MicroscaledWeight],
-        hessian: Hessian | None,
+        seen: InputRange | None,
     ) -> MicroscaledWeight:
         """Return a weight in 4 bits.
         One that saw too few tokens to be compensated on is rounded to nearest, and reported.
         """
         from optkit.algorithms.microscaling import compensated
-        from optkit.stages.quantizing.hessians import finite_matrix
+        from optkit.stages.quantizing.hessians import refuse_infinite
         from optkit.stages.quantizing.input_ranges import FEW_TOKENS
 
-        tokens = hessian.tokens if hessian else 0
-        if hessian is None or tokens < FEW_TOKENS:
-            if self.calibration is not None:
+        tokens = seen.tokens if seen else 0
+        matrix = seen.hessian() if seen and tokens >= FEW_TOKENS else None
+        if matrix is None:
+            if self.rounding == "gptq":
                 job.details.setdefault("rounded_to_nearest", {})[name] = tokens
             return quantize(weight)
-        matrix = finite_matrix(hessian, name, job.skeleton)
+        refuse_infinite(matrix, name, job.skeleton)
         try:
             return compensated(weight.float(), quantize(weight, importance=matrix.diagonal()), matrix)
         except ValueError as error:
@@ -240,8 +281,9 @@ class Mx(LayerQuantizer):
         if self.calibration is None:
             return Work(work, streamed=True)
         work += FLOAT_BYTES * max(layer.outputs * layer.inputs for layer in layers.values())
-        work += HESSIAN_COPIES * 4 * max(layer.inputs for layer in layers.values()) ** 2
-        sums = hessian_bytes(shape, layers)
+        if self.rounding == "gptq":
+            work += HESSIAN_COPIES * 4 * max(layer.inputs for layer in layers.values()) ** 2
+        sums = hessian_bytes(shape, layers) if self.rounding == "gptq" else 0
         return calibrated_work(shape, layers, self.calibration, self.batch_size, sums, work)
 
 

@@ -45,7 +45,7 @@ def _dequantized(layer: QuantizedLayer, bias: Tensor | None, dtype: torch.dtype,
 
 
 def _weight(layer: QuantizedLayer, dtype: torch.dtype, device: str) -> Tensor:
-    if isinstance(layer, FourBitLayer | IntegerLayer | MicroscaledLayer):
+    if isinstance(layer, FourBitLayer | IntegerLayer | MicroscaledLayer) and not layer.scheme.get("input_activations"):
         return layer.dequantize(dtype, device)
     _, sentence = layer.build(None, dtype, device)
     raise StageError(

@@ -25,6 +25,7 @@ from optkit.algorithms.microscaling import (
     quantize_mxfp4,
     quantize_nvfp4,
     round_to_e2m1,
+    rounded_inputs,
     unpack,
 )
 
@@ -167,6 +168,25 @@ def test_bytes_are_those_of_compressed_tensors(
         assert torch.equal(again.codes, quantized.codes)
         back = compressor.decompress({leaf: tensor.clone() for leaf, tensor in ours.items()}, scheme)["weight"]
         assert torch.equal(back, again.dequantize().bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_inputs_are_rounded_as_compressed_tensors_rounds_them(name: str, dtype: torch.dtype) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import QuantizationStatus
+    from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    inputs = random_weight(6, 64, 3, dtype).view(2, 3, 64).clone()
+    inputs[0, 0], inputs[1, 1, :16], inputs[1, 2, 5] = 0, 1e-7, 300  # nothing, too little, beyond the global scale
+    shared = nvfp4_global_scale([inputs[0]]) if name == "nvfp4" else None
+    layer = torch.nn.Linear(64, 4)
+    layer.quantization_status, layer.input_global_scale = QuantizationStatus.FROZEN, shared
+    theirs = forward_quantize(layer, inputs, "input", preset_name_to_scheme(name.upper(), ["Linear"]).input_activations)
+    ours = rounded_inputs(inputs, shared)
+    assert ours.dtype == dtype
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])

@@ -10,9 +10,11 @@ from optkit.execute import check_packages
 from optkit.model.checkpoint import Checkpoint
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
+from optkit.stages.cast import Cast
 from optkit.stages.fp8 import Fp8
 from optkit.stages.int8 import Int8
 from optkit.stages.lora_recover import LoraRecover
+from optkit.stages.mx import Mx
 from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import SmoothQuant
 from optkit.store.store import Store
@@ -75,6 +77,7 @@ WITHOUT_GRADIENTS = [
     (Fp8(), r"its weights \(fp8\)", "float-quantized weights"),
     (Int8(), "8-bit weights of bitsandbytes", "8-bit weights of bitsandbytes"),
     (ROUNDED_INPUTS, r"its weights \(.*\)", "int-quantized weights"),
+    (Mx(type="mxfp4", activations="dynamic"), r"its weights \(mxfp4\)", "mxfp4-pack-quantized weights"),
 ]
 
 
@@ -83,6 +86,9 @@ def test_weights_without_gradients_are_refused(
     tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any], stage: Any, what: str, planned: str
 ) -> None:
     source, base = tiny_model("llama"), tmp_path / "base"
+    if isinstance(stage, Mx):
+        run(Cast(dtype="bfloat16"), source, tmp_path / "halved")
+        source = tmp_path / "halved"
     run(stage, source, base)
     left, origin = stage.predict(Checkpoint(source).shape, "cpu")[1], Checkpoint(source).shape
     with pytest.raises(
