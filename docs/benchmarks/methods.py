@@ -39,6 +39,7 @@ GPTQ = stage("gptq", **GRID, **TEXT)
 GPTQ3 = stage("gptq", bits=3, **GRID, **TEXT)
 HEADS = stage("rotate", residual=False)
 BF16 = stage("cast", dtype="bfloat16")
+INPUTS = {"activations": "dynamic", **TEXT}
 METHODS: dict[str, list[dict[str, Any]]] = {
     "unmodified": [],
     "rotate + smoothquant": [stage("rotate"), stage("smoothquant", **TEXT)],
@@ -68,6 +69,17 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "cast + mxfp4": [BF16, stage("mx", type="mxfp4")],
     "cast + nvfp4, gptq": [BF16, stage("mx", type="nvfp4", rounding="gptq", **TEXT)],
     "cast + mxfp4, gptq": [BF16, stage("mx", type="mxfp4", rounding="gptq", **TEXT)],
+    "cast + nvfp4, inputs too": [BF16, stage("mx", **INPUTS)],
+    "cast + nvfp4, gptq, inputs too": [BF16, stage("mx", rounding="gptq", **INPUTS)],
+    "rotate + cast + nvfp4, gptq, inputs too": [stage("rotate"), BF16, stage("mx", rounding="gptq", **INPUTS)],
+    "rotate (heads) + cast + nvfp4, gptq, inputs too": [HEADS, BF16, stage("mx", rounding="gptq", **INPUTS)],
+    "rotate + cast + nvfp4, gptq": [stage("rotate"), BF16, stage("mx", rounding="gptq", **TEXT)],
+    "cast + mxfp4, gptq, inputs too": [BF16, stage("mx", type="mxfp4", rounding="gptq", **INPUTS)],
+    "rotate + cast + mxfp4, gptq, inputs too": [
+        stage("rotate"),
+        BF16,
+        stage("mx", type="mxfp4", rounding="gptq", **INPUTS),
+    ],
     "rtn": [stage("rtn", **GRID)],
     "gptq, 3 bits": [GPTQ3],
     "awq_scale + gptq, 3 bits": [stage("awq_scale", bits=3, **GRID, **TEXT), GPTQ3],

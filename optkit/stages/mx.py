@@ -37,8 +37,10 @@ if TYPE_CHECKING:
 
 WORK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 """What rounding holds beside the weights and their codes; it works on a few rows at a time."""
-FLOAT_BYTES = 16
-"""Of a weight that GPTQ rounds: it, what is left of it, its steps and its values, in float32."""
+FLOAT_BYTES = 24
+"""Of a weight that GPTQ rounds: it, its values, its steps, the gradient, and what is computed on the way, in
+float32.
+"""
 
 
 class Mx(LayerQuantizer):
@@ -49,7 +51,7 @@ class Mx(LayerQuantizer):
     kind: ClassVar[str] = "mx"
     example: ClassVar[str] = "- bf16\n- mx: {type: nvfp4}"
     for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
     # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them.
@@ -65,8 +67,9 @@ class Mx(LayerQuantizer):
     """
     rounding: Literal["nearest", "gptq"] = Field(default="nearest", exclude_if=lambda value: value == "nearest")
     """`nearest`: each weight to the nearest number, without looking at any text. `gptq`: it makes
-    up for the errors of those rounded before it, on the calibration text (arXiv:2210.17323), and
-    `scale_search: mse` weighs each input by its activations."""
+    up for the errors of those rounded before it, on the calibration text (arXiv:2210.17323);
+    `scale_search: mse` weighs each input by its activations, and turns of better scales and better
+    codes follow."""
     activations: Literal["none", "dynamic"] = Field(default="none", exclude_if=lambda value: value == "none")
     """`dynamic`: engines round the inputs of layers to the same floats, each block with a scale of its
     own; the global scale that nvfp4 needs for them comes from the calibration text. `none`: inputs
