@@ -18,6 +18,7 @@ from optkit.kernels.cpu.float_linear import use_float_kernels_
 from optkit.kernels.cpu.huge_pages import into_huge_pages_
 from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.checkpoint_share import CheckpointShare
 from optkit.model.experts import unfuse_experts_
 from optkit.model.names import (
     compute_missing_,
@@ -80,6 +81,8 @@ def match_packed(
     do not belong together.
     """
     model = empty_model(checkpoint, dtype, trust_remote_code, **options)
+    if isinstance(checkpoint, CheckpointShare):
+        checkpoint.shrink_(model)
     unfuse_experts_(model, stored_parameters(model, checkpoint))
     layers = _layers_by_module(model, checkpoint, quantized)
     names = match_tensors(model, _with_float_weights(model, checkpoint, layers))

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-BY_OUTPUTS, BY_INPUTS = 0, 1
-"""Dimensions of a weight along which it is split."""
+SPLIT_BY = "split_by"
+"""What a layer has that holds a share without transformers' doing: BY_OUTPUTS or BY_INPUTS."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -31,4 +31,6 @@ def is_split(tensor: Tensor | None) -> bool:
 def split_dimension(layer: nn.Module) -> int | None:
     """Return BY_OUTPUTS or BY_INPUTS for a layer's weight, None if it is not split."""
     weight: Any = getattr(layer, "weight", None)
+    if (told := getattr(layer, SPLIT_BY, None)) is not None:
+        return int(told)
     return int(weight.placements[0].dim) if is_split(weight) else None

@@ -73,7 +73,9 @@ class Rank:
         """Say what is open, and a number that must be the same everywhere."""
         session = self.session
         probe = session.logits(torch.arange(min(4, session.vocabulary)).unsqueeze(0))
-        held = sum(part.numel() * part.element_size() for part in map(local_part, set(session.model.parameters())))
+        tensors = (*session.model.parameters(), *session.model.buffers())
+        storages = [local_part(tensor).untyped_storage() for tensor in tensors]
+        held = {storage.data_ptr(): storage.nbytes() for storage in storages}  # layers of a graph are views of one
         return {
             "vocabulary": session.vocabulary,
             "positions": session.positions,
@@ -82,7 +84,7 @@ class Rank:
             "notes": as_pairs(session.notes),
             "codes_cache": session.codes_cache,
             "compiled": session.compiled,
-            "weights": held,
+            "weights": sum(held.values()),
             "probe": [list(probe.shape), probe.double().sum().item()],
         }
 

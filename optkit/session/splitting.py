@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from optkit.devices import process_group
+from optkit.kernels.shares import SPLIT_BY
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.checkpoint_share import CheckpointShare
+from optkit.model.split_plan import BY_INPUTS, BY_OUTPUTS
 
 _joined: list[DeviceMesh] = []
 
@@ -29,6 +34,38 @@ def share_kwargs(devices: int) -> dict[str, Any]:
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=devices, tp_plan="auto"), "device_mesh": _joined[0]}
+
+
+def share_of(checkpoint: Checkpoint) -> CheckpointShare:
+    """Return this process's share of a checkpoint with packed weights.
+    Raises StageError if they cannot be split.
+    """
+    return CheckpointShare(checkpoint, distributed.get_rank(), distributed.get_world_size())
+
+
+def add_up_(model: PreTrainedModel, checkpoint: CheckpointShare) -> None:
+    """Let the layers of a share give what the layers of the whole model would, where the next one needs it."""
+    head: Any = model.get_output_embeddings()
+    if checkpoint.dimension_of("lm_head.weight") is None:  # it is the embedding, which is whole
+        head.weight = nn.Parameter(head.weight.chunk(checkpoint.count)[checkpoint.index], requires_grad=False)
+    for name, module in model.named_modules():
+        dimension = BY_OUTPUTS if module is head else checkpoint.dimension_of(f"{name}.weight")
+        if dimension is not None:
+            setattr(module, SPLIT_BY, dimension)
+        if dimension == BY_INPUTS:
+            module.register_forward_hook(_summed)
+    head.register_forward_hook(_side_by_side)
+
+
+def _summed(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+    distributed.all_reduce(output)
+    return output
+
+
+def _side_by_side(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+    found = [torch.empty_like(output) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(found, output.contiguous())
+    return torch.cat(found, -1)
 
 
 def is_split(model: PreTrainedModel) -> bool:

@@ -21,6 +21,7 @@ from optkit.model.adapter import read_adapter
 from optkit.model.attention_choice import eager_note
 from optkit.model.carried_state import check_keys_and_values
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.checkpoint_share import CheckpointShare
 from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import return_freed_memory
 from optkit.model.pooling import pooling_for
@@ -28,6 +29,7 @@ from optkit.model.skeleton import stored_dtype
 from optkit.model.state_kernels import silence_fallbacks_, state_kernels_note
 from optkit.model.task import ENCODER_DECODERS, Task, task_of
 from optkit.session.loading import load_by_transformers
+from optkit.session.splitting import add_up_, is_joined, share_of
 from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.torch_encoder_decoder import TorchEncoderDecoder
 from optkit.session.torch_session import TorchSession
@@ -79,6 +81,8 @@ def _load(
     packed = bool(checkpoint.quantization or scales)
     found = [setting.loading(opening, checkpoint, packed) for setting in opening.settings]
     spread = next((each for each in found if each), None)
+    if packed and is_joined():
+        checkpoint = share_of(checkpoint)
     quantized = quantized_layers(checkpoint)
     if quantized or (scales and not checkpoint.quantization):
         model, notes = load_packed(
@@ -90,6 +94,8 @@ def _load(
             opening.trust_remote_code,
             **opening.load_kwargs,
         )
+        if isinstance(checkpoint, CheckpointShare):
+            add_up_(model, checkpoint)
     else:
         model, notes = load_by_transformers(opening, checkpoint, dtype, spread)
     if checkpoint.quantization and (adapter := read_adapter(checkpoint.directory)):
@@ -106,7 +112,9 @@ def _cpu_decoder(
     Nothing may be asked of decode steps but that they are the model's.
     """
     changed = any(setting.changes_products() for setting in opening.settings)
-    plain = opening.device == "cpu" and new_cache is None and not _is_compiled(model) and not changed
+    plain = (
+        opening.device == "cpu" and not is_joined() and new_cache is None and not _is_compiled(model) and not changed
+    )
     return step_decoder(model) if plain else (None, [])
 
 

@@ -19,8 +19,9 @@ class CudaGraphs(Setting):
     It takes decoders of RMS norms, rotary embeddings and grouped heads in bfloat16 or float16, with
     weights in 4, 8 or 16 bits. What a layer is made of is read from the model's modules.
 
-    Beside `tensor_parallel` each GPU has a graph of its share: whole heads and columns of float
-    weights. At opening its logits are compared with the model's own. A model that it does not know is
+    Beside `tensor_parallel` each GPU has a graph of its share, of whole heads and columns.
+
+    At opening its logits are compared with the model's own. A model that it does not know is
     compiled in its place (`compile: reduce-overhead`), and a note says why. Up to 256 sequences at
     once; larger batches run through the model itself. On the CPU nothing changes.
     """

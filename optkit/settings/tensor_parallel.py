@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,9 +13,8 @@ from optkit.common.byte_sizes import size_text
 from optkit.environment import gpu_memory_bytes, visible_gpus
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.config_defaults import assigned, config_class
-from optkit.model.kv_scales import split_kv_scales
 from optkit.model.shape import ModelShape
+from optkit.model.split_plan import plan_of, splits_packed, style_of
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
 from optkit.settings.speculative import Speculative
@@ -26,12 +23,14 @@ from optkit.stage import Format, Loading, Opening, Setting
 EXCLUDED: dict[type[Setting], str] = {
     Speculative: "The processes follow one request token by token",
 }
-PLAN = "base_model_tp_plan"
 
 
 class TensorParallel(Setting):
     """Split the model over several GPUs of one host by transformers' plan for its architecture.
     Each GPU has a process.
+
+    Packed weights are split by whole groups if they are in compressed-tensors. Layers that round
+    their inputs (`fp8`, `smoothquant`) round each share with scales of its own.
 
     optkit starts the processes when the model is opened and ends them when it is closed. Each holds
     its share of the heads, of the feed-forward columns and of lm_head. They exchange partial sums
@@ -54,17 +53,17 @@ class TensorParallel(Setting):
     """GPUs, from the session's device on (`cuda` is the first); on a CPU processes."""
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError for too few GPUs or too small ones, or packed weights.
+        """Raise StageError for too few GPUs or too small ones, or packed weights that cannot be split.
         An architecture without a plan and sizes that do not divide are refused too.
         """
-        if shape.config.get("quantization_config"):
+        if shape.config.get("quantization_config") and not splits_packed(shape):
             raise _packed_weights_error()
         self.check_devices(device, visible_gpus())
         architecture = architectures_of(shape.config)
-        plan = stored_plan(text_config(shape.config).get("model_type", ""))
+        plan = plan_of(shape)
         if plan is not None and not plan:
             raise no_plan_error(architecture)
-        if problems := list(_problems(shape, _with_head(shape, plan or {}), self.devices)):
+        if problems := list(_problems(shape, plan or {}, self.devices)):
             raise StageError(
                 f"{architecture} cannot be split over {self.devices} devices: {'; '.join(problems)}",
                 where="tensor_parallel",
@@ -108,8 +107,8 @@ class TensorParallel(Setting):
 
         if is_joined():
             return None
-        checkpoint, scales = split_kv_scales(Checkpoint(opening.directory))
-        if checkpoint.quantization or scales:
+        checkpoint = Checkpoint(opening.directory)
+        if checkpoint.quantization and not splits_packed(checkpoint.shape):
             raise _packed_weights_error()
         self.check_devices(opening.device, torch.cuda.device_count())
         return ParallelSession(opening, self.devices)
@@ -131,7 +130,7 @@ class TensorParallel(Setting):
         """Return the bytes of weights on each device, by the sizes on disk.
         They are all of them if the plan is not known.
         """
-        plan = _with_head(shape, stored_plan(text_config(shape.config).get("model_type", "")) or {})
+        plan = plan_of(shape) or {}
         return sum(
             info.size_bytes // (self.devices if _split(name, plan) else 1) for name, info in shape.tensors.items()
         )
@@ -148,9 +147,9 @@ class TensorParallel(Setting):
 def _packed_weights_error() -> StageError:
     """Return the error for a model whose layers hold codes."""
     return StageError(
-        "packed weights cannot be split",
+        "packed weights of this format or architecture cannot be split",
         where="tensor_parallel",
-        why="The kernels of their layers take whole matrices in their own layout",
+        why="Of compressed-tensors alone each device can read whole heads and columns, without a cache of codes",
         remedy="Take tensor_parallel out of the recipe, leave the weights in floats, or serve the artifact "
         "with vLLM's tensor parallelism",
     )
@@ -166,19 +165,6 @@ def no_plan_error(architecture: str) -> StageError:
     )
 
 
-@cache
-def stored_plan(model_type: str) -> Mapping[str, str] | None:
-    """Return transformers' plan for a model type, read without importing it.
-    Empty if it has none, None if nobody can tell.
-    """
-    found = config_class(model_type)
-    plan = assigned(found).get(PLAN) if found else None
-    if plan is not None:
-        return dict(ast.literal_eval(plan) or {})
-    inherits = found and [base.id for base in found.bases if isinstance(base, ast.Name)] != ["PreTrainedConfig"]
-    return None if found is None or inherits else {}
-
-
 def _problems(shape: ModelShape, plan: Mapping[str, str], devices: int) -> Iterator[str]:
     """Yield the numbers that the devices do not divide."""
     config = text_config(shape.config)
@@ -192,42 +178,22 @@ def _problems(shape: ModelShape, plan: Mapping[str, str], devices: int) -> Itera
             yield f"{value} {name}"
     seen: set[str] = set()
     for name, info in shape.tensors.items():
-        style = _style(name, plan)
+        style = style_of(name, plan)
         generic = re.sub(r"\.\d+\.", ".*.", name)
         if style is None or len(info.shape) != 2 or generic in seen:
             continue
         seen.add(generic)
         by_rows = style.startswith("rowwise")
         size = info.shape[1] if by_rows else info.shape[0]
-        if size % devices:
+        if size > 1 and size % devices:  # one scale of all inputs is everybody's
             yield f"{size:,} {'inputs' if by_rows else 'outputs'} of {generic.removesuffix('.weight')}"
-
-
-def _with_head(shape: ModelShape, plan: Mapping[str, str]) -> Mapping[str, str]:
-    """Return a plan with lm_head, which the class of the model adds.
-    A tied embedding is split like it.
-    """
-    tied = shape.config.get("tie_word_embeddings") or not any(name.endswith("lm_head.weight") for name in shape.tensors)
-    return {**plan, "lm_head": "colwise", **({"embed_tokens": "colwise"} if tied else {})} if plan else {}
 
 
 def _split(name: str, plan: Mapping[str, str]) -> bool:
     """Whether each device holds only a share of a tensor."""
-    style = _style(name, plan)
+    style = style_of(name, plan)
     return (
         style is not None
         and not style.startswith("replicated")
         and not (style.startswith("rowwise") and name.endswith(".bias"))
     )
-
-
-def _style(name: str, plan: Mapping[str, str]) -> str | None:
-    """Return how a tensor of the checkpoint is split.
-    Experts lie there one by one and are joined by transformers.
-    """
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    module = generic.rpartition(".")[0]
-    found = next((style for key, style in plan.items() if module.endswith(key)), None)
-    if found is None and ".experts.*" in module:
-        return next((style for key, style in plan.items() if key.endswith("experts")), None)
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +16,49 @@ from optkit.session import open_session, rank_group
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.precision import Precision
 from optkit.settings.tensor_parallel import TensorParallel
+from optkit.stage import Context, Transform
+from optkit.stages.fp8 import Fp8
+from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.near import near
 
 GRAPH_RANK = str(Path(__file__).parents[1] / "support" / "graph_rank.py")
 TWO = TensorParallel(devices=2)
+RTN = Rtn(group_size=32, symmetric=False)
 
 
-@pytest.fixture
-def opened(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Open models of two processes, each with the graph's kernels in torch."""
-    monkeypatch.setattr(rank_group, "PROGRAM", GRAPH_RANK)
-    sessions: list[Any] = []
-
-    def open_(name: str) -> Any:
-        sessions.append(open_session(tiny_model(name), [TWO, CudaGraphs()]))
-        return sessions[-1]
-
-    yield open_
-    for session in sessions:
-        session.close()
+@pytest.fixture(autouse=True)
+def _graph_ranks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Let the processes on CPUs have the graph's kernels in torch."""
+    if "gpu" not in request.keywords:
+        monkeypatch.setattr(rank_group, "PROGRAM", GRAPH_RANK)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3"])
-def test_two_shares_decode_what_the_whole_model_does(
-    name: str, opened: Callable[[str], Any], tiny_model: TinyModel
-) -> None:
-    split, alone = opened(name), open_session(tiny_model(name))
+@pytest.mark.usefixtures("warm_children")
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_two_shares_decode_what_the_whole_model_does(name: str, tiny_model: TinyModel) -> None:
+    split: Any = open_session(tiny_model(name), [TWO, CudaGraphs()])
+    alone: Any = open_session(tiny_model(name))
     assert not any("cuda_graphs" in note for note in split.notes), split.notes
     tokens = torch.randint(5, 90, (3, 12), generator=torch.Generator().manual_seed(0))
     assert split.attention_kernels(tokens).endswith("kernels of its own in steps")
-    assert split.generate(tokens, 8).equal(alone.generate(tokens, 8))  # type: ignore[union-attr]
-    assert near(split.logits(tokens), alone.logits(tokens), 1e-4)  # type: ignore[union-attr]
+    assert split.generate(tokens, 8).equal(alone.generate(tokens, 8))
+    assert near(split.logits(tokens), alone.logits(tokens), 1e-4)
+    split.close()
+
+
+@pytest.mark.usefixtures("warm_children")
+def test_shares_of_packed_weights_decode_as_without_the_graph(tiny_model: TinyModel, tmp_path: Path) -> None:
+    Fp8().run(tiny_model("qwen2"), tmp_path, Context())
+    tokens = torch.randint(5, 90, (3, 12), generator=torch.Generator().manual_seed(0))
+    written = []
+    for settings in ([TWO, CudaGraphs()], [TWO]):
+        session: Any = open_session(tmp_path, settings)
+        assert not any("cuda_graphs" in note for note in session.notes), session.notes
+        assert ("own in steps" in session.attention_kernels(tokens)) == (len(settings) == 2)
+        written.append(session.generate(tokens, 8))
+        session.close()
+    assert written[0].equal(written[1])
 
 
 @pytest.mark.parametrize(
@@ -79,12 +89,17 @@ def test_other_ways_to_split_say_why(name: str, dimension: int, reason: str) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_two_gpus_choose_what_float32_would(name: str, tiny_model: TinyModel) -> None:
-    settings = [Precision(mode="bf16"), CudaGraphs()]
-    split: Any = open_session(tiny_model(name), [*settings, TWO], "cuda")
-    own: Any = open_session(tiny_model(name), settings[:1], "cuda")
-    exact: Any = open_session(tiny_model(name), device="cuda", dtype="float32")
+@pytest.mark.parametrize(("name", "stage"), [("llama", None), ("gemma3", None), ("llama", RTN), ("qwen2", Fp8())])
+def test_two_gpus_choose_what_float32_would(
+    name: str, stage: Transform | None, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    settings, directory = [Precision(mode="bf16"), CudaGraphs()], tiny_model(name)
+    if stage:
+        stage.run(directory, tmp_path, Context())
+        directory = tmp_path
+    split: Any = open_session(directory, [*settings, TWO], "cuda")
+    own: Any = open_session(directory, settings[:1], "cuda")
+    exact: Any = open_session(directory, device="cuda", dtype="float32")
     assert not any("cuda_graphs" in note for note in split.notes), split.notes
     for batch, prompt in ((1, 5), (3, 140), (12, 17), (45, 9), (256, 3)):
         tokens = torch.randint(0, 90, (batch, prompt), generator=torch.Generator().manual_seed(batch))

@@ -19,6 +19,7 @@ from optkit.errors import EvalError, OptkitError, RecipeError, SourceError, Stag
 from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.split_plan import stored_plan
 from optkit.pipeline import open_artifact, plan, run
 from optkit.recipe.recipe import load_recipe
 from optkit.reports.profiling.run import _check
@@ -31,7 +32,7 @@ from optkit.settings.compile import Compile
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.offload import Offload
 from optkit.settings.speculative import Speculative
-from optkit.settings.tensor_parallel import TensorParallel, stored_plan
+from optkit.settings.tensor_parallel import TensorParallel
 from optkit.source.models import ModelSource, model_shape
 from optkit.stage import Setting
 from tests.conftest import TinyModel
@@ -255,7 +256,7 @@ def test_the_plan_is_transformers_own(tiny_model: TinyModel) -> None:
             2,
             {"quantization_config": {"bits": 4}},
             r"^tensor_parallel: packed "
-            r"weights cannot be split\. .*vLLM",
+            r"weights of this format or architecture cannot be split\. .*vLLM",
         ),
         (
             "gpt2",
@@ -326,17 +327,6 @@ def test_settings_that_exclude_it(tiny_model: TinyModel, other: Setting, why: st
     if named := kind.get(type(other).__name__):
         with pytest.raises(RecipeError, match="exclude each other"):
             load_recipe({"model": str(tiny_model("llama")), "stages": [named, {"tensor_parallel": 2}]})
-
-
-def test_packed_weights_are_refused_when_a_model_is_opened(tiny_model: TinyModel, tmp_path: Path) -> None:
-    run(
-        load_recipe({"model": str(tiny_model("llama")), "stages": ["rtn"]}),
-        out=tmp_path / "out",
-        device="cpu",
-        store=tmp_path / "s",
-    )
-    with pytest.raises(StageError, match=r"^tensor_parallel: packed weights cannot be split"):
-        open_session(tmp_path / "out", [TWO])
 
 
 def test_a_plan_nobody_knows_is_left_to_the_opening() -> None:

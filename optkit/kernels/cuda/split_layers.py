@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from optkit.kernels.cuda.step_layers import head_norms, is_gelu, mlp_of, width_of
-from optkit.kernels.shares import BY_INPUTS, BY_OUTPUTS, split_dimension
+from optkit.kernels.shares import split_dimension
+from optkit.model.split_plan import BY_INPUTS, BY_OUTPUTS
 
 SUMMED = {"o_proj", "down_proj"}
 """Whose products are sums over the GPUs of a split model."""

@@ -19,7 +19,8 @@ from optkit.kernels.cuda.schedule import ROWS
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.eight_bit_linear import EightBitLinear
 from optkit.kernels.float8_linear import Float8Linear
-from optkit.kernels.shares import BY_INPUTS, local_part, split_dimension
+from optkit.kernels.shares import local_part, split_dimension
+from optkit.model.split_plan import BY_INPUTS
 
 HEAD_STEP, LARGEST_HEAD = 16, 256
 """Channels of a head that the attention kernel knows: multiples of the one up to the other."""

@@ -1,0 +1,71 @@
+"""How transformers splits a model's matrices over devices: its plan for an architecture, and which
+dimension of a tensor each device has a share of. No torch is needed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from functools import cache
+
+from optkit.model.config_defaults import assigned, config_class
+from optkit.model.shape import ModelShape
+from optkit.model.text_config import text_config
+
+PLAN = "base_model_tp_plan"
+BY_OUTPUTS, BY_INPUTS = 0, 1
+"""Dimensions of a weight [out, in] along which it is split."""
+STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+"""What a plan says of matrices if it splits whole heads and columns."""
+
+
+@cache
+def stored_plan(model_type: str) -> Mapping[str, str] | None:
+    """Return transformers' plan for a model type, read without importing it.
+    Empty if it has none, None if nobody can tell.
+    """
+    found = config_class(model_type)
+    plan = assigned(found).get(PLAN) if found else None
+    if plan is not None:
+        return dict(ast.literal_eval(plan) or {})
+    inherits = found and [base.id for base in found.bases if isinstance(base, ast.Name)] != ["PreTrainedConfig"]
+    return None if found is None or inherits else {}
+
+
+def plan_of(shape: ModelShape) -> Mapping[str, str] | None:
+    """Return the plan of a model with lm_head, which the class of the model adds.
+    A tied embedding is split like it; it is whole beside packed weights. Empty if there is none,
+    None if nobody can tell.
+    """
+    plan = stored_plan(text_config(shape.config).get("model_type", ""))
+    tied = shape.config.get("tie_word_embeddings") or not any(name.endswith("lm_head.weight") for name in shape.tensors)
+    ends = {"lm_head": "colwise"} | ({"embed_tokens": "colwise"} if tied else {})
+    return {**plan, **({} if tied and shape.config.get("quantization_config") else ends)} if plan else plan
+
+
+def splits_packed(shape: ModelShape) -> bool:
+    """Say whether the packed weights of a model can be split.
+    That is compressed-tensors, without scales of a KV cache, by whole heads and columns.
+    """
+    quantization, plan = shape.config.get("quantization_config") or {}, plan_of(shape) or {}
+    ours = quantization.get("quant_method") == "compressed-tensors" and not quantization.get("kv_cache_scheme")
+    return ours and bool(plan) and set(plan.values()) <= STYLES
+
+
+def style_of(name: str, plan: Mapping[str, str]) -> str | None:
+    """Return how a tensor of the checkpoint is split.
+    Experts lie there one by one and are joined by transformers.
+    """
+    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    module = generic.rpartition(".")[0]
+    found = next((style for key, style in plan.items() if module.endswith(key)), None)
+    if found is None and ".experts.*" in module:
+        return next((style for key, style in plan.items() if key.endswith("experts")), None)
+    return found
+
+
+def split_dimension_of(name: str, plan: Mapping[str, str]) -> int | None:
+    """Return BY_OUTPUTS or BY_INPUTS for a tensor or module of which each device has a share, else None."""
+    style = style_of(name, plan) or ""
+    return BY_OUTPUTS if style.startswith("colwise") else BY_INPUTS if style.startswith("rowwise") else None
