@@ -85,8 +85,8 @@ class GeneratingSession(TextSession):
 
     def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
         """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
-        steps = [step.unsqueeze(1) for step in self.stream(tokens, new_tokens)]
-        return torch.cat([tokens.to(self.device), *steps], dim=1)
+        steps = list(self.stream(tokens, new_tokens))
+        return torch.cat([tokens.to(self.device), *(step.to(self.device).unsqueeze(1) for step in steps)], dim=1)
 
     @abstractmethod
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:

@@ -72,7 +72,9 @@ class ParallelSession(GeneratingSession):
         return found.reshape(shape)
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield the greedy tokens, int64 [batch], each when all devices have finished it."""
+        """Yield the greedy tokens, int64 [batch], on the CPU, each when all devices have finished it:
+        a copy to the first device would stand in line with the next step.
+        """
         self._ranks.call("stream", tokens=tokens.tolist(), new_tokens=new_tokens)
         return self._stream(new_tokens)
 
@@ -107,7 +109,7 @@ class ParallelSession(GeneratingSession):
 
     def _stream(self, new_tokens: int) -> Iterator[Tensor]:
         for _ in range(new_tokens):
-            yield torch.tensor(self._ranks.call("next")[0], dtype=torch.int64, device=self.device)
+            yield torch.tensor(self._ranks.call("next")[0], dtype=torch.int64)
 
     def _check_alike(self, told: Sequence[dict[str, Any]]) -> None:
         """Raise StageError if the ranks do not compute the same logits of a few tokens.

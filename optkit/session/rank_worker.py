@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,7 @@ class Rank:
         self.session = opened
         self.session.choose = _agreed
         self._answers: Iterator[Tensor] = iter(())
+        self._aside = nullcontext() if job.device == "cpu" else torch.cuda.stream(torch.cuda.Stream())
         self._watching, self._peak = ExitStack(), Peak()
 
     def opened(self) -> dict[str, Any]:
@@ -107,7 +108,9 @@ class Rank:
 
     def next(self) -> list[int]:
         """Return the next tokens, one of each sequence."""
-        found: list[int] = next(self._answers).tolist()
+        tokens = next(self._answers)
+        with self._aside:  # on the usual stream a copy would wait for the step that runs by now
+            found: list[int] = tokens.tolist()
         return found
 
     def decode_bytes(self, batch: int, context: int) -> int:
