@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.cost import Cost
 from optkit.model.packed_floats import STALE, WORK_BYTES, float_dtype, float_shape, largest_weight, notes_on_floats
+from optkit.model.safetensors_file import SHARD_BYTES
 from optkit.model.shape import ModelShape
 from optkit.model.unpacked import PLACE, PREFIX
 from optkit.model.writer import copy_companions, write_config, write_json
@@ -35,10 +36,12 @@ def as_floats(packed: Path, trusted: bool = False) -> Iterator[Path]:
         yield place
 
 
-def unpacking(cost: Cost, packed: ModelShape) -> Cost:
-    """Return what a step needs that reads packed weights as floats; unpacking is done on the CPU."""
-    work = largest_weight(packed) * WORK_BYTES
-    return cost.model_copy(update={"ram_bytes": cost.ram_bytes + work}).noting(notes(packed))
+def unpacking(cost: Cost, packed: ModelShape, left: ModelShape) -> Cost:
+    """Return what a step needs that reads packed weights as floats, and leaves `left`. A weight is unpacked
+    on the CPU before anything is done with it, while a shard waits to be written.
+    """
+    least = min(left.size_bytes, SHARD_BYTES) + largest_weight(packed) * WORK_BYTES
+    return cost.model_copy(update={"ram_bytes": max(cost.ram_bytes, least)}).noting(notes(packed))
 
 
 def notes(packed: ModelShape) -> tuple[str, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -57,7 +57,7 @@ def test_a_stage_that_reads_tensors_makes_the_floats_itself(deepseek: Path, pack
         assert kinds(found) == ["model", "rtn"]
         assert found.steps[-1].key == by_hand.steps[-1].key  # the same weights
         assert found.disk_bytes == by_hand.steps[-1].cost.disk_bytes < by_hand.disk_bytes
-        assert by_hand.steps[-1].cost.ram_bytes < found.ram_bytes < 2 * by_hand.ram_bytes
+        assert by_hand.steps[-1].cost.ram_bytes <= found.ram_bytes < 2 * by_hand.ram_bytes
     assert plan(tmp_path, deepseek, "rtn").steps[1].cost.notes[:1] == (
         "the weights, packed by fp8, are read as bfloat16, tensor by tensor; the packed model rounds "
         "what goes into its layers too, the float one does not",
@@ -84,7 +84,11 @@ STAGES = {
 
 
 @pytest.mark.parametrize("kind", STAGES)
-def test_what_is_left_is_what_is_left_behind_dequantize(deepseek: Path, tmp_path: Path, kind: str) -> None:
+def test_what_is_left_is_what_is_left_behind_dequantize(
+    deepseek: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and runs away from it all. " * 100)
     fields = {**STAGES[kind]}
@@ -97,7 +101,7 @@ def test_what_is_left_is_what_is_left_behind_dequantize(deepseek: Path, tmp_path
         files = Store(store).record(step.key)["files"]
         left.append({name: facts["sha256"] for name, facts in files.items()})
     assert left[0] == left[1]
-    assert not list(Path(gettempdir()).glob("optkit-floats-*"))
+    assert not list(temporary.glob("optkit-floats-*"))
 
 
 def test_a_stage_that_keeps_codes_does_not(deepseek: Path, packed: Path, tmp_path: Path) -> None:
