@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from optkit.errors import StageError
+from optkit.kernels.cuda import exchange
 from optkit.kernels.cuda.split_layers import why_not_split
 from optkit.session import open_session, rank_group
 from optkit.settings.cuda_graphs import CudaGraphs
@@ -85,6 +89,20 @@ def test_other_ways_to_split_say_why(name: str, dimension: int, reason: str) -> 
     else:
         block.set_submodule(name, nn.ReLU() if name.endswith("act_fn") else nn.RMSNorm(32))
     assert why_not_split(model) == reason
+
+
+def test_gpus_without_a_link_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = SimpleNamespace(
+        cuMemAlloc_v2=lambda *_: 0, cuMemsetD8_v2=lambda *_: 0, cuIpcGetMemHandle=lambda *_: 0,
+        cuIpcOpenMemHandle_v2=lambda *_: 217,
+    )  # fmt: skip
+    monkeypatch.setattr(exchange, "driver", lambda: refused)
+    monkeypatch.setattr(exchange, "_gathered", lambda value: [value, value])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.raises(StageError, match=r"^cuda_graphs: .*\. The GPUs cannot write into each other's memory\. See `nvidia-smi"):
+        exchange._shared_memories(1024, 0, torch.device("cuda", 0))
 
 
 @pytest.mark.gpu

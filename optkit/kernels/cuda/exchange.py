@@ -107,7 +107,12 @@ def _shared_memories(size: int, rank: int, device: torch.device) -> list[int]:
                 status = library.cuIpcOpenMemHandle_v2(ctypes.byref(place), given, OWN_ACCESS)
             found.append(place.value)
     if any(_gathered(status)):
-        raise StageError("no shared memory", where="cuda_graphs", why="the GPUs cannot write into each other's memory")
+        raise StageError(
+            f"{len(handles)} GPUs cannot share memory",
+            where="cuda_graphs",
+            why="The GPUs cannot write into each other's memory",
+            remedy="See `nvidia-smi topo -p2p w`, or take cuda_graphs out of the recipe",
+        )
     return found
 
 
