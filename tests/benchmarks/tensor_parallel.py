@@ -1,8 +1,8 @@
 """Llama-3-8B's shape in bfloat16 (random weights) on one GPU, on two by `tensor_parallel`, and on
 one with half of its layers offloaded.
 
-    python tests/benchmarks/tensor_parallel.py [--only PATTERN] [--model DIRECTORY] [--work DIRECTORY] \
-        [--out DIRECTORY] [--limit-s 170]
+    python tests/benchmarks/tensor_parallel.py [--only PATTERN] [--weights 'int4, groups of 128'] \
+        [--model DIRECTORY] [--work DIRECTORY] [--out DIRECTORY] [--limit-s 170]
 
 Prefill of 8 x 512 tokens, decoding of 1 and 32 sequences behind 128 tokens: greedy, 16 new tokens
 (128 by `cuda_graphs`, 4 if weights are offloaded), the median of 3 repeats after a warm-up, by the clocks of the eval
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_gpu import random_model
+from decode_gpu import WEIGHTS, random_model
 from optkit_evals.timing import answer, random_tokens
 from torch import Tensor
 
@@ -41,7 +41,7 @@ from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.offload import Offload
 from optkit.settings.precision import Precision
 from optkit.settings.tensor_parallel import TensorParallel
-from optkit.stage import Setting
+from optkit.stage import Context, Setting
 
 UPPER_HALF = ("model.layers.1[6-9]", "model.layers.2?", "model.layers.3?")
 WAYS: dict[str, Sequence[Setting]] = {
@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--work", type=Path, default=Path("/tmp/tensor_parallel"))
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
+    parser.add_argument("--weights", choices=WEIGHTS, default="bfloat16", help="what the model is made into first")
     parser.add_argument("--only", default="")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
@@ -79,6 +80,10 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     given.out.mkdir(parents=True, exist_ok=True)
     model = given.model or random_model(given.work / "model")
+    if (stage := WEIGHTS[given.weights]) and not (packed := given.work / given.weights).exists():
+        packed.mkdir()
+        stage.run(model, packed, Context(device=given.device))
+    model = given.work / given.weights if stage else model
     record: dict[str, Any] = {
         "environment": describe_environment(given.device),
         "made_s": round(time.monotonic() - begin, 1),

@@ -101,7 +101,9 @@ def test_gpus_without_a_link_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    with pytest.raises(StageError, match=r"^cuda_graphs: .*\. The GPUs cannot write into each other's memory\. See `nvidia-smi"):
+    with pytest.raises(
+        StageError, match=r"^cuda_graphs: .*\. The GPUs cannot write into each other's memory\. See `nvidia-smi"
+    ):
         exchange._shared_memories(1024, 0, torch.device("cuda", 0))
 
 
