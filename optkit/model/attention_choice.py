@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optkit.model.attention import HEADS
+from optkit.model.task import has_prefix
 from optkit.model.text_config import first_number, text_config
 
 EAGER = frozenset({
@@ -37,6 +38,7 @@ PHRASES = {
     "s_aux": "attention sinks",
     "position_bias": "the bias of the scores",
     "own_mask": "the causal mask beside the mask of its own",
+    "prefix": "the causal mask of a text that is no prompt",
 }
 HONOURED: Mapping[str, frozenset[str]] = {
     "eager": frozenset(PHRASES),
@@ -54,9 +56,7 @@ def asked_of_attention(config: Mapping[str, Any]) -> str:
     """Return the argument of `PHRASES` that a model with this config.json hands to its attention.
     It is empty if there is none.
     """
-    text = text_config(config)
-    asked = ASKED.get(_kind(config), "")
-    return "" if asked == "softcap" and text.get("attn_logit_softcapping", "the default") is None else asked
+    return "prefix" if has_prefix(config) else _asked_by_text(config)
 
 
 def needs_eager(config: Mapping[str, Any]) -> bool:
@@ -80,7 +80,7 @@ def eager_bytes(config: Mapping[str, Any], sequences: int, length: int) -> int:
 
 def caps_scores(config: Mapping[str, Any]) -> bool:
     """Say whether the scores of attention go through a tanh before the softmax."""
-    return asked_of_attention(config) == "softcap"
+    return _asked_by_text(config) == "softcap"
 
 
 def attention_options(config: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,6 +108,12 @@ def why_not_attention(config: Mapping[str, Any], implementation: str) -> str:
     if implementation == "sdpa" and _kind(config) in EAGER:
         return "transformers has the attention of this model as matrix products alone"
     return ""
+
+
+def _asked_by_text(config: Mapping[str, Any]) -> str:
+    asked = ASKED.get(_kind(config), "")
+    capped = text_config(config).get("attn_logit_softcapping", "the default") is not None
+    return asked if asked != "softcap" or capped else ""
 
 
 def _kind(config: Mapping[str, Any]) -> str:

@@ -47,7 +47,7 @@ TOWERS = ("vision_config", "audio_config")
 STREAM = "What it sees or hears enters the hidden states as its projector writes them"
 """Why they cannot be rotated or narrowed."""
 PREFIXED = frozenset({"paligemma"})
-"""`model_type` of those whose prompt is seen whole by each of its tokens, whatever config.json says."""
+"""`model_type` of those whose prompt is a prefix that each of its tokens sees whole, and a suffix behind it."""
 CONDITIONED = (MULTI_MODAL, "MTModel")
 """How the architectures of encoder-decoders end that generate."""
 MEL_BINS = "num_mel_bins"
@@ -138,7 +138,12 @@ def refuse_multi_modal(config: Mapping[str, Any], where: str, why: str, remedy: 
 
 def sees_ahead(config: Mapping[str, Any]) -> bool:
     """Say whether the tokens of a text see those behind them."""
-    return text_config(config).get("use_bidirectional_attention") is True or config.get("model_type") in PREFIXED
+    return text_config(config).get("use_bidirectional_attention") is True and not has_prefix(config)
+
+
+def has_prefix(config: Mapping[str, Any]) -> bool:
+    """Say whether the tokens of a prompt see all of it, and those of its answer what is before them."""
+    return config.get("model_type") in PREFIXED
 
 
 def is_built_in(model_type: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -15,6 +15,8 @@ from optkit.common.field_types import Name
 from optkit.common.files import reading
 from optkit.common.grouping import common_prefix
 from optkit.errors import MissingPackageError, SourceError
+from optkit.model.config_file import read_config
+from optkit.model.task import has_prefix
 from optkit.source.cut_text import CutText
 from optkit.source.hub_texts import FIRST_ROWS, read_hub_rows
 from optkit.source.pairs import Pair, pair_of_row, read_pairs
@@ -164,7 +166,11 @@ class Prompts:
         self._refuse(self.pairs[index], lengths[index])
 
     def check_template(self) -> None:
-        """Raise SourceError if the chat template is missing or writes nothing for an image."""
+        """Raise SourceError if the chat template is missing or writes nothing for an image.
+        A processor of prefixes and suffixes needs none.
+        """
+        if self._prefixes:
+            return
         where, remedy = str(self.directory), "Copy chat_template.jinja from the model's source"
         if not self._template:
             raise SourceError("the processor has no chat template", where=where, remedy=remedy)
@@ -193,8 +199,28 @@ class Prompts:
             return part if "text" in part else {**part, "image": next(decoded)}
 
         messages = [{**each, "content": [filled(part) for part in each["content"]]} for each in messages]
+        if self._prefixes:
+            return self._prefixed(pair, messages)
         with self._reading(pair):
             return dict(self._applied(messages, tokenize=True, return_dict=True, return_tensors="pt", **options))
+
+    @cached_property
+    def _prefixes(self) -> bool:
+        return has_prefix(read_config(self.directory / "config.json"))
+
+    def _prefixed(self, pair: Pair, messages: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return a question as the prefix, which the model sees whole, and its answer as the suffix."""
+        asked, *answers = messages
+        if len(answers) > 1 or asked["role"] != "user" or any(each["role"] != "assistant" for each in answers):
+            what = f"its messages are those of {', '.join(each['role'] for each in messages)}"
+            why = "A prompt of this model is a question, which it sees whole, and an answer"
+            raise SourceError(what, where=pair.where, why=why, remedy="Keep one of `user` and one of `assistant`")
+        pictures = [part["image"] for part in asked["content"] if "image" in part]
+        ends = {"suffix": _said(answers[0])} if answers else {}
+        with self._reading(pair):
+            text = self.processor.image_token * len(pictures) + _said(asked)
+            made = dict(self.processor(images=pictures, text=text, return_tensors="pt", **ends))
+        return {name: value for name, value in made.items() if name != "labels"}
 
     def _refuse(self, pair: Pair, length: int) -> None:
         if length > self.longest:
@@ -207,6 +233,10 @@ class Prompts:
 
     def _reading(self, pair: Pair) -> Any:
         return reading(pair.where, "the model's processor makes no prompt of it", "Look at its messages and images")
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    return "\n".join(part["text"] for part in message["content"] if "text" in part)
 
 
 def check_processor(directory: Path) -> None:

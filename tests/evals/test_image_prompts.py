@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -64,6 +65,33 @@ def test_the_loss_is_that_of_the_answers(directory, file, session):
     assert (
         "first 4 prompts with 4 images by the model's chat template, pixels by CLIPImageProcessorPil" in found.protocol
     )
+
+
+def test_a_question_is_seen_whole_and_its_answer_is_measured(file, tmp_path):
+    place = save_vision_model("paligemma", tmp_path / "model")
+    save_processor("paligemma", place)
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    asked = file.parent / "asked.jsonl"
+    roles = [
+        [{"role": "user", "content": "what is there"}, {"role": "assistant", "content": each["text"]}]
+        for each in records
+    ]
+    lines = [json.dumps({**each, "text": said}) for each, said in zip(records, roles, strict=True)]
+    asked.write_text("\n".join(lines))
+    (found,) = Perplexity(**fields(asked)).run(open_session(place), EvalContext())
+    model = AutoModelForImageTextToText.from_pretrained(place, dtype=torch.float32).eval()
+    processor, losses = AutoProcessor.from_pretrained(place), []
+    for record in records:
+        image = Image.open(file.parent / record["image"])
+        told = {"text": "<image>what is there", "suffix": record["text"], "images": image}
+        given = processor(**told, return_tensors="pt")
+        with torch.no_grad():
+            losses.append(float(model(**given).loss))
+    assert found.samples == pytest.approx(losses, abs=1e-5)
+    roles[0].append({"role": "user", "content": "and"})
+    asked.write_text("\n".join(json.dumps({**each, "text": said}) for each, said in zip(records, roles, strict=True)))
+    with pytest.raises(SourceError, match="its messages are those of user, assistant, user. A prompt of this model is"):
+        Perplexity(**fields(asked)).run(open_session(place), EvalContext())
 
 
 def test_the_image_decides(directory, file, session, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
+from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 from tests.support.vision_models import IMAGES, ImagePrompts, save_vision_model
@@ -36,7 +37,8 @@ def test_block_by_block_computes_what_the_whole_model_does(kind: str, tmp_path: 
     for index, block in enumerate(skeleton.blocks):
         with skeleton.loaded(block, "cpu", ""):
             skeleton.advance_(index, inputs)
-    whole, theirs = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32).eval(), list[Tensor]()
+    options = attention_options(skeleton.checkpoint.config, {"dtype": torch.float32})
+    whole, theirs = AutoModelForImageTextToText.from_pretrained(source, **options).eval(), list[Tensor]()
     watch((whole.get_submodule(block.name) for block in skeleton.blocks), theirs)
     with torch.no_grad():
         for number, prompt in enumerate(prompts):

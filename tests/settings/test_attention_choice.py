@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DogeConfig, DogeForCausalLM
+from transformers import AutoModelForImageTextToText, DogeConfig, DogeForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from optkit.errors import StageError
@@ -36,6 +36,7 @@ from optkit.training.teacher import LiveTeacher
 from tests.conftest import TinyModel
 from tests.support.near import near
 from tests.support.skeletons import changed_copy, logits_of, reference, some_tokens
+from tests.support.vision_models import save_vision_model
 
 TOKENS = some_tokens(2)
 PLAIN: Any = {
@@ -199,6 +200,24 @@ def test_the_others_are_as_they_were(tiny_model: TinyModel) -> None:
             for each in ("eager", "flex_attention", "flash_attention_2", "flash_attention_3")
         )
     assert attention_options({"model_type": "gpt_oss"}, {}) == {}
+
+
+@pytest.mark.parametrize("kind", ["paligemma", "paligemma2"])
+def test_a_text_is_causal_though_prompts_are_seen_whole(kind: str, tmp_path: Path) -> None:
+    """Without `token_type_ids` transformers' sdpa lets each token of PaliGemma see those behind it."""
+    source, tokens = save_vision_model(kind, tmp_path), torch.arange(1, 25)[None]
+    session = open_session(source)
+    told = {"dtype": torch.float32, "attn_implementation": "sdpa" if kind == "paligemma" else "eager"}
+    plain = AutoModelForImageTextToText.from_pretrained(source, **told).eval()
+    with torch.no_grad():
+        causal = plain(input_ids=tokens, token_type_ids=torch.ones_like(tokens)).logits
+        seen = plain(input_ids=tokens, token_type_ids=torch.zeros_like(tokens)).logits
+    torch.testing.assert_close(session.logits(tokens), causal, atol=1e-4, rtol=0)
+    torch.testing.assert_close(session.stepped_logits(tokens, 12), causal[:, 12:], atol=1e-4, rtol=0)
+    inputs = {"input_ids": tokens, "token_type_ids": torch.zeros_like(tokens)}
+    torch.testing.assert_close(session.prompt_logits(inputs), seen, atol=1e-4, rtol=0)
+    assert (causal - seen).abs().max() > 1
+    assert any("sdpa leaves out the causal mask of a text that is no prompt" in note for note in session.notes)
 
 
 def test_no_torch_at_import() -> None:

@@ -41,7 +41,11 @@ from tests.support.vision_models import save_vision_model
 
 # transformers renames what Gemma's file has: `language_model.model.layers` is
 # `model.language_model.layers` in the model
-WEIGHTS = {"gemma3": "language_model.model.layers.", "qwen3_5": "model.language_model.layers."}
+WEIGHTS = {
+    "gemma3": "language_model.model.layers.",
+    "qwen3_5": "model.language_model.layers.",
+    "paligemma": "language_model.model.layers.",
+}
 STAGES: dict[str, Callable[[Calibration], Any]] = {
     "rtn": lambda text: Rtn(group_size=32, exclude=("*.0.mlp.*",)),
     "rtn in two forms": lambda text: Rtn(group_size=32, overrides={"*.up_proj": {"bits": 8}}),  # type: ignore[dict-item]

@@ -23,6 +23,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], str]] = {
         {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
         "<image>",
     ),
+    "paligemma": ("PaliGemmaProcessor", {}, "SiglipImageProcessorPil", {**SQUARE, "image_seq_length": 4}, ""),
     "qwen2_5_vl": (
         "Qwen2_5_VLProcessor",
         {},
@@ -55,7 +56,8 @@ def save_processor(kind: str, directory: Path, template: str = TEMPLATE) -> None
     file.unlink()
     getattr(transformers, images)(**sizes).save_pretrained(directory)
     (directory / "processor_config.json").write_text(json.dumps({"processor_class": processor, **fields}))
-    (directory / "chat_template.jinja").write_text(template.replace("IMAGE", written))
+    if written:
+        (directory / "chat_template.jinja").write_text(template.replace("IMAGE", written))
 
 
 def _with_tokens(tokenizer: dict[str, Any]) -> dict[str, Any]:

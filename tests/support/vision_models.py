@@ -85,6 +85,16 @@ VISION_CONFIGS: dict[str, dict[str, Any]] = {
         "projection_dim": 64,
         "hidden_size": 64,
     },
+    "paligemma2": {
+        "model_type": "paligemma",
+        "text_config": {"model_type": "gemma2", **SIZES, "head_dim": 16, "query_pre_attn_scalar": 16}
+        | {"sliding_window": 8, "num_hidden_layers": 2},
+        "vision_config": {**SIGLIP, "vision_use_head": False},
+        "image_token_index": 500,
+        "vocab_size": 512,
+        "projection_dim": 64,
+        "hidden_size": 64,
+    },
     "mllama": {
         "text_config": {**SIZES, "num_hidden_layers": 4, "cross_attention_layers": [1], "pad_token_id": 0}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
@@ -106,6 +116,7 @@ IMAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "llava": (4, SQUARE),
     "smolvlm": (4, {"pixel_values": (1, 1, 3, 28, 28)}),
     "internvl": (4, SQUARE),
+    **dict.fromkeys(("paligemma", "paligemma2"), (4, SQUARE)),
 }
 """`model_type` -> the tokens of an image, and what its processor makes of one: pixels have a shape."""
 
@@ -133,6 +144,8 @@ class ImagePrompts:
             more = {name: torch.tensor(value) for name, value in made.items() if name != "pixel_values"}
             if self.kind.startswith(("qwen", "gemma")):
                 more["mm_token_type_ids" if self.kind.startswith("qwen") else "token_type_ids"] = (tokens == 500).int()
+            if self.kind.startswith("paligemma"):
+                more["token_type_ids"] = (torch.arange(length) >= 6).int().view(1, -1)  # a prefix and a suffix
             yield {"input_ids": tokens, "pixel_values": torch.rand(made["pixel_values"], generator=draw), **more}
 
 
@@ -145,7 +158,7 @@ def save_vision_model(kind: str, directory: Path) -> Path:
 
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        config = AutoConfig.for_model(kind, **VISION_CONFIGS[kind])
+        config = AutoConfig.for_model(**{"model_type": kind, **VISION_CONFIGS[kind]})
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
