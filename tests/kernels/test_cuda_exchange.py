@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +49,8 @@ def test_two_shares_decode_what_the_whole_model_does(name: str, tiny_model: Tiny
     tokens = torch.randint(5, 90, (3, 12), generator=torch.Generator().manual_seed(0))
     assert split.attention_kernels(tokens).endswith("kernels of its own in steps")
     assert split.generate(tokens, 8).equal(alone.generate(tokens, 8))
+    long = tokens.repeat(1, 9)  # more rows than the kernel adds up
+    assert split.generate(long, 2).equal(alone.generate(long, 2))
     assert near(split.logits(tokens), alone.logits(tokens), 1e-4)
     split.close()
 
@@ -129,4 +133,6 @@ def test_two_gpus_choose_what_float32_would(
         usual = (own.logits(written[:, :-1])[:, behind] - expected).abs().max()
         chosen = expected.gather(-1, written[:, prompt:, None].to(expected.device))[..., 0]
         assert float((expected.amax(-1) - chosen).max()) < 4 * float(usual) + 1e-3
-    split.close()
+    os.kill(split._ranks._children[1].process.pid, signal.SIGKILL)
+    with pytest.raises(StageError, match=r"^tensor_parallel: process 2 of 2 \(cuda:1\) was ended by SIGKILL"):
+        split.generate(tokens, 30)
