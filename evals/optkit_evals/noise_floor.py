@@ -172,6 +172,6 @@ def _opened(session: Session, context: EvalContext, settings: Any = (), dtype: s
 
 
 def _stored_dtype(directory: Path) -> str:
-    from optkit.model.skeleton import stored_dtype
+    from optkit.model.empty_model import stored_dtype
 
     return str(stored_dtype(Checkpoint(directory))).removeprefix("torch.")

@@ -24,6 +24,8 @@ from optkit.algorithms.threads import one_thread
 
 BLOCK = 128
 """Inputs whose errors are carried to the inputs after them at once."""
+TRIANGLE = 512
+"""Rows of a triangle that is inverted row by row."""
 HARDEST_DAMPING = 10.0
 HELD_STEP = 1e20
 """The scale of a weight that stays 0: so wide a step that whatever is left of the weight rounds to
@@ -120,9 +122,19 @@ def _quantized(codes: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> Quan
 
 def relative_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
     """Return the squared output error relative to the outputs, for weights float [out, in]."""
-    difference = weight - quantized
-    size = product(weight, hessian).mul_(weight).sum().item()
-    return max(0.0, product(difference, hessian).mul_(difference).sum().item()) / size if size else 0.0
+    return relative(row_errors(weight, quantized, hessian))
+
+
+def row_errors(weight: Tensor, quantized: Tensor, hessian: Tensor) -> Tensor:
+    """Return the squared error of each output and its square, float32 [out, 2]."""
+    pairs = ((each, product(each, hessian)) for each in (weight - quantized, weight))
+    return torch.stack([pulled.mul_(each).sum(-1) for each, pulled in pairs], dim=-1)
+
+
+def relative(errors: Tensor) -> float:
+    """Return the squared error of some outputs, [out, 2] as `row_errors` has them, as a share of their square."""
+    error, size = errors.sum(0).tolist()
+    return max(0.0, error) / size if size else 0.0
 
 
 def rounding_order(hessian: Tensor, options: GptqOptions) -> Tensor:
@@ -135,20 +147,37 @@ def rounding_order(hessian: Tensor, options: GptqOptions) -> Tensor:
 def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor, Tensor, float]:
     """Return the damped Hessian, the upper Cholesky factor of its inverse and the damping.
     The factor is in the order of rounding.
+
+    It is the inverse of the lower factor of the Hessian in the opposite order, both turned round: a
+    quarter of the work of inverting the Hessian and factoring that.
     """
-    order = rounding_order(hessian, options)
+    last_first = rounding_order(hessian, options).flip(0)
     mean = hessian.diagonal().mean()
     damping = options.damping
     while damping <= HARDEST_DAMPING:
         damped = hessian.clone()
         damped.diagonal().add_(damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped[order][:, order])
+        lower, failed = torch.linalg.cholesky_ex(damped[last_first][:, last_first])
         if not failed:
-            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed and factor.isfinite().all():
+            factor = lower_inverse(lower).flip(0, 1)
+            if factor.isfinite().all():
                 return damped, factor, damping
         damping = max(10 * damping, 1e-4)
     raise ValueError(f"the Hessian is not positive definite, even with damping {HARDEST_DAMPING}")
+
+
+def lower_inverse(lower: Tensor) -> Tensor:
+    """Return the inverse of a lower triangle, float [size, size]; most of it is products of matrices."""
+    size = len(lower)
+    if size <= TRIANGLE:
+        return torch.linalg.solve_triangular(
+            lower, torch.eye(size, dtype=lower.dtype, device=lower.device), upper=False
+        )
+    half = size // 2 // TRIANGLE * TRIANGLE or TRIANGLE
+    found = torch.zeros_like(lower)
+    found[:half, :half], found[half:, half:] = lower_inverse(lower[:half, :half]), lower_inverse(lower[half:, half:])
+    torch.mm(found[half:, half:] @ lower[half:, :half], found[:half, :half].neg(), out=found[half:, :half])
+    return found
 
 
 def _steps(scales: Tensor, group_of_input: Tensor, order: Tensor, held: Tensor | None) -> Tensor:

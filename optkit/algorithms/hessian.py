@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from optkit.algorithms.tensor_cores import LONGEST, bfloat16_parts, has_tensor_cores
+
+if TYPE_CHECKING:
+    from optkit.model.together import Together
 
 BLOCK = {"cpu": 384, "cuda": 1024}
 """Columns computed at a time: the matrix is symmetric, so what lies above its diagonal blocks is
@@ -43,6 +48,10 @@ class Hessian:
                     lower += torch.mm(left[:, start:end].T, right[:, :end], out_dtype=torch.float32)
                 else:
                     lower.addmm_(left[:, start:end].T, right[:, :end])
+
+    def add_up_(self, together: Together) -> None:
+        """Become the sum over what all processes took; `tokens` is theirs to set."""
+        together.sum_(self._sum)
 
     def matrix(self) -> Tensor:
         """Return the mean of x x^T, float32 [in, in]; NaN or Inf if an input was."""

@@ -8,10 +8,15 @@ magnitude those of the whole layer, as that paper's baseline does.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from optkit.algorithms.sparsity_pattern import Pattern
+
+if TYPE_CHECKING:
+    from optkit.model.together import Together
 
 PRUNED = 0.2
 """The least share of zeros that is taken for the work of pruning."""
@@ -31,6 +36,10 @@ class InputSquares:
         rows = inputs.flatten(0, -2).float()
         self.tokens += len(rows)
         self._sum += rows.square().sum(0)
+
+    def add_up_(self, together: Together) -> None:
+        """Become the sum over what all processes took; `tokens` is theirs to set."""
+        together.sum_(self._sum)
 
     def mean(self) -> Tensor:
         """Return the mean square of each input, float32 [in]; NaN or Inf if an input was."""

@@ -13,7 +13,7 @@ from optkit.gguf.llama_cpp import LlamaCppModel, tokens_of
 from optkit.kernels.open_packed import load_packed
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.skeleton import stored_dtype
+from optkit.model.empty_model import stored_dtype
 from optkit.progress import SilentProgress
 from optkit.source.calibration import load_tokenizer
 from optkit.source.texts import TextSource

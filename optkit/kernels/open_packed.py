@@ -19,6 +19,7 @@ from optkit.kernels.cpu.huge_pages import into_huge_pages_
 from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.checkpoint_share import CheckpointShare
+from optkit.model.empty_model import empty_model
 from optkit.model.experts import unfuse_experts_
 from optkit.model.names import (
     compute_missing_,
@@ -30,7 +31,6 @@ from optkit.model.names import (
 )
 from optkit.model.read_weights import Read, reads_of
 from optkit.model.shape import TensorInfo
-from optkit.model.skeleton import empty_model
 from optkit.progress import Progress
 
 Build = Callable[[QuantizedLayer, Tensor | None, torch.dtype, str], tuple[nn.Module, str]]

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from optkit.errors import SourceError
 from optkit.model.replaced_forward import replaced_forward
+from optkit.model.together import ALONE, Together
 
 Found = TypeVar("Found")
 Beside: TypeAlias = Mapping[int, Callable[..., Any]] | tuple[None, ...] | None
@@ -95,6 +96,8 @@ class BlockInputs:
     """What left the encoder's last block, once it was followed."""
     settle: Callable[[], None] | None = None
     """Waits until nobody reads the hidden states any more; called before they change."""
+    together: Together = ALONE
+    """The processes that have a share of the sequences each."""
 
 
 def find_chains(model: PreTrainedModel) -> tuple[tuple[Block, ...], ...]:

@@ -72,16 +72,18 @@ def calibrated_work(
     batch: int,
     sums: int,
     work: int,
+    devices: int = 1,
 ) -> Work:
     """Return what it takes to run a text through the blocks. `batch`: sequences at once; `sums`: bytes
-    kept of the inputs of a block's layers; `work`: of changing its layers, one after another.
+    kept of the inputs of a block's layers; `work`: of changing its layers, one after another; `devices`
+    have a share of the text each.
 
     Raises StageError as `refuse_unreached` does.
     """
-    hidden, running = calibration_bytes(shape, layers, text, batch)
+    hidden, running = calibration_bytes(shape, layers, text, batch, devices)
     head = shape.tensors.get(f"{HEAD}.weight")
     outside = shape.outside_bytes - (head.size_bytes if head else 0)
-    return Work(hidden + shape.block_bytes + sums + max(running, work), hidden + outside, hidden)
+    return Work(hidden + shape.block_bytes + sums + max(running, work), hidden + outside, devices * hidden)
 
 
 def hessian_bytes(shape: ModelShape, layers: Mapping[str, Layer]) -> int:
@@ -96,9 +98,11 @@ def code_bytes(shape: ModelShape, layers: Mapping[str, Layer]) -> int:
     return max(weights) * 9 // 8
 
 
-def calibration_bytes(shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int) -> tuple[int, int]:
-    """Return the bytes of a text's hidden states, as in the file, and of a block's activations.
-    `batch`: sequences that run at once.
+def calibration_bytes(
+    shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, devices: int = 1
+) -> tuple[int, int]:
+    """Return the bytes of the hidden states of a device's share of a text, as in the file, and of a
+    block's activations. `batch`: sequences that run at once.
 
     Raises StageError as `refuse_unreached` does, and if no expert could see all tokens.
     """
@@ -109,6 +113,7 @@ def calibration_bytes(shape: ModelShape, layers: Mapping[str, Layer], text: Text
     element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
     widest = max(layer.inputs for layer in layers.values())
     samples, length = text.size
+    samples = -(-samples // devices)
     # an encoder that hears has as many, whatever it hears
     length, sequences = max(length, shape.config.get("max_source_positions") or 0), min(batch, samples)
     running = 4 * sequences * length * (6 * width + 3 * widest) + eager_bytes(shape.config, sequences, length)

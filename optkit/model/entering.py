@@ -20,11 +20,20 @@ if TYPE_CHECKING:
     import torch
 
     from optkit.model.skeleton import Skeleton
+    from optkit.model.together import Together
 
 
-def entering(skeleton: Skeleton, prompts: Tensor | Prompts, device: str | torch.device, batch_size: int) -> BlockInputs:
-    """Return what prompts are before the first block; raises as `Skeleton.capture_inputs`."""
+def entering(
+    skeleton: Skeleton,
+    prompts: Tensor | Prompts,
+    device: str | torch.device,
+    batch_size: int,
+    together: Together,
+) -> BlockInputs:
+    """Return what a share of prompts is before the first block; raises as `Skeleton.capture_inputs`."""
+    prompts = together.share(prompts)
     inputs = _entered(skeleton, prompts, device, batch_size, None)
+    inputs.together = together
     if len(skeleton.chains) > 1:
         inputs.following = partial(_enter_decoder_, inputs, skeleton, prompts, device)
     return inputs

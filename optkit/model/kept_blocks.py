@@ -5,13 +5,17 @@ PLACE/block-00003.safetensors   the tensors that the stage made of a block
 PLACE/states-00003              the hidden states behind it, as they lie in memory; of the last block alone
 PLACE/encoded                   those behind the encoder of an encoder-decoder
 PLACE/NAME.json                 what was measured in front of the first block
+
+Of several processes each writes the states of its share, states-00003-1 and so on. The first writes
+all else, kept.json once the states of all are there.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -21,6 +25,7 @@ from optkit.common.atomic import remember, write_text_atomically
 from optkit.common.files import object_if_any
 from optkit.environment import PACKAGES, describe_environment
 from optkit.errors import ResourceError
+from optkit.model.together import ALONE, Together
 from optkit.model.writer import disk_space_for, own_copy, save_tensors
 from optkit.progress import Progress
 
@@ -32,15 +37,28 @@ if TYPE_CHECKING:
 KEPT, ENCODED = "kept.json", "encoded"
 DECIDING = "optkit", "device_name", "cuda", *PACKAGES
 """What decides, beside the key of a step, which bits come out of it."""
+WAIT_S = 120.0
+"""How long the first process waits for the states of the others, once its own are written."""
 T = TypeVar("T")
 
 
 class KeptBlocks:
     """The finished blocks of one run of a stage; `place` None keeps nothing."""
 
-    def __init__(self, place: Path | None, device: str, progress: Progress, label: str, reserved_bytes: int) -> None:
+    def __init__(
+        self,
+        place: Path | None,
+        device: str,
+        progress: Progress,
+        label: str,
+        reserved_bytes: int,
+        together: Together = ALONE,
+    ) -> None:
         """`reserved_bytes` of the disk are left free for what the stage itself is going to write."""
+        if place and together.count > 1:
+            place /= f"of-{together.count}"
         self._place, self._progress, self._label, self._reserved = place, progress, label, reserved_bytes
+        self._together = together
         described = describe_environment(device) if place else {}
         self._about = {name: value for name, value in described.items() if name in DECIDING}
         self._inputs: BlockInputs | None = None
@@ -48,7 +66,7 @@ class KeptBlocks:
         """None as long as nothing can be kept."""
         self._writer = ThreadPoolExecutor(1, "kept blocks")
         self._writing: Future[None] | None = None
-        self._kept: Mapping[str, Any] = self._whole(place) if place else {}
+        self._kept: Mapping[str, Any] = together.tell(self._whole(place) if place and together.first else {})
 
     @property
     def done(self) -> int:
@@ -70,10 +88,10 @@ class KeptBlocks:
                 container.clear()
                 (container.update if isinstance(container, dict) else container.extend)(self._kept["facts"][name])
             if self._place and inputs:
-                if inputs.following and ENCODED in self._kept["files"]:
-                    _read_states(self._place / ENCODED, inputs.hidden)
+                if inputs.following and self._mine(ENCODED) in self._kept["files"]:
+                    _read_states(self._place / self._mine(ENCODED), inputs.hidden)
                     inputs.following()
-                _read_states(self._place / _states(self.done - 1), inputs.hidden)
+                _read_states(self._place / self._mine(_states(self.done - 1)), inputs.hidden)
         return range(self.done, total)
 
     def each(self, produced: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
@@ -84,10 +102,10 @@ class KeptBlocks:
 
         done = self.done
         for number in range(done):
-            yield load_file(f"{self._place}/{_block(number)}")
+            yield load_file(f"{self._place}/{_block(number)}") if self._together.first else {}
         try:
             for number, tensors in enumerate(produced, start=done):
-                ready = {name: own_copy(tensor) for name, tensor in tensors.items()}
+                ready = {name: own_copy(tensor) for name, tensor in tensors.items()} if self._together.first else {}
                 self._settle()  # first, as what it could not write ends the keeping
                 if self._place and self._facts is not None:
                     self._keep(self._place, number, ready, self._facts)
@@ -99,21 +117,25 @@ class KeptBlocks:
     def measured(self, name: str, measure: Callable[[], T]) -> T:
         """Return JSON values that were measured in front of the first block; if they are kept, those."""
         path = self._place / f"{name}.json" if self._place else None
-        found = object_if_any(path) if path else {}
+        found = self._together.tell(object_if_any(path) if path else {})
         if path is None or found.get("about") != self._about:
             if self._place and self._kept:  # blocks were made with numbers that are lost
                 self._drop(self._place, f"{name}.json was changed or lost")
-            found = {"about": self._about, "measured": measure()}
-            if path:
+            found = {"about": self._about, "measured": self._together.tell(measure())}
+            if path and self._together.first:
                 remember(path, json.dumps(found))
         measured: T = found["measured"]
         return measured
 
     def _whole(self, place: Path) -> Mapping[str, Any]:
         """Return what is kept, nothing if any of it was changed or made otherwise."""
-        if not (place / KEPT).exists():
+        there = (place / KEPT).exists()
+        found = object_if_any(place / KEPT) if there else {}
+        for path in place.glob("states-*"):  # that a kill left
+            if path.name not in found.get("files", {}):
+                path.unlink()
+        if not there:
             return {}
-        found = object_if_any(place / KEPT)
         changed = [name for name, known in found.get("files", {KEPT: None}).items() if _seen(place / name) != known]
         if not changed and found["about"] == self._about:
             return found
@@ -123,17 +145,18 @@ class KeptBlocks:
 
     def _drop(self, place: Path, why: str) -> None:
         self._progress.warn(f"{self._label}: {why}, so the blocks that were kept are dropped")
-        shutil.rmtree(place, ignore_errors=True)
         self._kept = {}
+        if self._together.first:
+            shutil.rmtree(place, ignore_errors=True)
 
     def _keep(self, place: Path, number: int, tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Begin to write a block; the hidden states are read until `_settle`."""
-        states = {} if self._inputs is None else {_states(number): self._inputs.hidden}
+        states = {} if self._inputs is None else {self._mine(_states(number)): self._inputs.hidden}
         known = self._kept.get("files", {})
-        if self._inputs and self._inputs.encoded is not None and ENCODED not in known:
-            states[ENCODED] = self._inputs.encoded
+        if self._inputs and self._inputs.encoded is not None and self._mine(ENCODED) not in known:
+            states[self._mine(ENCODED)] = self._inputs.encoded
         needed = sum(tensor.nbytes for tensor in (*tensors.values(), *states.values()))
-        files = {name: seen for name, seen in known.items() if name != _states(number - 1)}
+        files = {name: seen for name, seen in known.items() if not name.startswith(_states(number - 1))}
         # a copy, since the stage goes on to fill them
         self._kept = {"about": self._about, "done": number + 1, "facts": json.loads(json.dumps(facts)), "files": files}
         reading = _beside_computing(next(iter(states.values()), None))
@@ -143,16 +166,24 @@ class KeptBlocks:
                 place.mkdir(parents=True, exist_ok=True)
                 if shutil.disk_usage(place).free < needed + self._reserved:
                     raise ResourceError(f"{needed:,} bytes would leave the stage too few", where=str(place))
-                save_tensors(place / _block(number), tensors)
                 for name, hidden in states.items():
                     _write_states(place / name, hidden)
-                files.update({name: _seen(place / name) for name in (_block(number), *states)})
+                if not self._together.first:
+                    files.update(dict.fromkeys(states))
+                    return
+                save_tensors(place / _block(number), tensors)
+                others = [f"{name}-{rank}" for name in states for rank in range(1, self._together.count)]
+                _wait_for([place / name for name in others])
+                files.update({name: _seen(place / name) for name in (_block(number), *states, *others)})
                 write_text_atomically(place / KEPT, json.dumps(self._kept))
-                for path in place.glob("states-*"):  # of the block before, and those that a kill left
-                    if path.name not in files:
-                        path.unlink()
+                for path in place.glob(f"{_states(number - 1)}*"):
+                    path.unlink()
 
         self._writing = self._writer.submit(write)
+
+    def _mine(self, name: str) -> str:
+        """Return what this process calls its share of a file."""
+        return name if self._together.first else f"{name}-{self._together.rank}"
 
     def _settle(self) -> None:
         """Wait for the block that is being written."""
@@ -189,9 +220,20 @@ def _write_states(path: Path, hidden: Tensor) -> None:
     import torch
 
     passed = torch.empty(hidden.shape[1:], dtype=hidden.dtype, pin_memory=hidden.is_cuda)
-    with path.open("wb") as file:
+    part = path.with_name(f"{path.name}.part")  # others look whether it is whole by its name
+    with part.open("wb") as file:
         for sequence in hidden:
             file.write(passed.copy_(sequence).view(torch.uint8).numpy().data)
+    part.rename(path)
+
+
+def _wait_for(paths: Sequence[Path]) -> None:
+    """Wait until other processes have written their files. Raises ResourceError if they do not."""
+    until = time.monotonic() + WAIT_S
+    while missing := [path for path in paths if not path.exists()]:
+        if time.monotonic() > until or not missing[0].parent.exists():
+            raise ResourceError("another process did not write its share", where=str(missing[0]))
+        time.sleep(0.01)
 
 
 def _read_states(path: Path, hidden: Tensor) -> None:

@@ -13,9 +13,10 @@ from torch import nn
 
 from optkit.model.blocks import Block
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.empty_model import stored_dtype
 from optkit.model.linear_layers import Layer, matrices_of
 from optkit.model.output_layer import head_of, tied_embedding
-from optkit.model.skeleton import Skeleton, stored_dtype
+from optkit.model.skeleton import Skeleton
 from optkit.model.task import Task
 
 

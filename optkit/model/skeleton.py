@@ -13,36 +13,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeAlias
+from functools import cached_property, partial
+from typing import TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
-import transformers
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from optkit.common.out_of_resources import is_out_of_memory, out_of_memory
-from optkit.errors import SourceError, StageError, first_line
-from optkit.model.attention_choice import attention_options
+from optkit.common.out_of_resources import out_of_memory
+from optkit.errors import SourceError, StageError
 from optkit.model.blocks import Block, BlockInputs, Call, find_chains
 from optkit.model.checkpoint import Checkpoint, all_finite
+from optkit.model.empty_model import TORCH_DTYPES, empty_model, stored_dtype
 from optkit.model.entering import entering
-from optkit.model.experts import put_apart_, unfuse_experts_
+from optkit.model.experts import unfuse_experts_
 from optkit.model.head import given_to_head
 from optkit.model.memory import return_freed_memory
 from optkit.model.names import compute_missing_, match_tensors, planned_dtypes, stored_parameters
 from optkit.model.packed_floats import refuse_unsaid_codes
 from optkit.model.prompts import Prompts, longest_of, refuse_images
-from optkit.model.state_kernels import silence_fallbacks_
-from optkit.model.task import architectures_of, loader_of
+from optkit.model.reading_ahead import ReadAhead
+from optkit.model.together import ALONE, Together
 
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Float dtypes by the names that safetensors uses."""
-POOLER = "pooler"
-"""What transformers puts behind encoders whose features are asked for."""
 Projection: TypeAlias = "nn.Linear | Conv1D"
 
 
@@ -98,6 +91,9 @@ class Skeleton:
         """Parameter or persistent buffer of the model -> tensor of the checkpoint."""
         compute_missing_(self.model, self.tensor_names)
         self._dtypes = planned_dtypes(self.model, self.dtype)
+        self._ahead = ReadAhead()
+        self._last = -1
+        """The block that was loaded last: if blocks are loaded in order, the next one is read ahead."""
         self._real: WeakValueDictionary[tuple[str, str, torch.dtype], nn.Parameter] = WeakValueDictionary()
 
     def tensor_name(self, parameter: str) -> str:
@@ -159,8 +155,21 @@ class Skeleton:
         """
         with out_of_memory(block.name, device, less_memory):
             self.load_(block.name, device)
+            self._read_next(block, device)
             yield
             self.release_(block.name)
+
+    def _read_next(self, block: Block, device: str) -> None:
+        before, self._last = self._last, next(index for index, each in enumerate(self.blocks) if each is block)
+        if device.startswith("cuda") and before + 1 == self._last < len(self.blocks) - 1:
+            slots = self._slots(self.blocks[self._last + 1].name)
+            self._ahead.begin({slot.name: partial(self._read, slot) for slot in slots if self._is_apart(slot, device)})
+
+    def _is_apart(self, slot: _Slot, device: str) -> bool:
+        """Whether a slot takes a tensor of the checkpoint that no other block has on the device."""
+        if slot.name not in self.tensor_names or slot.leaf in slot.owner._buffers:
+            return False
+        return self._key(slot, device) not in self._real
 
     def load_outside_(self, device: str | torch.device) -> None:
         """Put everything outside the blocks on the device; raises as `load_` does."""
@@ -170,9 +179,16 @@ class Skeleton:
         """Put everything outside the blocks back to the meta device."""
         self._release(self._outside())
 
-    def capture_inputs(self, prompts: Tensor | Prompts, device: str | torch.device, batch_size: int = 8) -> BlockInputs:
+    def capture_inputs(
+        self,
+        prompts: Tensor | Prompts,
+        device: str | torch.device,
+        batch_size: int = 8,
+        together: Together = ALONE,
+    ) -> BlockInputs:
         """Return what prompts are before the blocks, and their calls.
-        They are int64 [sequences, sequence_length], or such with images, which run one by one.
+        They are int64 [sequences, sequence_length], or such with images, which run one by one. Of several
+        processes each takes its share.
 
         All outside the blocks, the vision tower too, is on the device while this runs, without
         lm_head. Raises StageError for tokens that the model has no embedding or position for and for
@@ -180,7 +196,7 @@ class Skeleton:
         ResourceError as `room_for_states`.
         """
         self._check_prompts(prompts)
-        return entering(self, prompts, device, batch_size)
+        return entering(self, prompts, device, batch_size, together)
 
     def run_block(self, index: int, hidden: Tensor, call: Call) -> Tensor:
         """Run one loaded block alone: float [batch, sequence, hidden] -> the same shape."""
@@ -260,10 +276,11 @@ class Skeleton:
             elif slot.leaf in slot.owner._buffers:
                 setattr(slot.owner, slot.leaf, self._read(slot).to(device))
             else:
-                key = (self.tensor_name(slot.name), str(device), self._dtype(slot))
+                key = self._key(slot, device)
                 parameter = self._real.get(key)
                 if parameter is None:
-                    parameter = nn.Parameter(self._read(slot).to(device), requires_grad=False)
+                    read = self._ahead.take(slot.name, partial(self._read, slot))
+                    parameter = nn.Parameter(read.to(device, non_blocking=True), requires_grad=False)
                     self._real[key] = parameter
                 slot.owner._parameters[slot.leaf] = parameter
 
@@ -277,6 +294,9 @@ class Skeleton:
             else:
                 slot.owner._parameters[slot.leaf] = nn.Parameter(held.detach().to("meta"), requires_grad=False)
         return_freed_memory()
+
+    def _key(self, slot: _Slot, device: str | torch.device) -> tuple[str, str, torch.dtype]:
+        return self.tensor_name(slot.name), str(device), self._dtype(slot)
 
     def _dtype(self, slot: _Slot) -> torch.dtype:
         return self._dtypes.get(slot.name) or getattr(slot.owner, slot.leaf).dtype
@@ -303,48 +323,3 @@ def _move_(slot: _Slot, device: str | torch.device) -> None:
     held = slot.owner._parameters if slot.leaf in slot.owner._parameters else slot.owner._buffers
     moved = getattr(slot.owner, slot.leaf).to(device)
     held[slot.leaf] = nn.Parameter(moved, requires_grad=False) if held is slot.owner._parameters else moved
-
-
-def empty_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
-) -> PreTrainedModel:
-    """Return the model of a checkpoint's config.json on the meta device.
-    `options` go to transformers' `from_config`.
-
-    Attention keeps all that the model asks for. Raises SourceError for an architecture that
-    transformers cannot build.
-    """
-    where, chosen = str(checkpoint.directory), attention_options(checkpoint.config, options)
-    try:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-        loader = getattr(transformers, loader_of(checkpoint.config))
-        with init_empty_weights(include_buffers=False):
-            model = loader.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **chosen)
-    except Exception as error:  # whatever transformers makes of numbers that it does not expect
-        if is_out_of_memory(error):
-            raise
-        needs_code = "auto_map" in checkpoint.config and not trust_remote_code
-        remedy = (
-            "Read the code in it, then set `trust_remote_code: true` in the recipe's `model:`" if needs_code else ""
-        )
-        raise SourceError(
-            f"transformers cannot build {architectures_of(checkpoint.config)}",
-            where=where,
-            why=first_line(error),
-            remedy=remedy,
-        ) from error
-    if POOLER in dict(model.named_children()) and not any(f"{POOLER}." in name for name in checkpoint.tensors):
-        model.pooler = None  # features are asked for, which stand in front of it
-    put_apart_(model, checkpoint.tensors)
-    silence_fallbacks_(checkpoint.config)
-    return model.requires_grad_(False).eval()
-
-
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype that config.json names, else that of the first float tensor."""
-    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    if isinstance(named, str) and getattr(torch, named, None) in TORCH_DTYPES.values():
-        return getattr(torch, named)  # type: ignore[no-any-return]
-    return next(
-        (TORCH_DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in TORCH_DTYPES), torch.float32
-    )

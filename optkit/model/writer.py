@@ -22,6 +22,7 @@ from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import INDEX, SINGLE
 from optkit.model.companions import find_companions
 from optkit.model.safetensors_file import SHARD_BYTES
+from optkit.model.together import ALONE, Together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,10 +128,21 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
         raise room_error(error, path) or error from error
 
 
-def write_blocks(skeleton: Skeleton, target: Path, changed: Iterable[Mapping[str, Tensor]], task: Task) -> None:
+def write_blocks(
+    skeleton: Skeleton,
+    target: Path,
+    changed: Iterable[Mapping[str, Tensor]],
+    task: Task,
+    together: Together = ALONE,
+) -> None:
     """Write every tensor of a model, block after block; `changed` yields those of each that are others.
-    Raises SourceError for weights that are NaN or Inf, ResourceError when the disk is full.
+    Of several processes the first writes. Raises SourceError for weights that are NaN or Inf,
+    ResourceError when the disk is full.
     """
+    if not together.first:
+        for _ in changed:
+            task.advance()
+        return
     with CheckpointWriter(target) as writer:
         for name in skeleton.outside_tensors:
             writer.add(name, skeleton.checkpoint.read_finite(name))

@@ -29,7 +29,8 @@ from optkit.kernels.packed_linear import PackedWeight
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.skeleton import Skeleton, stored_dtype
+from optkit.model.empty_model import stored_dtype
+from optkit.model.skeleton import Skeleton
 from optkit.onnx.codes import in_bytes
 from optkit.onnx.matmul_nbits_limits import GROUP_SIZES, head_group_size, unfit, why_not_matmul_nbits
 from optkit.progress import SilentProgress

@@ -18,8 +18,8 @@ from optkit.environment import memory
 from optkit.errors import StageError
 from optkit.model.blocks import find_blocks
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.empty_model import empty_model
 from optkit.model.placement import Place, Unit, placement_text
-from optkit.model.skeleton import empty_model
 from optkit.stage import Opening
 
 

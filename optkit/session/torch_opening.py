@@ -22,10 +22,10 @@ from optkit.model.attention_choice import eager_note
 from optkit.model.carried_state import check_keys_and_values
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.checkpoint_share import CheckpointShare
+from optkit.model.empty_model import stored_dtype
 from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import return_freed_memory
 from optkit.model.pooling import pooling_for
-from optkit.model.skeleton import stored_dtype
 from optkit.model.state_kernels import silence_fallbacks_, state_kernels_note
 from optkit.model.task import ENCODER_DECODERS, Task, task_of
 from optkit.session.loading import load_by_transformers

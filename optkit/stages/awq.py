@@ -19,8 +19,9 @@ from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.fitting import refuse_conv1d, refuse_some_experts, refuse_uneven_groups, refuse_unfit
 from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling, ScaledBlock
 from optkit.stages.quantizing.integers import packed_grid
+from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.overrides import Override
-from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob
+from optkit.stages.quantizing.shared_text import SharedText
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 LESS_MEMORY = "Lower awq.batch_size, awq.calibration.samples or awq.calibration.sequence_length"
 
 
-class Awq(InputScaling, Backed):
+class Awq(InputScaling, SharedText, Backed):
     """Scale weights that meet large activations up, so that rounding hurts them less (AWQ).
     Then round to nearest (arXiv:2306.00978).
 
@@ -102,7 +103,7 @@ class Awq(InputScaling, Backed):
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "gains": {}, "unscaled": {}, "rounded_without_inputs": []}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
-            scaler = BlockScaler(skeleton, tokens, device, self)
+            scaler = BlockScaler(skeleton, tokens, device, self, job.together)
         for index in job.resume(scaler.inputs):
             yield self._block(job, index, scaler)
         job.inputs = scaler.inputs
@@ -133,20 +134,23 @@ class Awq(InputScaling, Backed):
         self, job: QuantizationJob, index: int, grids: Mapping[str, Grid], scaled: ScaledBlock
     ) -> dict[str, QuantizedWeight]:
         """Round the layers of a block, and put the rounded weights into the modules."""
-        from optkit.algorithms.gptq import relative_error
+        from optkit.algorithms.gptq import relative, row_errors
         from optkit.model.skeleton_layers import float_weight, put_weight_
+        from optkit.stages.quantizing.compensation import all_rows
 
         quantized = {}
         for name, module in job.modules(index).items():
             job.task.advance(0, note=name)
             weight, hessian = float_weight(module), scaled.hessians.get(name)
-            quantized[name] = self._round(name, weight, grids[name], None if hessian is None else hessian.diagonal())
-            rounded = quantized[name].dequantize()
-            if hessian is not None:
-                job.details["losses"][name] = relative_error(weight, rounded, hessian)
+            rows = weight[job.together.part(len(weight))]
+            part = self._round(name, rows, grids[name], None if hessian is None else hessian.diagonal())
+            errors = None if hessian is None else row_errors(rows, part.dequantize(), hessian)
+            quantized[name], errors = all_rows(part, errors, job.together, len(weight))
+            if errors is not None:
+                job.details["losses"][name] = relative(errors)
             elif not self._rounds_to_nearest(name):
                 job.details["rounded_without_inputs"].append(name)
-            put_weight_(module, rounded)
+            put_weight_(module, quantized[name].dequantize())
         return quantized
 
     def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
@@ -173,4 +177,4 @@ class Awq(InputScaling, Backed):
         )
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
-        return self.working_bytes(shape, layers, "nearest")
+        return self.working_bytes(shape, layers, "nearest", self.devices)

@@ -13,10 +13,12 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Layer, layers_of, select
 from optkit.model.shape import ModelShape
+from optkit.model.together import together
 from optkit.model.writer import copy_companions, write_blocks, write_config
-from optkit.stage import Context, Cost, Format, Report, Transform
+from optkit.stage import Context, Cost, Format, Report
 from optkit.stages.quantizing.fitting import refuse_uneven_groups
 from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling
+from optkit.stages.quantizing.shared_text import SharedText
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +29,7 @@ STAGE = "awq_scale"
 LESS_MEMORY = f"Lower {STAGE}.batch_size, {STAGE}.calibration.samples or {STAGE}.calibration.sequence_length"
 
 
-class AwqScale(InputScaling, Transform):
+class AwqScale(InputScaling, SharedText):
     """Fold the input scales of AWQ (arXiv:2306.00978) into norms and linear layers.
     Nothing is rounded: the model computes what it did.
 
@@ -39,7 +41,7 @@ class AwqScale(InputScaling, Transform):
     unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- awq_scale: {bits: 3}\n- gptq: {bits: 3}"
     produces: ClassVar[Format] = Format.CHECKPOINT
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
 
@@ -61,6 +63,9 @@ class AwqScale(InputScaling, Transform):
         from optkit.model.skeleton import Skeleton
         from optkit.stages.quantizing.hessians import read_text
 
+        if report := self.launched(source, target, context):
+            return report
+        processes = together(self.devices)
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
         layers = self._layers(skeleton.checkpoint.shape)
@@ -68,12 +73,12 @@ class AwqScale(InputScaling, Transform):
         refused: dict[str, str] = {}
         changed: list[str] = []
         size = skeleton.checkpoint.shape.size_bytes
-        kept = KeptBlocks(context.workspace, context.device, context.progress, STAGE, size)
+        kept = KeptBlocks(context.workspace, context.device, context.progress, STAGE, size, processes)
 
         def scaled_blocks() -> Iterator[dict[str, Tensor]]:
             with out_of_memory("in front of the first block", context.device, LESS_MEMORY):
                 tokens = read_text(skeleton, self.calibration, context, STAGE)
-                scaler = BlockScaler(skeleton, tokens, context.device, self)
+                scaler = BlockScaler(skeleton, tokens, context.device, self, processes)
             facts = {"details": details, "refused": refused, "changed": changed}
             for index in kept.resume(len(skeleton.blocks), scaler.inputs, facts):
                 with skeleton.loaded(skeleton.blocks[index], context.device, LESS_MEMORY):
@@ -87,7 +92,9 @@ class AwqScale(InputScaling, Transform):
                 yield scaled.changed
 
         with context.progress.task(STAGE, len(skeleton.blocks), "blocks") as task:
-            write_blocks(skeleton, target, kept.each(scaled_blocks()), task)
+            write_blocks(skeleton, target, kept.each(scaled_blocks()), task, processes)
+        if not processes.first:
+            return Report(changed=0)
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, skeleton.checkpoint.config)
         details["seconds"] = round(time.monotonic() - started, 2)
@@ -97,7 +104,8 @@ class AwqScale(InputScaling, Transform):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""
-        return self.working_bytes(shape, self._layers(shape), self.rounding).cost(shape, shape, device), shape
+        work = self.working_bytes(shape, self._layers(shape), self.rounding, self.devices)
+        return self.shared_cost(work.cost(shape, shape, device), device), shape
 
     def _layers(self, shape: ModelShape) -> Mapping[str, Layer]:
         layers = select(layers_of(shape), (), ("*",), (), STAGE).layers

@@ -18,7 +18,7 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Cost
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer
 from optkit.stages.quantizing.fitting import refuse_odd_shapes, refuse_unknown
-from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob
+from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ class Fp8(EightBitQuantizer):
     kind: ClassVar[str] = "fp8"
     example: ClassVar[str] = "- fp8: {scales: channel, activations: dynamic}"
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     number: ClassVar[Number] = "float"
 
     scales: Literal["channel", "tensor", "block"] = "channel"

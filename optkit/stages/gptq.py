@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -11,9 +10,7 @@ from pydantic import Field, model_validator
 
 from optkit.common.field_types import Amount, BatchSize, Damping
 from optkit.common.frozen import Frozen
-from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
-from optkit.errors import StageError
 from optkit.model.calibration_memory import Work, calibrated_work, calibration_bytes, code_bytes, hessian_bytes
 from optkit.model.linear_layers import EXPERTS, Layer, by_block
 from optkit.model.linear_layers import stacks as sharing_input
@@ -25,22 +22,19 @@ from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.fitting import refuse_learning
 from optkit.stages.quantizing.integers import packed_grid
+from optkit.stages.quantizing.job import QuantizationJob
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros, tell_zeros
-from optkit.stages.quantizing.stacks import HEAD_ROWS, parts_of, together, work_bytes
-from optkit.stages.quantizing.streaming import QuantizationJob
+from optkit.stages.quantizing.shared_text import SharedText
+from optkit.stages.quantizing.stacks import HEAD_ROWS, work_bytes
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from optkit.algorithms.grid import QuantizedWeight
-    from optkit.algorithms.hessian import Hessian
     from optkit.model.blocks import BlockInputs
+    from optkit.stages.quantizing.compensation import Compensation
     from optkit.training.block_learning import BlockLearner
 
-FEW_TOKENS = 128
-"""A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its
-inputs.
-"""
 EFFORTS: Mapping[str, Mapping[str, Any]] = {"fast": {"refinements": 0}, "balanced": {}, "best": {"learn": "blocks"}}
 LEARNING_STEPS = 120
 LEARNING_BYTES = 34
@@ -84,7 +78,7 @@ class GptqFields(Frozen):
     """Sequences that run through a block at once."""
 
 
-class Gptq(GptqFields, Backed):
+class Gptq(GptqFields, SharedText, Backed):
     """Quantize layer by layer so that outputs on a calibration text change least (GPTQ).
     After GPTQ (arXiv:2210.17323), block by block.
 
@@ -94,6 +88,7 @@ class Gptq(GptqFields, Backed):
 
     kind: ClassVar[str] = "gptq"
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
+    version: ClassVar[int] = 3
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
@@ -120,6 +115,11 @@ class Gptq(GptqFields, Backed):
             self.__dict__["learning_steps"] = LEARNING_STEPS
         if self.learning_steps is not None and not self.learn:
             raise ValueError("learning_steps would not be read: take it out, or set learn: blocks")
+        if self.learn and self.devices > 1:
+            raise ValueError(
+                "blocks learn on one device, for each step changes what the next one begins with. "
+                "Leave out devices, or learn"
+            )
         return self
 
     def layer_format(self, layer: Layer) -> PackedFormat:
@@ -132,6 +132,7 @@ class Gptq(GptqFields, Backed):
 
     def calibrated_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield each block's quantized layers, and count the zeros of pruned ones in the details."""
+        from optkit.stages.quantizing.compensation import FEW_TOKENS
         from optkit.stages.quantizing.hessians import collect_hessians, read_text, tokens_of_experts, turns_of
 
         device, skeleton = job.context.device, job.skeleton
@@ -139,8 +140,8 @@ class Gptq(GptqFields, Backed):
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}, "expert_tokens": {}}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
-            inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
-        learner = self._learner(job, inputs)
+            inputs = skeleton.capture_inputs(tokens, device, self.batch_size, job.together)
+        learner, compensation = self._learner(job, inputs), self._compensation(job)
         for index in job.resume(inputs):
             with skeleton.loaded(skeleton.blocks[index], device, LESS_MEMORY):
                 modules = job.modules(index)
@@ -152,7 +153,7 @@ class Gptq(GptqFields, Backed):
                     layers = {name: modules[name] for name in turn}
                     hessians = collect_hessians(skeleton, index, inputs, layers, self.equal_tokens)
                     job.details["expert_tokens"] |= tokens_of_experts(layers, hessians)
-                    quantized |= self._quantize_turn(job, layers, hessians)
+                    quantized |= compensation.round_(layers, hessians)
                     del hessians  # before the next turn's are made
                 if learner:
                     quantized |= self._learned(job, learner, index, inputs, quantized)
@@ -170,6 +171,11 @@ class Gptq(GptqFields, Backed):
                 f" ({name}: {tokens}); raise gptq.calibration.samples"
                 + (", or set gptq.calibration.experts: all" if EXPERTS in name else "")
             )
+
+    def _compensation(self, job: QuantizationJob) -> Compensation:
+        from optkit.stages.quantizing.compensation import Compensation
+
+        return Compensation(job, self, self._rounds_to_nearest, counts_zeros=not self.learn)
 
     def _learner(self, job: QuantizationJob, inputs: BlockInputs) -> BlockLearner | None:
         if self.learn is None:
@@ -212,117 +218,13 @@ class Gptq(GptqFields, Backed):
             weight = job.skeleton.checkpoint.read_finite(job.weight(HEAD))
             rows = [each.to(device).float() for each in weight.split(HEAD_ROWS)]
             held = [held_zeros([each], self.keep_zeros) for each in rows]
-            parts = [
-                self._rounded(job, [HEAD], [each], [hessian], [zeros]) for each, zeros in zip(rows, held, strict=True)
+            compensation = self._compensation(job)
+            found = [
+                compensation.rounded([HEAD], [each], [hessian], [zeros])[0]
+                for each, zeros in zip(rows, held, strict=True)
             ]
-            return self._packed(job, {HEAD: joined([part[0][0] for part in parts])})[HEAD]
-
-    def _quantize_turn(
-        self, job: QuantizationJob, layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]
-    ) -> dict[str, QuantizedWeight]:
-        """Quantize layers whose inputs are observed together."""
-        import torch
-
-        from optkit.model.skeleton_layers import float_weight
-
-        def compensated(name: str) -> bool:
-            few = name not in hessians or hessians[name].tokens < FEW_TOKENS
-            return not (few or self._rounds_to_nearest(name))
-
-        quantized: dict[str, QuantizedWeight] = {}
-        stacks = self._alike(job, layers, hessians)
-        for several in together(stacks, job.selection.layers, job.formats, compensated, job.context.device):
-            job.task.advance(0, note=several[0][0])
-            parts = [[float_weight(layers[name]) for name in stack] for stack in several]
-            held = [held_zeros(part, self.keep_zeros) for part in parts]
-            weights, seen = [torch.cat(part) for part in parts], [hessians.get(stack[0]) for stack in several]
-            rounded = self._rounded(job, [stack[0] for stack in several], weights, seen, held)
-            for stack, part, hessian, found in zip(several, parts, seen, rounded, strict=True):
-                modules = {name: layers[name] for name in stack}
-                quantized |= self._put(job, modules, part, 0 if hessian is None else hessian.tokens, *found)
-        return quantized
-
-    def _put(
-        self,
-        job: QuantizationJob,
-        layers: Mapping[str, nn.Module],
-        weights: Sequence[Tensor],
-        tokens: int,
-        whole: QuantizedWeight,
-        matrix: Tensor | None,
-    ) -> dict[str, QuantizedWeight]:
-        """Put the rounded weights of layers that share their input into the modules, and return them."""
-        from optkit.algorithms.gptq import relative_error
-        from optkit.model.skeleton_layers import put_weight_
-
-        parts = whole.rows([len(weight) for weight in weights])
-        if matrix is not None:
-            for layer, weight, part in zip(layers, weights, parts, strict=True):
-                job.details["losses"][layer] = relative_error(weight, part.dequantize(), matrix)
-        elif not self._rounds_to_nearest(next(iter(layers))):
-            job.details["rounded_to_nearest"] |= dict.fromkeys(layers, tokens)
-        quantized = dict(zip(layers, parts, strict=True))
-        for (layer, module), weight in zip(layers.items(), weights, strict=True):
-            rounded = quantized[layer].dequantize()
-            if not self.learn:
-                count_zeros(job, weight, rounded)
-            put_weight_(module, rounded)
-        return quantized
-
-    def _rounded(
-        self,
-        job: QuantizationJob,
-        names: Sequence[str],
-        weights: Sequence[Tensor],
-        hessians: Sequence[Hessian | None],
-        held: Sequence[Tensor | None],
-    ) -> list[tuple[QuantizedWeight, Tensor | None]]:
-        """Return float32 [out, in] of layers on their grid, and the Hessians that decided it; several have
-        one shape and form. A Hessian is None if the weight was rounded to nearest.
-        """
-        import torch
-
-        from optkit.algorithms.gptq import GptqOptions, GptqResult, gptq, gptq_together
-        from optkit.algorithms.grid import minmax_scales, round_to_nearest
-        from optkit.stages.quantizing.hessians import finite_matrix
-
-        grid, seen = packed_grid(job, names[0]), [each for each in hessians if each and each.tokens >= FEW_TOKENS]
-        if len(seen) < len(names) or self._rounds_to_nearest(names[0]):
-            return [(round_to_nearest(weight, *minmax_scales(weight, grid), grid), None) for weight in weights]
-        matrices = [finite_matrix(hessian, name, job.skeleton) for hessian, name in zip(seen, names, strict=True)]
-        options = GptqOptions(self.damping, self.activation_order, self.scale_search, self.refinements)
-        results: list[GptqResult] = []
-        if len(names) > 1 and all(zeros is None for zeros in held):
-            with suppress(ValueError):  # alone, the layer whose Hessian fails is known
-                results = gptq_together(torch.stack(list(weights)), torch.stack(matrices), grid, options)
-        for name, weight, matrix, zeros in () if results else zip(names, weights, matrices, held, strict=True):
-            try:
-                results.append(gptq(weight, matrix, grid, options, zeros))
-            except ValueError as error:
-                raise StageError(
-                    str(error), where=name, remedy="Exclude the layer, or calibrate on more text"
-                ) from error
-        for name, result in zip(names, results, strict=True):
-            if result.damping > self.damping:
-                job.details["raised_damping"][name] = result.damping
-                job.context.progress.warn(
-                    f"{name}: the Hessian needed a damping of {result.damping:g} instead of {self.damping:g}"
-                )
-        return [(result.weight, matrix) for result, matrix in zip(results, matrices, strict=True)]
-
-    def _alike(
-        self, job: QuantizationJob, layers: Mapping[str, nn.Module], hessians: Mapping[str, Hessian]
-    ) -> list[list[str]]:
-        """Return the layers in groups with the same Hessian, form and way of rounding.
-        One that saw no token is alone.
-        """
-
-        def key(name: str) -> tuple[Any, ...]:
-            seen = id(hessians[name]) if name in hessians else name
-            return seen, job.formats[name], self._rounds_to_nearest(name)
-
-        alike = grouped(layers, key).values()
-        return [part for names in alike for part in parts_of({name: job.selection.layers[name] for name in names})]
+            compensation.tell_damping(HEAD, max(damping for _, _, damping in found))
+            return self._packed(job, {HEAD: joined([part for part, _, _ in found])})[HEAD]
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         names = [sharing_input(block) for block in by_block(shape, layers)]
@@ -333,7 +235,7 @@ class Gptq(GptqFields, Backed):
         if device.startswith("cuda"):
             work += 4 * 3 * max(layer.inputs for layer in layers.values()) ** 2  # within torch's operations
         text = self.calibration
-        found = calibrated_work(shape, layers, text, self.batch_size, hessian_bytes(shape, layers), work)
+        found = calibrated_work(shape, layers, text, self.batch_size, hessian_bytes(shape, layers), work, self.devices)
         if not self.learn:
             return found
         refuse_learning(shape.config)

@@ -127,8 +127,8 @@ class KvScales(Transform):
         from optkit.kernels.open_packed import load_packed
         from optkit.kernels.quant_methods import quantized_layers
         from optkit.model.carried_state import check_keys_and_values
+        from optkit.model.empty_model import stored_dtype
         from optkit.model.prompts import in_batches, placed, refuse_images
-        from optkit.model.skeleton import stored_dtype
 
         quantized = quantized_layers(checkpoint)
         if checkpoint.quantization and not quantized:

@@ -235,7 +235,7 @@ class LoraRecover(TrainingStage):
         return student.details()  # type: ignore[attr-defined, no-any-return]
 
     def _write(self, student: Student, target: Path, context: Context) -> int:
-        from optkit.model.skeleton import stored_dtype
+        from optkit.model.empty_model import stored_dtype
         from optkit.training.adapters import merge_, write_adapter
         from optkit.training.student import write_student
 

@@ -26,8 +26,10 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.eight_bits import HESSIAN_COPIES
 from optkit.stages.quantizing.fitting import refuse_conv1d, refuse_layers, refuse_some_experts, refuse_unknown
+from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
+from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.quantizing.stacked_experts import pack_stacked, with_stacked
-from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
+from optkit.stages.quantizing.streaming import LayerQuantizer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,7 +45,7 @@ float32.
 """
 
 
-class Mx(LayerQuantizer):
+class Mx(SharedText, LayerQuantizer):
     """Store weights as 4-bit floats in small blocks with a scale each (NVFP4 or MXFP4).
     Activations stay as they are, or engines round them to the same floats.
     """
@@ -51,7 +53,7 @@ class Mx(LayerQuantizer):
     kind: ClassVar[str] = "mx"
     example: ClassVar[str] = "- bf16\n- mx: {type: nvfp4}"
     for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
     # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them.
@@ -173,7 +175,7 @@ class Mx(LayerQuantizer):
         job.calibrated_on = (text.identity(),)
         less = "Lower mx.batch_size, mx.calibration.samples or mx.calibration.sequence_length"
         with out_of_memory("in front of the first block", device, less):
-            inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
+            inputs = skeleton.capture_inputs(tokens, device, self.batch_size, job.together)
         for index in job.resume(inputs):
             with skeleton.loaded(skeleton.blocks[index], device, less):
                 modules = job.modules(index)
@@ -287,7 +289,7 @@ class Mx(LayerQuantizer):
         if self.rounding == "gptq":
             work += HESSIAN_COPIES * 4 * max(layer.inputs for layer in layers.values()) ** 2
         sums = hessian_bytes(shape, layers) if self.rounding == "gptq" else 0
-        return calibrated_work(shape, layers, self.calibration, self.batch_size, sums, work)
+        return calibrated_work(shape, layers, self.calibration, self.batch_size, sums, work, self.devices)
 
 
 def _refuse_other_dtypes(shape: ModelShape, stage: str) -> None:

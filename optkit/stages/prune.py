@@ -20,10 +20,12 @@ from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.model.task import KNOWN_TASKS, Task
+from optkit.model.together import together
 from optkit.model.writer import copy_companions, write_blocks, write_config
 from optkit.source.calibration import Calibration
-from optkit.stage import Context, Cost, Format, Report, Transform
+from optkit.stage import Context, Cost, Format, Report
 from optkit.stages.pruning.fitting import LEVELS, engines_note, pruning_memory, refuse_unfit
+from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.sensitivity.needed_memory import sensitivity_memory
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ KIND = "prune"
 DEFAULT_SPREAD = 0.08
 
 
-class Prune(Transform):
+class Prune(SharedText):
     """Set weights of linear layers to 0, anywhere or n of every m.
     Magnitude, Wanda (arXiv:2306.11695) or SparseGPT (arXiv:2301.00774) choose them.
 
@@ -50,7 +52,7 @@ class Prune(Transform):
     example: ClassVar[str] = "- prune: {method: sparsegpt, pattern: '2:4', calibration: {dataset: c4}}"
     for_tasks: ClassVar[frozenset[Task]] = KNOWN_TASKS
     produces: ClassVar[Format] = Format.CHECKPOINT
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
 
@@ -180,12 +182,15 @@ class Prune(Transform):
         from optkit.stages.pruning.blocks import FEW_TOKENS, BlockPruner, PruneOptions
         from optkit.stages.quantizing.hessians import read_text
 
+        if report := self.launched(source, target, context):
+            return report
+        processes = together(self.devices)
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
         selection = self._select(*layers_of_skeleton(skeleton))
         tokens = read_text(skeleton, self.calibration, context, KIND) if self.calibration else None
         size = skeleton.checkpoint.shape.size_bytes
-        kept = KeptBlocks(context.workspace, context.device, context.progress, KIND, size)
+        kept = KeptBlocks(context.workspace, context.device, context.progress, KIND, size, processes)
         sparsities = kept.measured("sparsities", lambda: self._allocate(selection.layers, source, tokens, context))
         options = PruneOptions(
             self.method,
@@ -195,9 +200,11 @@ class Prune(Transform):
             bool(self.equal_tokens),
             self.batch_size,
         )
-        pruner = BlockPruner(skeleton, sparsities, options, context)
+        pruner = BlockPruner(skeleton, sparsities, options, context, processes)
         with context.progress.task(KIND, len(skeleton.blocks), "blocks") as task:
-            write_blocks(skeleton, target, kept.each(pruner.blocks(tokens, kept)), task)
+            write_blocks(skeleton, target, kept.each(pruner.blocks(tokens, kept)), task, processes)
+        if not processes.first:
+            return Report(changed=0)
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, skeleton.checkpoint.config)
         if few := pruner.by_magnitude:
@@ -229,8 +236,8 @@ class Prune(Transform):
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""
         selection = self._select(layers_of(shape), outside_of(shape))
-        work = pruning_memory(shape, selection.layers, self.method, self.calibration, self.batch_size)
-        cost = work.cost(shape, shape, device)
+        work = pruning_memory(shape, selection.layers, self.method, self.calibration, self.batch_size, self.devices)
+        cost = self.shared_cost(work.cost(shape, shape, device), device)
         if self.calibration and self.sensitivity_samples:
             windows, length = self.calibration.size
             seen = min(self.sensitivity_samples, windows) * length
@@ -255,7 +262,9 @@ class Prune(Transform):
 
         spread = self.allocation_spread or DEFAULT_SPREAD
         if self.allocation == "owl":
-            shares = outlier_shares(source, layers, tokens, self.outlier_threshold or 0.0, self.batch_size, context)
+            shares = outlier_shares(
+                source, layers, tokens, self.outlier_threshold or 0.0, self.batch_size, context, together(self.devices)
+            )
             return by_outliers(shares, layers, self._share, spread)
         few = spread_over(tokens, self.sensitivity_samples or 1)
         return by_sensitivity(source, layers, few, self._share, spread, self.method, context)

@@ -28,9 +28,9 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost
 from optkit.stages.gptq import Gptq, GptqFields
 from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
+from optkit.stages.quantizing.job import QuantizationJob
 from optkit.stages.quantizing.overrides import Override
 from optkit.stages.quantizing.pruned_zeros import tell_zeros
-from optkit.stages.quantizing.streaming import QuantizationJob
 from optkit.stages.rtn import Rtn
 from optkit.stages.teaching.layers import linear_modules
 from optkit.stages.teaching.stage import TrainingStage
@@ -139,7 +139,7 @@ class Qat(GptqFields, WeightQuantizer):
     kind: ClassVar[str] = "qat"
     example: ClassVar[str] = "- qat: {bits: 3, training: {texts: [{dataset: c4}], tokens: 1_000_000}}"
     reads_origin: ClassVar[bool] = True
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
 
     start: Literal["gptq", "rtn"] = "gptq"
     """The codes to begin with: those of gptq, or the nearest ones with the scales of least squared

@@ -13,7 +13,7 @@ from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
 from optkit.stages.quantizing.backend_field import OWN, Backed
 from optkit.stages.quantizing.integers import packed_grid
-from optkit.stages.quantizing.streaming import QuantizationJob
+from optkit.stages.quantizing.job import QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor

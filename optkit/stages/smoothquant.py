@@ -15,7 +15,7 @@ from optkit.model.linear_layers import Layer, scaled_together, stacks
 from optkit.packed_tensors.eight_bit import Number, Scales
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer, Preparation
-from optkit.stages.quantizing.streaming import BlockOutput, QuantizationJob
+from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ class SmoothQuant(EightBitQuantizer):
 
     kind: ClassVar[str] = "smoothquant"
     example: ClassVar[str] = "- smoothquant: {alpha: search, calibration: {dataset: c4}}"
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     number: ClassVar[Number] = "int"
     scales: ClassVar[Scales] = "channel"
 
@@ -171,12 +171,13 @@ class _Smoothing:
                 f"alpha {self.stage.alpha}",
                 smoothing_scales(input_amax, weight_amax, self.stage.alpha, same),
             )
+        chosen, scales = self.job.together.tell((chosen, scales.cpu()))  # a sum's last bit may decide
         self.job.details["smoothing"][group.producer] = chosen
         if chosen == "none":
             return {}
         changed = fold_(skeleton, group, scales)
         for each in {id(ranges[name]): ranges[name] for name in readers}.values():
-            each.divide_(scales)
+            each.divide_(scales.to(each.amax.device))
         return {tensor: self._value(group, tensor) for tensor in changed}
 
     def _value(self, group: FoldGroup, tensor: str) -> Tensor:

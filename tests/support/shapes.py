@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from optkit.model.empty_model import TORCH_DTYPES
 from optkit.model.shape import DTYPE_BITS, TensorInfo
-from optkit.model.skeleton import TORCH_DTYPES
 from optkit.model.writer import INDEX, SHARD_BYTES, CheckpointWriter, write_config
 from tests.support.tiny_models import save_tokenizer
 

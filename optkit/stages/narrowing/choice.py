@@ -16,6 +16,7 @@ from optkit.algorithms.importance import channel_energy, compensated, head_energ
 from optkit.model.blocks import BlockInputs
 from optkit.model.narrowing import Left
 from optkit.model.skeleton import Projection, Skeleton
+from optkit.model.together import Together
 from optkit.model.width import Axis, Role, Widths
 from optkit.stages.quantizing.hessians import S, finite_matrix, watch_inputs
 
@@ -24,12 +25,17 @@ class _Squares:
     """Sums the squares of each input, every token divided by its root mean square."""
 
     def __init__(self, inputs: Tensor) -> None:
+        self.tokens = 0
         self.total: Tensor = torch.zeros(inputs.shape[-1], device=inputs.device)
 
     def add(self, inputs: Tensor) -> None:
         rows = inputs.flatten(0, -2).float()
         scale = rows.square().mean(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        self.tokens += len(rows)
         self.total += (rows.square() / scale).sum(0)
+
+    def add_up_(self, together: Together) -> None:
+        together.sum_(self.total)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,7 @@ from optkit.model.linear_layers import Layer
 from optkit.model.prompts import Prompts
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight
+from optkit.model.together import ALONE, Together
 from optkit.stage import Context
 from optkit.stages.pruning.blocks import FEW_TOKENS, LESS_MEMORY, input_squares
 from optkit.stages.pruning.fitting import LEVELS
@@ -39,6 +40,7 @@ def outlier_shares(
     threshold: float,
     batch_size: int,
     context: Context,
+    together: Together = ALONE,
 ) -> dict[str, float]:
     """Return layer -> the share of outliers among the weights of its block, of the unpruned model.
     After OWL, arXiv:2310.05175, section 3.1.
@@ -50,7 +52,7 @@ def outlier_shares(
     shares: dict[str, float] = {}
     with context.progress.task("outliers", len(skeleton.blocks), "blocks") as task:
         with out_of_memory("in front of the first block", context.device, LESS_MEMORY):
-            inputs = skeleton.capture_inputs(tokens, context.device, batch_size)
+            inputs = skeleton.capture_inputs(tokens, context.device, batch_size, together)
         for index, block in enumerate(skeleton.blocks):
             with skeleton.loaded(block, context.device, LESS_MEMORY):
                 modules = {name: module for name, module in skeleton.linears(block).items() if name in layers}

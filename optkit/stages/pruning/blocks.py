@@ -23,6 +23,7 @@ from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.prompts import Prompts
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
+from optkit.model.together import ALONE, Together
 from optkit.stage import Context
 from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix, refuse_infinite, watch_inputs
 
@@ -54,6 +55,7 @@ class BlockPruner:
     """Layer to prune -> the share of zeros that it gets; a pattern takes its place."""
     options: PruneOptions
     context: Context
+    together: Together = ALONE
     losses: dict[str, float] = field(default_factory=dict)
     """Layer -> the squared error of its outputs, as a fraction of their square, on the calibration
     text (SparseGPT).
@@ -70,7 +72,7 @@ class BlockPruner:
         inputs, left = None, range(len(skeleton.blocks))
         if tokens is not None and self.options.method != "magnitude":
             with out_of_memory("in front of the first block", device, LESS_MEMORY):
-                inputs = skeleton.capture_inputs(tokens, device, self.options.batch_size)
+                inputs = skeleton.capture_inputs(tokens, device, self.options.batch_size, self.together)
             found = {"losses": self.losses, "few": self.by_magnitude, "raised": self.raised_damping}
             left = keep.resume(len(skeleton.blocks), inputs, found)
         for index in left:

@@ -72,8 +72,10 @@ def engines_note(pattern: Pattern | None, sparsity: float, layers: int) -> str:
     )
 
 
-def pruning_memory(shape: ModelShape, layers: Mapping[str, Layer], method: str, text: Text | None, batch: int) -> Work:
-    """Return what pruning works with. `batch`: sequences of its calibration at once."""
+def pruning_memory(
+    shape: ModelShape, layers: Mapping[str, Layer], method: str, text: Text | None, batch: int, devices: int = 1
+) -> Work:
+    """Return what pruning works with. `batch`: sequences of its calibration at once, which `devices` share."""
     copies, sums = 7 if method == "sparsegpt" else 5, 0
     work = FLOAT_BYTES * copies * max(layer.outputs * layer.inputs for layer in layers.values())
     if method == "magnitude" or text is None:
@@ -81,4 +83,4 @@ def pruning_memory(shape: ModelShape, layers: Mapping[str, Layer], method: str, 
     if method == "sparsegpt":
         sums = hessian_bytes(shape, layers)
         work += 4 * FLOAT_BYTES * max(layer.inputs for layer in layers.values()) ** 2
-    return calibrated_work(shape, layers, text, batch, sums, max(work, shape.block_bytes))
+    return calibrated_work(shape, layers, text, batch, sums, max(work, shape.block_bytes), devices)

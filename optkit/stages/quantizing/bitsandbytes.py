@@ -15,7 +15,8 @@ from optkit.model.task import WEIGHTS_ALONE, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.source.quiet import only_errors_of
 from optkit.stages.quantizing.fitting import refuse_layers
-from optkit.stages.quantizing.streaming import LayerQuantizer, QuantizationJob
+from optkit.stages.quantizing.job import QuantizationJob
+from optkit.stages.quantizing.streaming import LayerQuantizer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,11 +14,14 @@ from optkit.errors import StageError
 from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes
 from optkit.model.linear_layers import Layer, Selection, by_block
 from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.together import ALONE
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.eight_bit import BLOCK, Activations, EightBitFormat, Number, Scales
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.fitting import joined_differently, refuse_conv1d, refuse_some_experts
-from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
+from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
+from optkit.stages.quantizing.shared_text import SharedText
+from optkit.stages.quantizing.streaming import LayerQuantizer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,7 +41,7 @@ HESSIAN_COPIES = 5
 """Matrices of the size of its Hessian that GPTQ holds for a layer."""
 
 
-class EightBitQuantizer(LayerQuantizer):
+class EightBitQuantizer(SharedText, LayerQuantizer):
     """Store weights in 8 bits, and say how activations are rounded."""
 
     number: ClassVar[Number]
@@ -98,7 +101,7 @@ class EightBitQuantizer(LayerQuantizer):
             if hessian is not None:
                 job.details.setdefault("rounded_to_nearest", {})[name] = inputs.tokens if inputs else 0
         else:
-            codes = self._compensated(name, weight, hessian, scales)
+            codes = self._compensated(job, name, weight, hessian, scales)
         tensors = {
             "weight": codes,
             "weight_scale": (scales.view(-1) if self.scales == "tensor" else scales).to(dtype),
@@ -109,13 +112,20 @@ class EightBitQuantizer(LayerQuantizer):
             )
         return tensors
 
-    def _compensated(self, name: str, weight: Tensor, hessian: Tensor, scales: Tensor) -> Tensor:
+    def _compensated(self, job: QuantizationJob, name: str, weight: Tensor, hessian: Tensor, scales: Tensor) -> Tensor:
         from optkit.algorithms.eight_bit import tile_of
+        from optkit.algorithms.pruning import zeros_of_pruning
         from optkit.algorithms.scaled_gptq import compensated_codes
 
         tile = tile_of(self.scales, (weight.shape[0], weight.shape[1]))
+        rows_apart = self.scales == "channel" and zeros_of_pruning(weight) is None
+        shared = job.together if rows_apart else ALONE
+        part = shared.part(len(weight))
         try:
-            return compensated_codes(weight, hessian, scales, tile, self._numbers().round)
+            mine = compensated_codes(
+                weight[part], hessian, scales[part] if shared.count > 1 else scales, tile, self._numbers().round
+            )
+            return shared.whole(mine, len(weight))
         except ValueError as error:
             raise StageError(
                 str(error), where=name, remedy=f"Set {self.kind}.rounding to nearest, or calibrate on more text"
@@ -134,7 +144,7 @@ class EightBitQuantizer(LayerQuantizer):
         tokens = read_text(skeleton, text, job.context, self.kind)
         job.calibrated_on = (text.identity(),)
         with out_of_memory("in front of the first block", device, less):
-            inputs = skeleton.capture_inputs(tokens, device, self.batch_size)
+            inputs = skeleton.capture_inputs(tokens, device, self.batch_size, job.together)
             prepare = self.preparation(job, tokens)
         for index in job.resume(inputs):
             with skeleton.loaded(skeleton.blocks[index], device, less):
@@ -172,7 +182,7 @@ class EightBitQuantizer(LayerQuantizer):
         from optkit.stages.quantizing.hessians import refuse_infinite, watch_inputs, without_indices
         from optkit.stages.quantizing.input_ranges import InputRange
 
-        rows = -(-self.sampled_rows // len(inputs.batches))
+        rows = -(-self.sampled_rows // (len(inputs.batches) * job.together.count))
 
         def start(given: Tensor) -> InputRange:
             return InputRange(given.shape[-1], given.device, rows, hessian=self.rounding == "gptq")
@@ -242,7 +252,13 @@ class EightBitQuantizer(LayerQuantizer):
             hessians = hessian_bytes(shape, layers)
         kept, prepared = self.preparation_bytes(by_block(shape, layers), layers, compensating + matrix)
         return calibrated_work(
-            shape, layers, self.calibration, self.batch_size, hessians + kept, max(work + compensating, prepared)
+            shape,
+            layers,
+            self.calibration,
+            self.batch_size,
+            hessians + kept,
+            max(work + compensating, prepared),
+            self.devices,
         )
 
     def preparation_bytes(

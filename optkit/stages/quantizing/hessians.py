@@ -7,11 +7,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from optkit.algorithms.hessian import Hessian
 from optkit.common.grouping import grouped
@@ -23,16 +25,23 @@ from optkit.model.linear_layers import EXPERTS
 from optkit.model.output_layer import HEAD
 from optkit.model.replaced_forward import hooked
 from optkit.model.skeleton import Skeleton
+from optkit.model.together import Together
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
-from optkit.stages.quantizing.streaming import QuantizationJob
+from optkit.stages.quantizing.job import QuantizationJob
 
 
 class Sum(Protocol):
     """What is kept of the inputs of a layer."""
 
+    tokens: int
+
     def add(self, inputs: Tensor) -> None:
         """Take in float [..., in]."""
+        ...
+
+    def add_up_(self, together: Together) -> None:
+        """Become what all processes took; `tokens` is set beside it."""
         ...
 
 
@@ -116,7 +125,39 @@ def watch_inputs(
         for batch in inputs.batches if layers else ():
             run = partial(skeleton.run_block, index, inputs.hidden[batch.rows], batch.calls[index])
             _watch_run(run, layers, sums, start, others_are_zero=not experts)
-    return sums
+    return sums if inputs.together.count == 1 else _added_up(sums, layers, start, inputs)
+
+
+def _added_up(
+    sums: Mapping[str, S], layers: Mapping[str, nn.Module], start: Callable[[Tensor], S], inputs: BlockInputs
+) -> dict[str, S]:
+    """Return the sums over what all processes saw, for each layer that one of them called.
+    Layers share a sum if they do so in every process.
+    """
+    together = inputs.together
+    numbers = {id(each): number for number, each in enumerate(sums.values())}
+    told = together.gather({name: (numbers[id(each)], each.tokens) for name, each in sums.items()})
+
+    def key(name: str) -> tuple[int | None, ...]:
+        return tuple(each[name][0] if name in each else None for each in told)
+
+    found: dict[str, S] = {}
+    used: set[int] = set()
+    for names in grouped((name for each in told for name in each if name in layers), key).values():
+        name = names[0]
+        total = sums.get(name)
+        if total is None:
+            weight: Tensor = layers[name].weight  # type: ignore[assignment]
+            width = weight.shape[0 if isinstance(layers[name], Conv1D) else 1]
+            total = start(inputs.hidden.new_empty(0, width, device=weight.device))
+        elif id(total) in used:
+            total = deepcopy(total)
+        used.add(id(total))
+        found |= dict.fromkeys(names, total)
+    for name, total in {id(each): (name, each) for name, each in found.items()}.values():
+        total.add_up_(together)
+        total.tokens = sum(each[name][1] for each in told if name in each)
+    return found
 
 
 def _watch_run(
@@ -179,12 +220,14 @@ def head_hessian(job: QuantizationJob, equal_tokens: bool) -> Hessian:
     """Return the Hessian of the output layer's inputs, and release what the last block returned.
     It has no tokens if nothing was kept.
     """
-    device = job.context.device
+    device, together = job.context.device, job.together
     hessian = Hessian(job.selection.layers[HEAD].inputs, device, equal_tokens)
     inputs, job.inputs = job.inputs, None
     if inputs is not None:
         for given in job.skeleton.head_inputs(inputs, device):
             hessian.add(given)
+    hessian.add_up_(together)
+    hessian.tokens = sum(together.gather(hessian.tokens))
     return hessian
 
 

@@ -4,11 +4,16 @@ The largest of each channel, a sample of them, and their Hessian say it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.scaled_gptq import left_variances
+
+if TYPE_CHECKING:
+    from optkit.model.together import Together
 
 FEW_TOKENS = 128
 """A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its
@@ -40,6 +45,14 @@ class InputRange:
         if self._rows_of_a_call:
             step = max(1, len(rows) // self._rows_of_a_call)
             self._rows.append(rows[step // 2 :: step][: self._rows_of_a_call].to(torch.float32, copy=True))
+
+    def add_up_(self, together: Together) -> None:
+        """Become what all processes took; `tokens` is theirs to set. The first process's rows are the first."""
+        together.most_(self.amax)
+        if self._hessian is not None:
+            self._hessian.add_up_(together)
+        if self._rows_of_a_call:
+            self._rows = [together.joined(self.rows)]
 
     @property
     def rows(self) -> Tensor:

@@ -5,7 +5,7 @@ Block by block they are folded into norms and linear layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -17,12 +17,13 @@ from optkit.errors import StageError
 from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes
 from optkit.model.linear_layers import Layer, by_block, scaled_together
 from optkit.model.shape import ModelShape
+from optkit.model.together import ALONE, Together
 from optkit.source.calibration import Calibration
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from optkit.algorithms.awq import Reader, Rounding
+    from optkit.algorithms.awq import InputScales, Reader, Rounding
     from optkit.algorithms.grid import Grid
     from optkit.model.blocks import BlockInputs
     from optkit.model.prompts import Prompts
@@ -59,7 +60,7 @@ class InputScaling(Frozen):
     batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
 
-    def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding) -> Work:
+    def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding, devices: int) -> Work:
         """Return what the work needs; what waits to be written comes on top."""
         largest = max(layer.inputs for layer in layers.values())
         groups = (group for block in by_block(shape, layers) for group in scaled_together(block))
@@ -71,7 +72,7 @@ class InputScaling(Frozen):
             code_bytes(shape, layers) + 4 * FLOAT_COPIES * weights,
         )
         kept = hessian_bytes(shape, layers)
-        return calibrated_work(shape, layers, self.calibration, self.batch_size, kept, work)
+        return calibrated_work(shape, layers, self.calibration, self.batch_size, kept, work, devices)
 
 
 def _reader_bytes(group: Sequence[Sequence[str]], layers: Mapping[str, Layer]) -> int:
@@ -112,12 +113,19 @@ class _Seen:
 class BlockScaler:
     """Searches and folds the input scales of one loaded block after another."""
 
-    def __init__(self, skeleton: Skeleton, tokens: Tensor | Prompts, device: str, settings: InputScaling) -> None:
-        """`tokens`: int64 [sequences, sequence_length], or prompts with images."""
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        tokens: Tensor | Prompts,
+        device: str,
+        settings: InputScaling,
+        together: Together = ALONE,
+    ) -> None:
+        """`tokens`: int64 [sequences, sequence_length], or prompts with images; each process takes its share."""
         from optkit.model.prompts import few_of
 
         self.skeleton, self.settings = skeleton, settings
-        self.inputs: BlockInputs = skeleton.capture_inputs(tokens, device, settings.batch_size)
+        self.inputs: BlockInputs = skeleton.capture_inputs(tokens, device, settings.batch_size, together)
         self._probe = skeleton.capture_inputs(few_of(tokens, *PROBE), device)
 
     def scale_(self, index: int, grids: Mapping[str, Grid], rounding: Rounding, stage: str) -> ScaledBlock:
@@ -126,21 +134,18 @@ class BlockScaler:
 
         Raises StageError if none of them can be scaled, and for inputs that are NaN or Inf.
         """
-        from optkit.algorithms.awq import search_input_scales
         from optkit.model.wiring import fold_, fold_groups
 
         skeleton, block = self.skeleton, self.skeleton.blocks[index]
         linears = skeleton.linears(block)
         seen = self._seen(index, {name: linears[name] for name in grids})
         wiring = fold_groups(skeleton, index, self._probe.hidden, self._probe.batches[0].calls[index])
-        found = []
-        for group in wiring.groups:
-            if readers := _readers(group, linears, grids, seen):
-                try:
-                    found.append((group, search_input_scales(readers, group.rows, self.settings.grid_points, rounding)))
-                except ValueError as error:
-                    remedy = "Set rounding: nearest, or calibrate on more text"
-                    raise StageError(str(error), where=f"{stage}: {group.producer}", remedy=remedy) from error
+
+        def searched(group: FoldGroup) -> InputScales | None:
+            return self._searched(group, _readers(group, linears, grids, seen), rounding, stage)
+
+        dealt = self.inputs.together.dealt(wiring.groups, searched)
+        found = [(group, result) for group, result in zip(wiring.groups, dealt, strict=True) if result]
         refused = {name: reason for name, reason in wiring.refused.items() if name in grids}
         if grids and not found:
             name, reason = next(
@@ -163,6 +168,21 @@ class BlockScaler:
                 each.matrix.div_(scales).div_(scales[:, None])
         scaled.changed = self._values(index, touched)
         return scaled
+
+    def _searched(
+        self, group: FoldGroup, readers: Sequence[Reader], rounding: Rounding, stage: str
+    ) -> InputScales | None:
+        """Return the scales of a group, on the CPU; None if no reader was seen at work."""
+        from optkit.algorithms.awq import search_input_scales
+
+        if not readers:
+            return None
+        try:
+            result = search_input_scales(readers, group.rows, self.settings.grid_points, rounding)
+        except ValueError as error:
+            remedy = "Set rounding: nearest, or calibrate on more text"
+            raise StageError(str(error), where=f"{stage}: {group.producer}", remedy=remedy) from error
+        return replace(result, scales=result.scales.cpu())
 
     def _seen(self, index: int, layers: Mapping[str, nn.Module]) -> dict[str, _Seen]:
         """Return what layers of a loaded block saw, without those that saw few tokens. Raises

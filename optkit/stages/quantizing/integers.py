@@ -19,8 +19,9 @@ from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.gptq import GPTQ, GPTQ_GROUP_SIZES, GptqPacked
 from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.stages.quantizing.fitting import exceptions_for_vllm, experts_for_gpus, joined_differently, refuse_unfit
+from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.overrides import KEEP, Override, Overrides, override_of
-from optkit.stages.quantizing.streaming import BlockOutput, LayerQuantizer, QuantizationJob
+from optkit.stages.quantizing.streaming import LayerQuantizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,7 +176,7 @@ def packed_format(job: QuantizationJob, name: str) -> PackedFormat:
 def packed_grid(job: QuantizationJob, name: str) -> Grid:
     """Return the grid that the weights of a layer are rounded to."""
     from optkit.algorithms.grid import Grid
-    from optkit.model.skeleton import TORCH_DTYPES
+    from optkit.model.empty_model import TORCH_DTYPES
 
     form = packed_format(job, name)
     stored = job.skeleton.checkpoint.tensors[job.weight(name)].dtype

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optkit.stages.quantizing.streaming import QuantizationJob
+    from optkit.stages.quantizing.job import QuantizationJob
 
 
 def held_zeros(weights: Sequence[Tensor], keep: bool | Literal["auto"]) -> Tensor | None:

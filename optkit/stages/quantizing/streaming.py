@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -24,92 +23,15 @@ from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import HEAD, outside_of, tied_embedding, with_own_head
 from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.together import together
 from optkit.model.writer import CheckpointWriter, copy_companions, write_config
 from optkit.packed_tensors.base import LayerFormat, apart, packable, quantization_config, read_apart
-from optkit.progress import Task
 from optkit.stage import Context, Cost, Format, Report, Transform
+from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.recounting import recount
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from optkit.model.blocks import BlockInputs
-    from optkit.model.skeleton import Skeleton
-
-
-@dataclass(frozen=True)
-class BlockOutput:
-    """What a quantizer leaves of one decoder block.
-    Every other tensor of the block is passed on as it is.
-    """
-
-    layers: Mapping[str, Mapping[str, Tensor]]
-    """Layer -> last name -> tensor: these take the place of the layer's weight."""
-    replaced: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors of the checkpoint with another value (a norm that scales were folded into), by their
-    full names; new names are added.
-    """
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Return what `flat` made flat."""
-        layers: dict[str, dict[str, Tensor]] = {}
-        for name in tensors:
-            layer, packed, leaf = name.partition("|")
-            if packed:
-                layers.setdefault(layer, {})[leaf] = tensors[name]
-        return cls(layers, {name: tensor for name, tensor in tensors.items() if "|" not in name})
-
-    def flat(self) -> dict[str, Tensor]:
-        """Return all tensors by one name each."""
-        packed = {f"{name}|{leaf}": each for name, layer in self.layers.items() for leaf, each in layer.items()}
-        return {**self.replaced, **packed}
-
-
-@dataclass
-class QuantizationJob:
-    """One run of a quantizer: what it works on, and what it finds on the way."""
-
-    skeleton: Skeleton
-    source: Path
-    selection: Selection
-    formats: Mapping[str, LayerFormat]
-    """The form of each selected layer."""
-    context: Context
-    task: Task
-    """The bar, one step per block."""
-    kept: KeptBlocks
-    details: dict[str, Any] = field(default_factory=dict)
-    """Goes into the report."""
-    notes: list[str] = field(default_factory=list)
-    """Sentences for the scorecard."""
-    calibrated_on: tuple[Mapping[str, str], ...] = ()
-    inputs: BlockInputs | None = None
-    """What the last block returned on the calibration text, for the output layer."""
-
-    def weight(self, name: str) -> str:
-        """Return the tensor of the checkpoint that holds the weight of a layer.
-        Of lm_head it may be that of the embedding.
-        """
-        own = f"{name}.weight"
-        return own if own in self.skeleton.checkpoint.tensors else self.skeleton.tensor_name(own)
-
-    @property
-    def head(self) -> str | None:
-        """The name of the output layer if it is quantized too."""
-        return HEAD if HEAD in self.selection.layers else None
-
-    def resume(self, inputs: BlockInputs) -> range:
-        """Return which blocks are left to do, with the inputs in front of the first of them.
-        From here on finished blocks are kept; what is in `details` and `notes` is kept with them.
-        """
-        facts = {"details": self.details, "notes": self.notes}
-        return self.kept.resume(len(self.skeleton.blocks), inputs, facts)
-
-    def modules(self, index: int) -> dict[str, nn.Module]:
-        """Return the layers to quantize of a block."""
-        linears = self.skeleton.linears(self.skeleton.blocks[index])
-        return {name: module for name, module in linears.items() if name in self.selection.layers}
+    from torch import Tensor
 
 
 class LayerQuantizer(Transform):
@@ -247,8 +169,11 @@ class LayerQuantizer(Transform):
         formats = self.layer_formats(selection)
         with context.progress.task(self.kind, len(skeleton.blocks), "blocks") as task:
             size = skeleton.checkpoint.shape.size_bytes
-            kept = KeptBlocks(context.workspace, context.device, context.progress, self.kind, size)
-            job = QuantizationJob(skeleton, Path(source), selection, formats, context, task, kept)
+            processes = together(getattr(self, "devices", 1))
+            kept = KeptBlocks(context.workspace, context.device, context.progress, self.kind, size, processes)
+            job = QuantizationJob(skeleton, Path(source), selection, formats, context, task, kept, processes)
+            if not processes.first:
+                return self._followed(job)
             with CheckpointWriter(target) as writer:
                 for name, tensor in self._written(job):
                     writer.add(name, tensor)
@@ -263,6 +188,14 @@ class LayerQuantizer(Transform):
             notes=(*self.deployment_notes(selection, formats), *job.notes),
             calibrated_on=job.calibrated_on,
         )
+
+    def _followed(self, job: QuantizationJob) -> Report:
+        """Do this process's share of what the first process writes."""
+        for _ in job.kept.each(each.flat() for each in self.quantized_blocks(job)):
+            job.task.advance()
+        if job.head:
+            self.quantized_head(job)
+        return Report(changed=0)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves.

@@ -18,8 +18,9 @@ from optkit.algorithms.sensitivity import Seen, rounding_divergences
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.empty_model import TORCH_DTYPES
 from optkit.model.prompts import Prompts, tokens_in
-from optkit.model.skeleton import TORCH_DTYPES, Skeleton
+from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight
 from optkit.packed_tensors.integers import PackQuantized
 from optkit.progress import Progress

@@ -1,0 +1,68 @@
+"""A model on the meta device, as its config.json describes it, and the dtype of its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from transformers import AutoConfig, PreTrainedModel
+
+from optkit.common.out_of_resources import is_out_of_memory
+from optkit.errors import SourceError, first_line
+from optkit.model.attention_choice import attention_options
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.experts import put_apart_
+from optkit.model.state_kernels import silence_fallbacks_
+from optkit.model.task import architectures_of, loader_of
+
+TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Float dtypes by the names that safetensors uses."""
+POOLER = "pooler"
+"""What transformers puts behind encoders whose features are asked for."""
+
+
+def empty_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
+) -> PreTrainedModel:
+    """Return the model of a checkpoint's config.json on the meta device.
+    `options` go to transformers' `from_config`.
+
+    Attention keeps all that the model asks for. Raises SourceError for an architecture that
+    transformers cannot build.
+    """
+    where, chosen = str(checkpoint.directory), attention_options(checkpoint.config, options)
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+        loader = getattr(transformers, loader_of(checkpoint.config))
+        with init_empty_weights(include_buffers=False):
+            model = loader.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **chosen)
+    except Exception as error:  # whatever transformers makes of numbers that it does not expect
+        if is_out_of_memory(error):
+            raise
+        needs_code = "auto_map" in checkpoint.config and not trust_remote_code
+        remedy = (
+            "Read the code in it, then set `trust_remote_code: true` in the recipe's `model:`" if needs_code else ""
+        )
+        raise SourceError(
+            f"transformers cannot build {architectures_of(checkpoint.config)}",
+            where=where,
+            why=first_line(error),
+            remedy=remedy,
+        ) from error
+    if POOLER in dict(model.named_children()) and not any(f"{POOLER}." in name for name in checkpoint.tensors):
+        model.pooler = None  # features are asked for, which stand in front of it
+    put_apart_(model, checkpoint.tensors)
+    silence_fallbacks_(checkpoint.config)
+    return model.requires_grad_(False).eval()
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype that config.json names, else that of the first float tensor."""
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    if isinstance(named, str) and getattr(torch, named, None) in TORCH_DTYPES.values():
+        return getattr(torch, named)  # type: ignore[no-any-return]
+    return next(
+        (TORCH_DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in TORCH_DTYPES), torch.float32
+    )

@@ -1,0 +1,99 @@
+"""One run of a quantizer, and what it leaves of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from optkit.model.kept_blocks import KeptBlocks
+from optkit.model.linear_layers import Selection
+from optkit.model.output_layer import HEAD
+from optkit.model.together import Together
+from optkit.packed_tensors.base import LayerFormat
+from optkit.progress import Task
+from optkit.stage import Context
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optkit.model.blocks import BlockInputs
+    from optkit.model.skeleton import Skeleton
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """What a quantizer leaves of one decoder block.
+    Every other tensor of the block is passed on as it is.
+    """
+
+    layers: Mapping[str, Mapping[str, Tensor]]
+    """Layer -> last name -> tensor: these take the place of the layer's weight."""
+    replaced: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of the checkpoint with another value (a norm that scales were folded into), by their
+    full names; new names are added.
+    """
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Return what `flat` made flat."""
+        layers: dict[str, dict[str, Tensor]] = {}
+        for name in tensors:
+            layer, packed, leaf = name.partition("|")
+            if packed:
+                layers.setdefault(layer, {})[leaf] = tensors[name]
+        return cls(layers, {name: tensor for name, tensor in tensors.items() if "|" not in name})
+
+    def flat(self) -> dict[str, Tensor]:
+        """Return all tensors by one name each."""
+        packed = {f"{name}|{leaf}": each for name, layer in self.layers.items() for leaf, each in layer.items()}
+        return {**self.replaced, **packed}
+
+
+@dataclass
+class QuantizationJob:
+    """One run of a quantizer: what it works on, and what it finds on the way."""
+
+    skeleton: Skeleton
+    source: Path
+    selection: Selection
+    formats: Mapping[str, LayerFormat]
+    """The form of each selected layer."""
+    context: Context
+    task: Task
+    """The bar, one step per block."""
+    kept: KeptBlocks
+    together: Together
+    """The processes that do it, each with a share of the text."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """Goes into the report."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences for the scorecard."""
+    calibrated_on: tuple[Mapping[str, str], ...] = ()
+    inputs: BlockInputs | None = None
+    """What the last block returned on the calibration text, for the output layer."""
+
+    def weight(self, name: str) -> str:
+        """Return the tensor of the checkpoint that holds the weight of a layer.
+        Of lm_head it may be that of the embedding.
+        """
+        own = f"{name}.weight"
+        return own if own in self.skeleton.checkpoint.tensors else self.skeleton.tensor_name(own)
+
+    @property
+    def head(self) -> str | None:
+        """The name of the output layer if it is quantized too."""
+        return HEAD if HEAD in self.selection.layers else None
+
+    def resume(self, inputs: BlockInputs) -> range:
+        """Return which blocks are left to do, with the inputs in front of the first of them.
+        From here on finished blocks are kept; what is in `details` and `notes` is kept with them.
+        """
+        facts = {"details": self.details, "notes": self.notes}
+        return self.kept.resume(len(self.skeleton.blocks), inputs, facts)
+
+    def modules(self, index: int) -> dict[str, nn.Module]:
+        """Return the layers to quantize of a block."""
+        linears = self.skeleton.linears(self.skeleton.blocks[index])
+        return {name: module for name, module in linears.items() if name in self.selection.layers}

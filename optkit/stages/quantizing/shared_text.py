@@ -1,0 +1,78 @@
+"""`devices:`, a field of stages that calibrate: several devices share the sequences of the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from optkit.common.field_types import Devices
+from optkit.environment import cpu_cores, visible_gpus
+from optkit.errors import StageError
+from optkit.model.shape import ModelShape
+from optkit.model.together import together
+from optkit.stage import Context, Cost, Report, Transform
+
+
+def refuse_devices(devices: int, device: str, where: str) -> None:
+    """Raise StageError for more devices than there are."""
+    if devices == 1:
+        return
+    there = cpu_cores() if device == "cpu" else visible_gpus()
+    if devices > there:
+        raise StageError(
+            f"{devices} devices are asked for, and there {'is' if there == 1 else 'are'} {there}",
+            where=where,
+            why="Each process takes a core of the CPU at least"
+            if device == "cpu"
+            else "Each process takes a GPU of its own",
+            remedy=f"Set `devices` to at most {there}",
+        )
+    if ":" in device:
+        what = f"{devices} devices are asked for, and {device} is one"
+        raise StageError(what, where=where, remedy="Say `--device cuda`")
+
+
+class SharedText(Transform):
+    """A stage that can run in several processes, each with a device and a share of the text."""
+
+    devices: Devices = Field(default=1, exclude_if=lambda value: value == 1)
+    """GPUs, or on a CPU processes, that share the sequences of the calibration text."""
+
+    @model_validator(mode="after")
+    def _has_a_text_to_share(self) -> Self:
+        text: Any = getattr(self, "calibration", None)
+        if self.devices > 1 and text is None:
+            raise ValueError("devices share a calibration text, and none is read here. Leave devices out")
+        if self.devices > 1 and self.devices > text.samples:
+            raise ValueError(
+                f"{text.samples} calibration samples cannot be shared by {self.devices} devices. "
+                f"Set devices to at most {text.samples}"
+            )
+        return self
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        """Do what one process does alone, in as many as there are devices. Raises as `launched`."""
+        return self.launched(source, target, context) or super().run(source, target, context)
+
+    def launched(self, source: Path, target: Path, context: Context) -> Report | None:
+        """Return the report of as many processes as there are devices; None if this is one of them.
+
+        Raises what one raises alone; StageError with the last lines of a process that was lost.
+        """
+        if self.devices == together(self.devices).count:
+            return None
+        from optkit.training.launch import launch
+
+        return launch(self, source, target, context, self.devices, self.kind)
+
+    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
+        """Return what each device needs; processes on a CPU share its memory."""
+        cost, left = super().predict(shape, device)
+        return self.shared_cost(cost, device), left
+
+    def shared_cost(self, cost: Cost, device: str) -> Cost:
+        """Return what all processes need of what one does. Raises StageError for more than there are."""
+        refuse_devices(self.devices, device, self.kind)
+        return cost.model_copy(update={"ram_bytes": self.devices * cost.ram_bytes}) if device == "cpu" else cost
