@@ -170,9 +170,8 @@ def lower_inverse(lower: Tensor) -> Tensor:
     """Return the inverse of a lower triangle, float [size, size]; most of it is products of matrices."""
     size = len(lower)
     if size <= TRIANGLE:
-        return torch.linalg.solve_triangular(
-            lower, torch.eye(size, dtype=lower.dtype, device=lower.device), upper=False
-        )
+        identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
+        return torch.linalg.solve_triangular(lower, identity, upper=False)  # type: ignore[no-any-return]
     half = size // 2 // TRIANGLE * TRIANGLE or TRIANGLE
     found = torch.zeros_like(lower)
     found[:half, :half], found[half:, half:] = lower_inverse(lower[:half, :half]), lower_inverse(lower[half:, half:])

@@ -1,4 +1,4 @@
-"""Run a stage in several processes, one for each device, which end together."""
+"""Run a stage in several processes, one for each device, which end together: a training, or a calibration."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _error(errors: Mapping[int, OptkitError | ChildError], directory: Path, devi
         rank = "" if len(refused) == devices else f", rank {first} of {devices}"
         OptkitError.__init__(error, error.what, where=f"{error.where}{rank}", why=error.why, remedy=error.remedy)
         return error
-    remedy = f"What they printed is in {directory}; the training goes on from its last checkpoint when it is run again"
+    remedy = f"What they printed is in {directory}; what was finished is kept, so run it again to go on"
     unforeseen = StageError(str(error), where=where, why=error.last_words, remedy=remedy)
     unforeseen.__cause__ = error
     return unforeseen

@@ -1,4 +1,4 @@
-"""One process of a training on several devices, started by optkit/training/launch.py."""
+"""One process of a stage on several devices, started by optkit/training/launch.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optkit.progress import SilentProgress
 from optkit.stage import Context, Report, Transform
 
 TIMEOUT_S = 1800.0
-"""How long a process waits for the others: longer than writing a checkpoint takes."""
+"""How long a process waits for the others: longer than writing a checkpoint or a finished block takes."""
 
 PATHS = ("data", "origin", "workspace")
 """Fields of a `Context` that are paths or None."""

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optkit.algorithms import refinement
-from optkit.algorithms.gptq import GptqOptions, gptq, gptq_together, relative_error
+from optkit.algorithms.gptq import GptqOptions, damped_inverse_factor, gptq, gptq_together, relative_error
 from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.importance import compensated
@@ -311,3 +311,14 @@ def test_layers_together_are_what_each_is_alone(grid: Grid, options: GptqOptions
         assert (together.weight.codes != one.weight.codes).float().mean() < 1e-3
         errors = [relative_error(weight, each.weight.dequantize(), hessian) for each in (together, one)]
         assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
+def test_the_factor_is_that_of_the_inverse() -> None:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(2400, 1200, generator=generator) * torch.logspace(0, -2, 1200)
+    damped, factor, damping = damped_inverse_factor(inputs.T @ inputs / 2400, GptqOptions())
+    order = damped.diagonal().argsort(descending=True, stable=True)
+    expected = torch.linalg.cholesky(torch.linalg.inv(damped.double()[order][:, order]), upper=True)
+    assert damping == GptqOptions().damping
+    assert (factor - expected).abs().max() < 1e-6 * expected.abs().max()
+    assert not factor.tril(-1).any()

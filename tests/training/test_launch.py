@@ -64,7 +64,7 @@ def test_the_report_of_the_first_process_comes_back(tmp_path: Path) -> None:
 
 
 MEMORY = ResourceError("no memory", where="together", why="It is full", remedy="Buy some")
-REMEDY = "What they printed is in /d; the training goes on from its last checkpoint when it is run again."
+REMEDY = "What they printed is in /d; what was finished is kept, so run it again to go on."
 
 
 def refusal() -> OptkitError | ChildError:
@@ -114,7 +114,7 @@ def test_a_lost_process_is_named_with_its_last_lines_and_the_other_is_ended(tmp_
         "together: rank 1 of 2 was ended by SIGKILL (the system ends a process so when memory runs out) and"
     )
     assert "Its last words: a line of rank 1." in str(error)
-    assert f"is in {tmp_path / 'work' / 'ranks'}; the training goes on from its last checkpoint" in str(error)
+    assert f"is in {tmp_path / 'work' / 'ranks'}; what was finished is kept" in str(error)
     assert not alive(tmp_path)
 
 

@@ -8,30 +8,10 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from optkit.common.field_types import Devices
-from optkit.environment import cpu_cores, visible_gpus
-from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 from optkit.model.together import together
 from optkit.stage import Context, Cost, Report, Transform
-
-
-def refuse_devices(devices: int, device: str, where: str) -> None:
-    """Raise StageError for more devices than there are."""
-    if devices == 1:
-        return
-    there = cpu_cores() if device == "cpu" else visible_gpus()
-    if devices > there:
-        raise StageError(
-            f"{devices} devices are asked for, and there {'is' if there == 1 else 'are'} {there}",
-            where=where,
-            why="Each process takes a core of the CPU at least"
-            if device == "cpu"
-            else "Each process takes a GPU of its own",
-            remedy=f"Set `devices` to at most {there}",
-        )
-    if ":" in device:
-        what = f"{devices} devices are asked for, and {device} is one"
-        raise StageError(what, where=where, remedy="Say `--device cuda`")
+from optkit.stages.several_devices import refuse_devices
 
 
 class SharedText(Transform):

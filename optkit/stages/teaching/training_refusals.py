@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optkit.environment import cpu_cores, visible_gpus
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 from optkit.model.weights import expert_counts
+from optkit.stages.several_devices import refuse_devices
 
 if TYPE_CHECKING:
     from optkit.stages.teaching.stage import TrainingStage
@@ -18,25 +18,8 @@ if TYPE_CHECKING:
 
 def check_devices(stage: TrainingStage, shape: ModelShape, device: str) -> None:
     """Raise StageError for more devices than there are, and weights that cannot be divided."""
-    if stage.devices == 1:
-        return
-    there = cpu_cores() if device == "cpu" else visible_gpus()
-    if stage.devices > there:
-        raise StageError(
-            f"{stage.devices} devices are asked for, and there {'is' if there == 1 else 'are'} {there}",
-            where=stage.kind,
-            why="Each process takes a core of the CPU at least"
-            if device == "cpu"
-            else "Each process takes a GPU of its own",
-            remedy=f"Set `devices` to at most {there}",
-        )
-    if ":" in device:
-        raise StageError(
-            f"{stage.devices} devices are asked for, and {device} is one",
-            where=stage.kind,
-            remedy="Say `--device cuda`",
-        )
-    if stage.parallel == "fsdp":
+    refuse_devices(stage.devices, device, stage.kind)
+    if stage.devices > 1 and stage.parallel == "fsdp":
         _refuse_indivisible(stage, shape)
 
 

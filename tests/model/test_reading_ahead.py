@@ -1,0 +1,64 @@
+"""The next block's weights are read while one is worked on, and are the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from optkit.errors import SourceError
+from optkit.model import reading_ahead
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.reading_ahead import ReadAhead
+from optkit.model.skeleton import Skeleton
+
+TinyModel = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_ahead, "_pinned", lambda read: read())
+
+
+def test_what_was_read_ahead_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead, reads = ReadAhead(), []
+
+    def read(name: str) -> torch.Tensor:
+        reads.append(name)
+        return torch.full((2,), float(len(reads)))
+
+    ahead.begin({"a": lambda: read("a")})
+    assert ahead.take("a", lambda: read("late")).tolist() == [1, 1]
+    assert ahead.take("a", lambda: read("again")).tolist() == [2, 2]
+    assert reads == ["a", "again"]
+
+
+def test_an_error_is_raised_where_the_tensor_is_needed() -> None:
+    ahead = ReadAhead()
+
+    def fail() -> torch.Tensor:
+        raise SourceError("a.weight ends in the middle")
+
+    ahead.begin({"a": fail})
+    with pytest.raises(SourceError, match="ends in the middle"):
+        ahead.take("a", fail)
+
+
+@pytest.mark.parametrize("kind", ["llama", "zamba2"])
+def test_blocks_in_order_are_read_ahead(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    begun: list[set[str]] = []
+    begin = ReadAhead.begin
+    monkeypatch.setattr(ReadAhead, "begin", lambda self, reads: (begun.append(set(reads)), begin(self, reads))[0])
+    skeleton = Skeleton(Checkpoint(tiny_model(kind)))
+    for block in skeleton.blocks:
+        skeleton._read_next(block, "cuda")
+        skeleton.load_(block.name, "cpu")
+        for name, parameter in block.module.named_parameters(prefix=block.name):
+            stored = skeleton.checkpoint.read(skeleton.tensor_name(name))
+            assert torch.equal(parameter, stored), name
+        skeleton.release_(block.name)
+    assert len(begun) == len(skeleton.blocks) - 1
+    last, first = skeleton.blocks[-1], skeleton.blocks[0]
+    skeleton._read_next(last, "cuda")
+    skeleton._read_next(first, "cuda")
+    assert len(begun) == len(skeleton.blocks) - 1, "in another order nothing is read ahead"

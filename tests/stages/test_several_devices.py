@@ -1,0 +1,178 @@
+"""A calibration by several processes is the one by a single process, divided."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from optkit.common.frozen import described
+from optkit.errors import StageError
+from optkit.keys import make_step_key
+from optkit.model.checkpoint import Checkpoint
+from optkit.progress import SilentProgress
+from optkit.recipe.recipe import TransformEntry
+from optkit.source.calibration import Calibration
+from optkit.stage import Context, Transform
+from optkit.stages.awq import Awq
+from optkit.stages.fp8 import Fp8
+from optkit.stages.gptq import Gptq
+from optkit.stages.prune import Prune
+from optkit.training.launch import launch
+from tests.support.shared_stages import Runs
+
+TinyModel = Callable[[str], Path]
+STAGES: dict[str, Callable[..., Transform]] = {
+    "llama": lambda **fields: Gptq(group_size=32, lm_head=True, **fields),
+    "mixtral": lambda **fields: Gptq(group_size=32, **fields),
+    "qwen3_next": lambda **fields: Gptq(group_size=32, **fields),
+    "llama-awq": lambda **fields: Awq(group_size=32, **fields),
+    "llama-fp8": lambda **fields: Fp8(rounding="gptq", activations="static", **fields),
+    "llama-prune": lambda **fields: Prune(method="wanda", allocation="owl", **fields),
+}
+"""Architecture and what is done to it; layers of one shape and of several, experts, a hybrid."""
+QUICK = ["llama", "mixtral"]
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are ended by Linux's means")
+
+
+class Lines(SilentProgress):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture(scope="module")
+def odd(letters: Path) -> Calibration:
+    """Return a text whose sequences two processes cannot share alike."""
+    return Calibration(dataset=str(letters), samples=15, sequence_length=64)
+
+
+def stages(tiny_model: TinyModel, text: Calibration, names: list[str], **fields: Any) -> dict[str, Any]:
+    return {
+        name: (
+            str(tiny_model(name.partition("-")[0])),
+            described(STAGES[name](calibration=text, batch_size=4, **fields)),
+        )
+        for name in names
+    }
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    checkpoint = Checkpoint(directory)
+    return {name: checkpoint.read(name) for name in checkpoint.tensors}
+
+
+def differing(one: Path, two: Path) -> tuple[float, float]:
+    """Return the shares of all codes, and of all floats, that differ."""
+    first, second = tensors(one), tensors(two)
+    assert first.keys() == second.keys()
+    codes, floats = [torch.zeros(1)], [torch.zeros(1)]
+    for name, tensor in first.items():
+        other = second[name]
+        assert tensor.shape == other.shape
+        if tensor.dtype in (torch.int32, torch.float8_e4m3fn) and tensor.dim() == 2:
+            changed = tensor.view(torch.uint8) ^ other.view(torch.uint8)
+            halves = [changed & 15, changed >> 4] if tensor.dtype == torch.int32 else [changed]
+            codes += [(each != 0).float().flatten() for each in halves]
+        elif tensor.is_floating_point():
+            floats.append(((tensor - other).abs() > 0.01 * tensor.abs()).float().flatten())
+    return float(torch.cat(codes).mean()), float(torch.cat(floats).mean())
+
+
+@on_linux
+@pytest.mark.usefixtures("warm_children")
+@pytest.mark.parametrize("names", [QUICK, pytest.param([*STAGES.keys() - QUICK], marks=pytest.mark.slow)])
+def test_two_processes_leave_what_one_does(
+    tiny_model: TinyModel, tmp_path: Path, odd: Calibration, names: list[str]
+) -> None:
+    place = tmp_path / "two"
+    place.mkdir()
+    (tmp_path / "one").mkdir()
+    alone = Runs(runs=stages(tiny_model, odd, names)).run(tmp_path, tmp_path / "one", Context()).details
+    runs = Runs(runs=stages(tiny_model, odd, names, devices=2))
+    together = launch(runs, tmp_path, place, Context(workspace=tmp_path / "work"), 2, "test").details
+    for name in names:
+        one, two = (each[name]["details"] for each in (alone, together))
+        assert one.keys() == two.keys()
+        assert one.get("expert_tokens") == two.get("expert_tokens")
+        assert two.get("losses") == pytest.approx(one.get("losses"), rel=0.1)
+        codes, floats = differing(tmp_path / "one" / name, place / name)
+        # sums in another order: a code that lies between two numbers goes to the other one, and what follows it
+        # moves too; activations that are rounded, or routed, carry that on
+        limit = 0.2 if name == "llama-fp8" else 0.05
+        assert codes < limit, name
+        assert floats < limit, name
+
+
+@on_linux
+@pytest.mark.usefixtures("warm_children")
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_processes_go_on_behind_the_last_block_that_all_finished(
+    tiny_model: TinyModel, tmp_path: Path, odd: Calibration, killed: int
+) -> None:
+    runs, lines = stages(tiny_model, odd, ["llama"], devices=2), Lines()
+
+    def run(how: tuple[int, int] | None, workspace: Path) -> dict[str, bytes]:
+        shutil.rmtree(tmp_path / "target", ignore_errors=True)
+        (tmp_path / "target").mkdir()
+        context = Context(workspace=workspace, progress=lines)
+        launch(Runs(runs=runs, killed=how), tmp_path, tmp_path / "target", context, 2, "test")
+        return {path.name: path.read_bytes() for path in (tmp_path / "target" / "llama").iterdir()}
+
+    whole = run(None, tmp_path / "other")
+    with pytest.raises(StageError, match=rf"rank {killed} of 2 was ended by SIGKILL"):
+        run((killed, 2), tmp_path / "work")
+    kept = sorted(path.name for path in (tmp_path / "work" / "llama" / "of-2").iterdir())
+    assert "kept.json" in kept
+    assert run(None, tmp_path / "work") == whole
+    assert [line.partition(" at ")[0] for line in lines.lines] == ["gptq: resumed"]
+
+
+def test_one_device_is_in_no_key(text: Calibration) -> None:
+    def key(**fields: Any) -> str:
+        return make_step_key(TransformEntry(kind="gptq", value=Gptq(calibration=text, **fields)), "0" * 64, 0)
+
+    assert key(devices=1) == key() != key(devices=2) != key(devices=4)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fields", "message"),
+    [
+        (Gptq, {"devices": 3}, "2 calibration samples cannot be shared by 3 devices. Set devices to at most 2"),
+        (Fp8, {"devices": 2, "calibration": None}, "devices share a calibration text, and none is read here. Leave"),
+        (Gptq, {"devices": 2, "learn": "blocks"}, "blocks learn on one device, for each step changes what the next"),
+        (Gptq, {"devices": 2, "backend": "gptqmodel"}, "`devices`: gptqmodel has nothing like it"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(
+    letters: Path, stage: type[Transform], fields: dict[str, Any], message: str
+) -> None:
+    few = Calibration(dataset=str(letters), samples=2, sequence_length=64)
+    with pytest.raises(ValidationError, match=message):
+        stage(**{"calibration": few, **fields})
+
+
+def test_plans_know_the_share_of_each_device(
+    tiny_model: TinyModel, text: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optkit.stages.several_devices.visible_gpus", lambda: 4)
+    monkeypatch.setattr("optkit.stages.several_devices.cpu_cores", lambda: 2)
+    shape = Checkpoint(tiny_model("llama")).shape
+    costs = [Gptq(calibration=text, group_size=32, devices=count).predict(shape, "cuda")[0] for count in (1, 2)]
+    states = text.samples * text.sequence_length * 64 * 4
+    assert costs[0].gpu_bytes - costs[1].gpu_bytes == states // 2
+    assert costs[0].kept_bytes == costs[1].kept_bytes
+    with pytest.raises(StageError, match=r"^gptq: 8 devices are asked for, and there are 4"):
+        Gptq(calibration=text, group_size=32, devices=8).predict(shape, "cuda")
+    with pytest.raises(StageError, match=r"^prune: 2 devices are asked for, and cuda:1 is one. Say `--device cuda`"):
+        Prune(method="wanda", calibration=text, devices=2).predict(shape, "cuda:1")
