@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from optkit.common.field_types import Amount, BatchSize, Damping
-from optkit.common.frozen import Frozen
+from optkit.common.field_types import Amount
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.calibration_memory import Work, calibrated_work, calibration_bytes, code_bytes, hessian_bytes
 from optkit.model.linear_layers import EXPERTS, Layer, by_block
@@ -21,6 +20,7 @@ from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.fitting import refuse_learning
+from optkit.stages.quantizing.gptq_fields import GptqFields
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.job import QuantizationJob
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros, tell_zeros
@@ -44,38 +44,6 @@ two gradients, two moments of AdamW, and what the gradient of its scale needs.
 LEARNING_BATCHES = 4
 """Activations that lie between the forward and the backward pass, in those of a forward pass alone."""
 LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
-
-
-class GptqFields(Frozen):
-    """How codes are chosen so that outputs on a calibration text change least."""
-
-    damping: Damping = 0.01
-    """Added to the diagonal of each Hessian, as a fraction of its mean; raised, and reported, if
-    a Hessian needs more.
-    """
-    activation_order: bool = True
-    """Round the inputs with the largest activations first."""
-    true_sequential: bool = False
-    """Let each layer of a block see the errors of those before it in the block: more time, no
-    better perplexity as a rule.
-    """
-    scale_search: Literal["hessian", "mse", "minmax"] = "hessian"
-    """`hessian`: the scale with the least rounding error, each input weighted by its activations.
-    `mse`: unweighted. `minmax`: the scale that reaches every weight."""
-    refinements: int = Field(default=2, ge=0, le=100)
-    """Turns of least-squares scales and coordinate descent on the codes (QuantEase,
-    arXiv:2309.01885) after GPTQ; 0 leaves them out.
-    """
-    equal_tokens: bool = True
-    """Divide each layer's input by its root mean square, token by token, so that no token with
-    enormous activations outweighs the rest.
-    """
-    keep_zeros: bool | Literal["auto"] = "auto"
-    """Let weights that are 0 stay 0 while the others compensate for errors. `auto`: in layers that
-    were pruned (a fifth or more is 0).
-    """
-    batch_size: BatchSize = 8
-    """Sequences that run through a block at once."""
 
 
 class Gptq(GptqFields, SharedText, Backed):

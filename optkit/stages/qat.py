@@ -26,7 +26,8 @@ from optkit.packed_tensors.gptq import GPTQ
 from optkit.packed_tensors.integers import IntQuantized, PackedFormat
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost
-from optkit.stages.gptq import Gptq, GptqFields
+from optkit.stages.gptq import Gptq
+from optkit.stages.quantizing.gptq_fields import GptqFields
 from optkit.stages.quantizing.integers import WeightQuantizer, packed_grid
 from optkit.stages.quantizing.job import QuantizationJob
 from optkit.stages.quantizing.overrides import Override

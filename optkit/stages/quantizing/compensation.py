@@ -28,7 +28,7 @@ from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros
 from optkit.stages.quantizing.stacks import parts_of, together
 
 if TYPE_CHECKING:
-    from optkit.stages.gptq import GptqFields
+    from optkit.stages.quantizing.gptq_fields import GptqFields
 
 FEW_TOKENS = 128
 """A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its
