@@ -199,7 +199,7 @@ def test_the_plan_says_what_a_training_takes(model: Callable[[str], Path]) -> No
 def test_main_memory_beside_a_gpu_has_the_best_weights_and_what_a_checkpoint_copies(
     model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optkit.stages.several_devices.visible_gpus", lambda: 2)
+    monkeypatch.setattr("optkit.devices.enough.visible_gpus", lambda: 2)
     shape = Checkpoint(model("qwen2")).shape
     for fields, each in (({}, 4 + 8), ({"optimizer": "adamw_8bit"}, 4 + 4), ({"devices": 2}, 4 + 4 + 8)):
         assert Distill(**fields).predict(shape, "cuda")[0].ram_bytes == each * shape.elements
@@ -221,7 +221,7 @@ def test_the_teacher_of_a_pruned_student_is_the_whole_model(
 
 
 def test_what_fsdp_cannot_divide_is_refused(model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optkit.stages.several_devices.visible_gpus", lambda: 2)
+    monkeypatch.setattr("optkit.devices.enough.visible_gpus", lambda: 2)
     stage = Distill(devices=2, parallel="fsdp")
     with pytest.raises(
         StageError, match="the weights of experts cannot be divided. An expert that no token of a device is sent to"

@@ -60,8 +60,8 @@ def test_more_devices_than_there_are_are_refused_in_the_plan(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = Checkpoint(tiny_model("llama")).shape
-    monkeypatch.setattr("optkit.stages.several_devices.cpu_cores", lambda: 1)
-    monkeypatch.setattr("optkit.stages.several_devices.visible_gpus", lambda: 4)
+    monkeypatch.setattr("optkit.devices.enough.cpu_cores", lambda: 1)
+    monkeypatch.setattr("optkit.devices.enough.visible_gpus", lambda: 4)
     with pytest.raises(StageError) as caught:
         Distill(devices=2).predict(shape, "cpu")
     assert str(caught.value) == (

@@ -8,10 +8,10 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from optkit.common.field_types import Devices
+from optkit.devices.enough import refuse_devices
 from optkit.model.shape import ModelShape
 from optkit.model.together import together
 from optkit.stage import Context, Cost, Report, Transform
-from optkit.stages.several_devices import refuse_devices
 
 
 class SharedText(Transform):

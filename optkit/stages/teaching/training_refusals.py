@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from optkit.devices.enough import refuse_devices
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 from optkit.model.weights import expert_counts
-from optkit.stages.several_devices import refuse_devices
 
 if TYPE_CHECKING:
     from optkit.stages.teaching.stage import TrainingStage

@@ -1,4 +1,4 @@
-"""Whether there are as many devices as a stage asks for. No torch."""
+"""Whether there are as many devices as a stage asks for; without torch."""
 
 from __future__ import annotations
 
