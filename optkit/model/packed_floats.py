@@ -13,7 +13,7 @@ from optkit.model.expected_tensors import FLOATS
 from optkit.model.linear_layers import CONV1D_MODELS
 from optkit.model.output_layer import HEAD
 from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE, METHODS_WITH_CODES, split_tensor
-from optkit.model.schemes import LAYOUTS, rounds_activations, scheme_of_layers
+from optkit.model.schemes import LAYOUTS, activation_bits, scheme_of_layers
 from optkit.model.shape import ModelShape, TensorInfo
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -229,6 +229,6 @@ def notes_on_floats(shape: ModelShape, what: str) -> tuple[str, ...]:
     """Return the sentence that packed weights become floats; `what`: e.g. `are read as float16`."""
     words = shape.config["quantization_config"]
     said = f"the weights, packed by {words.get('quant_method')}, {what}"
-    if rounds_activations(words) or words.get("activation_scheme") or words.get("quant_algo"):
+    if activation_bits(words) or words.get("activation_scheme") or words.get("quant_algo"):
         said += "; the packed model rounds what goes into its layers too, the float one does not"
     return (said,)

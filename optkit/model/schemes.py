@@ -44,11 +44,13 @@ def scheme_of_layers(quantization: Mapping[str, Any] | None) -> Callable[[str, b
     return readers[method](quantization)
 
 
-def rounds_activations(quantization: Mapping[str, Any]) -> bool:
-    """Say whether layers round their inputs or outputs, or attention its keys and values."""
+def activation_bits(quantization: Mapping[str, Any]) -> int:
+    """Return to how few bits layers round inputs or outputs, or attention keys and values; 0 if none does."""
     groups = (quantization.get("config_groups") or {}).values()
     sides = [group.get(f"{side}_activations") for group in groups for side in ("input", "output")]
-    return any(sides) or bool(quantization.get("kv_cache_scheme")) or bool(quantization.get("load_in_8bit"))
+    rounded = [each for each in (*sides, quantization.get("kv_cache_scheme")) if each]
+    bits = [int(each.get("num_bits", 8)) for each in rounded] + [8] * bool(quantization.get("load_in_8bit"))
+    return min(bits, default=0)
 
 
 def _compressed_tensors(quantization: Mapping[str, Any]) -> Callable[[str, bool], Scheme]:

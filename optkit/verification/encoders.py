@@ -78,7 +78,7 @@ def asked_of(reference: EncoderReference) -> dict[str, Any]:
     }
 
 
-def compare_encoded(reference: EncoderReference, said: Mapping[str, Any], place: Path, rounded: bool) -> dict[str, Any]:
+def compare_encoded(reference: EncoderReference, said: Mapping[str, Any], place: Path, bits: int) -> dict[str, Any]:
     """Return the fields of a loading line: verdict, numbers and what was compared."""
     if list(said["logits_shape"]) != list(reference.outputs.shape):
         reason = f"it gives {said['logits_shape']}, and optkit {list(reference.outputs.shape)}"
@@ -86,20 +86,20 @@ def compare_encoded(reference: EncoderReference, said: Mapping[str, Any], place:
     found = agreement.read_logits(place, said["logits_shape"])
     dtypes = (reference.dtype, str(said["dtype"]))
     compare = _compare_embeddings if reference.pooling else _compare_labels
-    return compare(reference, found, dtypes, rounded)
+    return compare(reference, found, dtypes, bits)
 
 
 def _compare_embeddings(
-    reference: EncoderReference, found: Tensor, dtypes: tuple[str, str], rounded: bool
+    reference: EncoderReference, found: Tensor, dtypes: tuple[str, str], bits: int
 ) -> dict[str, Any]:
     import torch
 
     pool: Any = reference.pooling
     ours, theirs = (pool(features, reference.mask.float()) for features in (reference.outputs, found))
     cosine = float(torch.cosine_similarity(ours.double(), theirs.double(), dim=-1).min())
-    limit = ROUNDED_ACTIVATIONS if rounded else max(TOLERANCES.get(each, TOLERANCES["bfloat16"]) for each in dtypes)
+    limit = ROUNDED_ACTIVATIONS if bits else max(TOLERANCES.get(each, TOLERANCES["bfloat16"]) for each in dtypes)
     what = f"embeddings ({pool}) of {len(found)} padded texts of up to {found.shape[1]} tokens"
-    when = f"agrees if each cosine is within {limit:g} of 1 ({because(dtypes, rounded)})"
+    when = f"agrees if each cosine is within {limit:g} of 1 ({because(dtypes, bits)})"
     fields: dict[str, Any] = {"compared": f"{what}; {when}"}
     if not found.isfinite().all():
         return {**fields, "verdict": "disagrees", "reason": "its features are not all finite numbers"}
@@ -110,20 +110,19 @@ def _compare_embeddings(
     return {**fields, "verdict": "disagrees", "reason": reason}
 
 
-def _compare_labels(
-    reference: EncoderReference, found: Tensor, dtypes: tuple[str, str], rounded: bool
-) -> dict[str, Any]:
+def _compare_labels(reference: EncoderReference, found: Tensor, dtypes: tuple[str, str], bits: int) -> dict[str, Any]:
     ours = reference.outputs
     if found.dim() == 3:
         seen = reference.mask.bool()
         ours, found = ours[seen], found[seen]
-    limit = agreement.tolerance(*dtypes, rounded_activations=rounded)
+    limit = agreement.tolerance(*dtypes, activation_bits=bits)
     items = "tokens" if reference.outputs.dim() == 3 else "padded texts"
     what = f"{found.shape[1]:,} logits for each of {len(found)} {items}"
-    fields = {"compared": f"{what}; agrees below a mean KL of {limit:g} ({because(dtypes, rounded)})"}
+    fields = {"compared": f"{what}; agrees below a mean KL of {limit:g} ({because(dtypes, bits)})"}
     return {**fields, **agreement.verdict_of(agreement.compare_logits(ours, found), limit)}
 
 
-def because(dtypes: tuple[str, str], rounded: bool) -> str:
+def because(dtypes: tuple[str, str], bits: int) -> str:
     """Return why a limit is what it is: both dtypes, and whether activations are rounded."""
-    return f"{dtypes[0]} and {dtypes[1]}" + (", rounded activations" if rounded else "")
+    rounded = ", rounded activations" if bits > 4 else f", activations of {bits} bits"
+    return f"{dtypes[0]} and {dtypes[1]}{rounded if bits else ''}"

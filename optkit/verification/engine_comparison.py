@@ -93,7 +93,7 @@ def judged(
     else:
         facts |= {"device": answer.said["device"], "dtype": answer.said["dtype"]}
         if isinstance(reference, EncoderReference):
-            found = compare_encoded(reference, answer.said, logits, weights.rounds_activations)
+            found = compare_encoded(reference, answer.said, logits, weights.activation_bits)
         else:
             generated = answer.said["generated"]
             same = common_prefix(reference.generated, generated)
@@ -106,8 +106,8 @@ def _compared(
     engine: Engine, weights: Weights, said: Mapping[str, Any], reference: Reference, logits: Path
 ) -> dict[str, Any]:
     """Return the fields of a loading line: what was compared, the numbers and the verdict."""
-    count, rounded = len(reference.tokens), weights.rounds_activations
-    limit = agreement.tolerance(reference.dtype, said["dtype"], rounded_activations=rounded)
+    count, bits = len(reference.tokens), weights.activation_bits
+    limit = agreement.tolerance(reference.dtype, said["dtype"], activation_bits=bits)
     if "likeliest" in said:
         what = f"log-probabilities of the {LIKELIEST} likeliest tokens"
         near = agreement.compare_likeliest(reference.logits, said["likeliest"])
@@ -122,7 +122,7 @@ def _compared(
         what += f", and of the last {count - reference.prompt} fed one at a time"
         steps = agreement.read_logits(Path(f"{logits}{STEPS}"), said["stepped_shape"])
         stepped = agreement.compare_logits(reference.logits[reference.prompt :], steps)
-    why = because((reference.dtype, said["dtype"]), rounded)
+    why = because((reference.dtype, said["dtype"]), bits)
     opened = f"; {OPENED_EAGER}" if _options(engine, weights.config) else ""
     compared = f"{what}; agrees below a mean KL of {limit:g} ({why}){opened}"
     return {"compared": compared, **verdict_of(near, limit, stepped)}

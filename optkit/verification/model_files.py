@@ -40,7 +40,8 @@ class Weights:
     task: Task
     method: str = ""
     """`quant_method` of config.json; empty for float weights and for other formats."""
-    rounds_activations: bool = False
+    activation_bits: int = 0
+    """To how few bits layers round their inputs; 0 if they do not."""
     adapter: Adapter | None = None
     """What lies beside packed weights."""
 
@@ -79,4 +80,4 @@ class GgufFiles(ModelFiles):
     def weights(self) -> Weights:
         """Return what is known of the weights; call it only if the checks hold."""
         rounds = any(size.quantized for size in self.format.layer_sizes(self.directory))
-        return replace(super().weights(), rounds_activations=rounds)
+        return replace(super().weights(), activation_bits=8 * rounds)

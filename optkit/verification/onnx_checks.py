@@ -47,7 +47,7 @@ class OnnxFiles(ModelFiles):
         """Return what the config says, and whether operations round their inputs."""
         found = OnnxDirectory(self.directory)
         task = task_of(found.config) or Task.GENERATION
-        return Weights(self.format, found.config, task, rounds_activations=rounds_inputs(found.graph))
+        return Weights(self.format, found.config, task, activation_bits=8 * rounds_inputs(found.graph))
 
 
 def check_onnx(directory: Path) -> tuple[Check, ...]:

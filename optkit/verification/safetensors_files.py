@@ -11,7 +11,7 @@ from optkit.errors import OptkitError
 from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.expected_tensors import FLOATS
-from optkit.model.schemes import rounds_activations
+from optkit.model.schemes import activation_bits
 from optkit.model.shape import TensorInfo, place_in_list
 from optkit.model.task import Task, task_of
 from optkit.verification.layers import linear_layers, problems_of_layers
@@ -39,7 +39,7 @@ class SafetensorsFiles(ModelFiles):
         method = str(quantization.get("quant_method", ""))
         adapter = read_adapter(self.directory) if method else None
         task = task_of(config) or Task.GENERATION
-        return Weights(self.format, config, task, method, rounds_activations(quantization), adapter)
+        return Weights(self.format, config, task, method, activation_bits(quantization), adapter)
 
 
 def _check(directory: Path) -> tuple[Check, ...]:

@@ -83,7 +83,7 @@ def verify_artifact(
         said = f"optkit opens it on {reference.device}, in {reference.dtype}, without its settings"
         checks = (*checks, Check(name="opens", ok=True, detail=f"{said} ({'; '.join(notes)})" if notes else said))
         if isinstance(reference, Reference) and reference.stepped:
-            checks = (*checks, _check_steps(reference, reference.stepped, weights.rounds_activations))
+            checks = (*checks, _check_steps(reference, reference.stepped, weights.activation_bits))
         task.advance()
         loading = []
         for name, engine in ((name, engine_of(name)) for name in engines):
@@ -98,9 +98,9 @@ def verify_artifact(
     return found.model_copy(update={"checks": checks, "loading": tuple(loading)})
 
 
-def _check_steps(reference: Reference, stepped: Agreement, rounded: bool) -> Check:
+def _check_steps(reference: Reference, stepped: Agreement, bits: int) -> Check:
     """Return whether decode steps, each with the state before it, compute what the whole text does."""
-    limit = agreement.tolerance(reference.dtype, rounded_activations=rounded)
+    limit = agreement.tolerance(reference.dtype, activation_bits=bits)
     fed = f"the last {len(reference.tokens) - reference.prompt} of {len(reference.tokens)} tokens, fed one at a time"
     near = f"{fed}, are at a mean KL of {stepped.mean_kl:.2g} from the same tokens at once"
     far = f"{near}, and rounding explains {limit:g}: generation forgets what it read"

@@ -94,7 +94,7 @@ def check_answers(source: Path, target: Path, folder: Path) -> None:
     assert 0.8 * theirs.decode_bytes(1, 4) < ours.decode_bytes(1, 4) < 1.05 * theirs.decode_bytes(1, 4)
     reference = measure_encoder_decoder(theirs, "float32", Task.TRANSLATION)
     request = {**asked_of(reference), "directory": str(target), "device": "cpu", "logits": str(folder / "logits")}
-    found = compare_encoded(reference, open_in_onnxruntime.answer_to(request), folder / "logits", rounded=False)
+    found = compare_encoded(reference, open_in_onnxruntime.answer_to(request), folder / "logits", bits=0)
     assert found["verdict"] == "agrees"
     assert [check.detail for check in check_onnx(target) if not check.ok] == []
 

@@ -189,6 +189,6 @@ def test_transformers_is_asked_for_the_same_logits(
     reference = measure_encoder_decoder(session, "float32", Task.SPEECH)
     model = getattr(transformers, architecture).from_pretrained(source).eval()
     said = encode(model, {**asked_of(reference), "device": "cpu", "logits": str(tmp_path / "logits")})
-    found = compare_encoded(reference, said, tmp_path / "logits", rounded=False)
+    found = compare_encoded(reference, said, tmp_path / "logits", bits=0)
     assert found["verdict"] == "agrees"
     assert "for each of 32 tokens" in found["compared"]

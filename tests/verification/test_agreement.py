@@ -93,10 +93,11 @@ def test_numbers_that_are_none() -> None:
 
 
 def test_the_least_precise_dtype_decides() -> None:
-    limits = [tolerance("float32", other, rounded_activations=False) for other in ("float32", "float16", "bfloat16")]
+    limits = [tolerance("float32", other, activation_bits=0) for other in ("float32", "float16", "bfloat16")]
     assert limits == sorted(set(limits))
-    assert tolerance("float32", "fp9", rounded_activations=False) == limits[-1]
-    assert tolerance("float32", "float32", rounded_activations=True) > limits[-1]
+    assert tolerance("float32", "fp9", activation_bits=0) == limits[-1]
+    eight, four = (tolerance("float32", "float32", activation_bits=bits) for bits in (8, 4))
+    assert four > eight > limits[-1]
 
 
 def test_decode_steps_have_to_agree_too() -> None:

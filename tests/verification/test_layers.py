@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.schemes import rounds_activations
+from optkit.model.schemes import activation_bits
 from optkit.recipe.registry import stage_class
 from optkit.stage import Context
 from optkit.stages.cast import Cast
@@ -228,18 +228,19 @@ def test_a_format_that_is_not_known_is_said(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "rounds"),
+    ("words", "bits"),
     [
-        ({}, False),
-        ({"config_groups": group()}, False),
-        ({"config_groups": {**group(), "group_1": {"targets": [], "input_activations": {"num_bits": 8}}}}, True),
-        ({"kv_cache_scheme": {"num_bits": 8}}, True),
-        ({"load_in_8bit": True}, True),
-        ({"load_in_4bit": True}, False),
+        ({}, 0),
+        ({"config_groups": group()}, 0),
+        ({"config_groups": {**group(), "group_1": {"targets": [], "input_activations": {"num_bits": 8}}}}, 8),
+        ({"kv_cache_scheme": {"num_bits": 8}, "config_groups": {"a": {"input_activations": {"num_bits": 4}}}}, 4),
+        ({"kv_cache_scheme": {"num_bits": 8}}, 8),
+        ({"load_in_8bit": True}, 8),
+        ({"load_in_4bit": True}, 0),
     ],
 )
-def test_which_models_round_their_activations(words: dict[str, Any], rounds: bool) -> None:
-    assert rounds_activations(words) is rounds
+def test_to_how_few_bits_models_round_their_activations(words: dict[str, Any], bits: int) -> None:
+    assert activation_bits(words) == bits
 
 
 def test_awq_as_autoawq_writes_it(tiny_model: TinyModel, tmp_path: Path) -> None:
