@@ -292,10 +292,13 @@ def _checked(compute: Compute, beside: Beside, decoder: int, between: Between) -
 
 
 def shared_with(call: Call, reference: Call) -> Call:
-    """Return the call with tensors equal to the reference's replaced by those: batches share them."""
+    """Return the call with tensors equal to the reference's replaced by those: batches share them.
+    It is the reference itself if nothing differs.
+    """
     arguments = _shared(call.arguments, reference.arguments)
     keywords = {name: _shared(value, reference.keywords.get(name)) for name, value in call.keywords.items()}
-    return replace(call, arguments=arguments, keywords=keywords)
+    shared = replace(call, arguments=arguments, keywords=keywords)
+    return reference if _same(vars(shared), vars(reference)) else shared
 
 
 def _shared(value: Any, reference: Any) -> Any:
@@ -305,3 +308,14 @@ def _shared(value: Any, reference: Any) -> Any:
     if type(value) is tuple and type(reference) is tuple and len(value) == len(reference):
         return tuple(_shared(item, other) for item, other in zip(value, reference, strict=True))
     return value
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Say whether values are the same, tensors and objects by identity."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_same(value[name], other[name]) for name in value)
+    if isinstance(value, tuple):
+        return len(value) == len(other) and all(map(_same, value, other))
+    return value is other or (isinstance(value, int | float | str) and value == other)

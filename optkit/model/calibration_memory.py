@@ -45,6 +45,8 @@ class Work:
     """In front of the first block."""
     states: int = 0
     """Those of the hidden states of a text, which are kept on the disk with finished blocks."""
+    held: int = 0
+    """In main memory, whatever computes."""
     streamed: bool = False
     """What it makes waits to be written as soon as it is made, and not when its block is done."""
 
@@ -59,7 +61,9 @@ class Work:
         entering, block, gpu = self.entering, self.block, 0
         if device.startswith("cuda"):
             entering, block, gpu = 0, 0, max(self.entering, self.block)
-        needed = max(outside + max(entering, beyond), waiting + max(block, inside), min(SHARD_BYTES, left.size_bytes))
+        needed = max(
+            outside + max(entering, beyond), waiting + self.held + max(block, inside), min(SHARD_BYTES, left.size_bytes)
+        )
         # states behind a block are written before those behind the one before it go
         kept = 0 if self.streamed else left.size_bytes - left.outside_bytes + 2 * self.states
         return Cost(disk_bytes=left.size_bytes, kept_bytes=kept, ram_bytes=needed, gpu_bytes=gpu)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from optkit.common.field_types import Amount
 from optkit.common.out_of_resources import out_of_memory
-from optkit.model.calibration_memory import Work, calibrated_work, calibration_bytes, code_bytes, hessian_bytes
+from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes
 from optkit.model.linear_layers import EXPERTS, Layer, by_block
 from optkit.model.linear_layers import stacks as sharing_input
 from optkit.model.output_layer import HEAD
@@ -19,11 +19,10 @@ from optkit.model.task import GENERATING, Task
 from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
-from optkit.stages.quantizing.fitting import refuse_learning
 from optkit.stages.quantizing.gptq_fields import GptqFields
-from optkit.stages.quantizing.integers import packed_grid
-from optkit.stages.quantizing.job import QuantizationJob
-from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros, tell_zeros
+from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
+from optkit.stages.quantizing.learning import block_learner, learned_block, unpacked, with_learned_scales, with_learning
+from optkit.stages.quantizing.pruned_zeros import held_zeros, tell_zeros
 from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.quantizing.stacks import HEAD_ROWS, work_bytes
 
@@ -33,16 +32,9 @@ if TYPE_CHECKING:
     from optkit.algorithms.grid import QuantizedWeight
     from optkit.model.blocks import BlockInputs
     from optkit.stages.quantizing.compensation import Compensation
-    from optkit.training.block_learning import BlockLearner
 
 EFFORTS: Mapping[str, Mapping[str, Any]] = {"fast": {"refinements": 0}, "balanced": {}, "best": {"learn": "blocks"}}
-LEARNING_STEPS = 120
-LEARNING_BYTES = 34
-"""Of a weight of a block that learns: in float32 the weight itself, what it was, its rounded form,
-two gradients, two moments of AdamW, and what the gradient of its scale needs.
-"""
-LEARNING_BATCHES = 4
-"""Activations that lie between the forward and the backward pass, in those of a forward pass alone."""
+STEPS = {"learning_steps": 120, "scale_steps": 64}
 LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
 
 
@@ -73,16 +65,21 @@ class Gptq(GptqFields, SharedText, Backed):
     """`blocks`: train the codes and scales of each block to return what the unmodified model's does."""
     learning_steps: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
     """Steps for each block, each on `batch_size` sequences; 120 if blocks learn and nothing is said."""
+    scale_steps: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Steps behind the last block, in which the scales alone learn from the unmodified model's
+    probabilities; 64 if blocks learn and nothing is said.
+    """
 
     @model_validator(mode="after")
     def _picked(self) -> Self:
         # what is picked stands in the fields, and so in the key: the word itself is not kept
         picked = {name: each for name, each in EFFORTS[self.effort].items() if name not in self.model_fields_set}
         self.__dict__.update(picked, effort="balanced")
-        if self.learn and self.learning_steps is None:
-            self.__dict__["learning_steps"] = LEARNING_STEPS
-        if self.learning_steps is not None and not self.learn:
-            raise ValueError("learning_steps would not be read: take it out, or set learn: blocks")
+        for name, steps in STEPS.items():
+            if self.learn and getattr(self, name) is None:
+                self.__dict__[name] = steps
+            if getattr(self, name) is not None and not self.learn:
+                raise ValueError(f"{name} would not be read: take it out, or set learn: blocks")
         if self.learn and self.devices > 1:
             raise ValueError(
                 "blocks learn on one device, for each step changes what the next one begins with. "
@@ -93,6 +90,23 @@ class Gptq(GptqFields, SharedText, Backed):
     def layer_format(self, layer: Layer) -> PackedFormat:
         form = super().layer_format(layer)
         return replace(form, activation_order=self.activation_order) if isinstance(form, PackQuantized) else form
+
+    def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
+        if self.scale_steps:
+            return map(unpacked, self.quantized_weights(job))
+        return super().quantized_blocks(job)
+
+    def finished(self, job: QuantizationJob, outputs: Iterable[BlockOutput]) -> Iterable[BlockOutput]:
+        if not self.scale_steps:
+            return outputs
+
+        def enter() -> BlockInputs:
+            tokens = read_text(job.skeleton, self.calibration, job.context, self.kind)
+            return job.skeleton.capture_inputs(tokens, job.context.device, self.batch_size)
+
+        from optkit.stages.quantizing.hessians import read_text
+
+        return with_learned_scales(job, outputs, enter, self.scale_steps, self._rounds_to_nearest, LESS_MEMORY)
 
     def quantized_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         yield from self.calibrated_weights(job)
@@ -109,7 +123,8 @@ class Gptq(GptqFields, SharedText, Backed):
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}, "expert_tokens": {}}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size, job.together)
-        learner, compensation = self._learner(job, inputs), self._compensation(job)
+        learner = block_learner(job, inputs, self.learning_steps or 0) if self.learn else None
+        compensation = self._compensation(job)
         for index in job.resume(inputs):
             with skeleton.loaded(skeleton.blocks[index], device, LESS_MEMORY):
                 modules = job.modules(index)
@@ -124,7 +139,9 @@ class Gptq(GptqFields, SharedText, Backed):
                     quantized |= compensation.round_(layers, hessians)
                     del hessians  # before the next turn's are made
                 if learner:
-                    quantized |= self._learned(job, learner, index, inputs, quantized)
+                    stay = {name for name in quantized if self._rounds_to_nearest(name)}
+                    stay |= set(job.details["rounded_to_nearest"])
+                    quantized |= learned_block(job, learner, index, inputs, quantized, stay, self.keep_zeros)
                 if index + 1 < len(skeleton.blocks) or job.head:
                     skeleton.advance_(index, inputs)
             yield quantized
@@ -144,34 +161,6 @@ class Gptq(GptqFields, SharedText, Backed):
         from optkit.stages.quantizing.compensation import Compensation
 
         return Compensation(job, self, self._rounds_to_nearest, counts_zeros=not self.learn)
-
-    def _learner(self, job: QuantizationJob, inputs: BlockInputs) -> BlockLearner | None:
-        if self.learn is None:
-            return None
-        refuse_learning(job.skeleton.checkpoint.config)
-        from optkit.training.block_learning import BlockLearner
-
-        job.details["block_losses"] = {}
-        return BlockLearner(job.skeleton, inputs, self.learning_steps or 0, job.context.seed)
-
-    def _learned(
-        self,
-        job: QuantizationJob,
-        learner: BlockLearner,
-        index: int,
-        inputs: BlockInputs,
-        quantized: Mapping[str, QuantizedWeight],
-    ) -> dict[str, QuantizedWeight]:
-        """Return the learned codes of a block; those of layers that were rounded to nearest stay."""
-        stay = {name for name in quantized if self._rounds_to_nearest(name)} | set(job.details["rounded_to_nearest"])
-        starts = {name: weight for name, weight in quantized.items() if name not in stay}
-        grids = {name: packed_grid(job, name) for name in starts}
-        held = [name for name in starts if held_zeros([learner.weights[name]], self.keep_zeros) is not None]
-        learned, losses = learner.learn_(index, inputs, job.modules(index), starts, grids, held)
-        job.details["block_losses"][job.skeleton.blocks[index].name] = list(losses)
-        for name, weight in {**quantized, **learned}.items():
-            count_zeros(job, learner.weights[name], weight.dequantize())
-        return learned
 
     def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
         """Quantize the output layer, some rows at a time.
@@ -206,8 +195,6 @@ class Gptq(GptqFields, SharedText, Backed):
         found = calibrated_work(shape, layers, text, self.batch_size, hessian_bytes(shape, layers), work, self.devices)
         if not self.learn:
             return found
-        refuse_learning(shape.config)
-        hidden, batch = calibration_bytes(shape, layers, text, self.batch_size)
-        weights = max(sum(layer.outputs * layer.inputs for stack in block for layer in stack) for block in blocks)
-        learning = shape.block_bytes + LEARNING_BYTES * weights + LEARNING_BATCHES * batch
-        return replace(found, block=hidden + max(found.block, hidden + learning))
+        sizes = [(layer, getattr(self.layer_format(layer), "group_size", None)) for layer in layers.values()]
+        scales = sum(layer.outputs * (layer.inputs // (size or layer.inputs)) for layer, size in sizes)
+        return with_learning(found, shape, layers, text, self.batch_size, scales, device)

@@ -7,25 +7,27 @@ x is what the quantized model has in front of the block, and y what the unmodifi
 it. So a block makes up for the errors of those before it (GPTAQ, arXiv:2504.02692). Each token
 counts the same. Gradients go straight through the rounding, as in `fake_quantization` (Block-AP of
 EfficientQAT, arXiv:2407.11062); a step moves a weight by a share of its layer's mean scale, so one
-learning rate serves all layers and bits (SignRound, arXiv:2309.05516).
+learning rate serves all layers and bits (SignRound, arXiv:2309.05516). What is kept is a mean over
+the last steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from optkit.algorithms.grid import Grid, QuantizedWeight
-from optkit.model.blocks import Batch, BlockInputs
+from optkit.model.blocks import Batch, BlockInputs, Call
 from optkit.model.memory import room_for_states
 from optkit.model.replaced_forward import replaced_forward
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.training.fake_quantization import FakeQuantized
 from optkit.training.optimizer import BETAS, learning_rate
+from optkit.training.recorded_step import RecordedStep
 from optkit.training.student import ZerosStay
 
 WEIGHT_RATE = 4e-3
@@ -34,6 +36,8 @@ SCALE_RATE = 2e-3
 """Highest learning rate of the logarithms of the scales."""
 WARMUP = 0.05
 """Share of the steps in which the learning rates rise."""
+AVERAGED = 1 / 6
+"""Share of the steps over which the mean is taken that is kept: 20 of 120."""
 
 
 class BlockLearner:
@@ -91,45 +95,68 @@ class BlockLearner:
         return learned, (before, after)
 
     def _train_(self, index: int, inputs: BlockInputs, layers: Mapping[str, FakeQuantized]) -> None:
-        groups: list[dict[str, Any]] = []
-        for layer in layers.values():
-            step = WEIGHT_RATE * layer.base.abs().mean().item()
-            groups += [
-                {"params": [layer.weight], "peak": step},
-                {"params": [layer.growth], "peak": SCALE_RATE},
-            ]
-        if not groups:
+        if not layers:
             return
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
-        for step, batch in enumerate(self._drawn(index, inputs)):
-            share = learning_rate(step / self.steps, 1.0, WARMUP)
-            for group in optimizer.param_groups:
-                group["lr"] = share * group["peak"]
+        weights, growths = [each.weight for each in layers.values()], [each.growth for each in layers.values()]
+        peaks = [WEIGHT_RATE * each.base.abs().mean() for each in layers.values()]
+        peaks += [peaks[0].new_tensor(SCALE_RATE)] * len(growths)
+        learning = [*weights, *growths]
+        optimizer, set_rates = _optimizer(learning, torch.stack(peaks))
+        means, share = [each.detach().clone() for each in learning], min(1.0, 1 / (AVERAGED * max(1, self.steps)))
+
+        def descend(call: Call, hidden: Tensor, wanted: Tensor) -> None:
             with torch.enable_grad():
-                self._loss(index, inputs, batch).backward()  # type: ignore[no-untyped-call]
+                self._loss(index, call, hidden, wanted).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
+            for mean, each in zip(means, learning, strict=True):
+                mean.lerp_(each.detach(), share)
 
-    def _drawn(self, index: int, inputs: BlockInputs) -> Iterator[Batch]:
-        """Yield a batch for each step: all of them in a random order, again and again."""
-        generator = torch.Generator().manual_seed(self.seed + index)
-        order: list[int] = []
-        for _ in range(self.steps):
-            order = order or torch.randperm(len(inputs.batches), generator=generator).tolist()
-            yield inputs.batches[order.pop()]
+        steps: dict[int, RecordedStep] = {}  # each distinct call has its own
+        for step, batch in enumerate(drawn(inputs.batches, self.steps, self.seed + index)):
+            set_rates(learning_rate(step / self.steps, 1.0, WARMUP))
+            call = batch.calls[index]
+            recorded = steps.setdefault(id(call), RecordedStep(partial(descend, call)))
+            recorded(inputs.hidden[batch.rows], self.wanted[batch.rows])
+        for mean, each in zip(means, learning, strict=True):
+            each.detach().copy_(mean)
 
-    def _loss(self, index: int, inputs: BlockInputs, batch: Batch) -> Tensor:
+    def _loss(self, index: int, call: Call, hidden: Tensor, wanted: Tensor) -> Tensor:
         """Return the mean squared error of each token relative to its mean square."""
         block, half = self.skeleton.blocks[index].module, self.skeleton.dtype is not torch.float32
-        hidden, wanted = inputs.hidden[batch.rows], self.wanted[batch.rows].float()
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=half):
-            found = batch.calls[index].graph(block, hidden).float()
-        size = wanted.square().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
-        return ((found - wanted).square().mean(-1) / size).mean()
+            found = call.graph(block, hidden).float()
+        size = wanted.float().square().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        return ((found - wanted.float()).square().mean(-1) / size).mean()
 
     @torch.no_grad()
     def _mean_loss(self, index: int, inputs: BlockInputs) -> float:
-        return float(torch.stack([self._loss(index, inputs, batch) for batch in inputs.batches]).mean())
+        losses = [
+            self._loss(index, batch.calls[index], inputs.hidden[batch.rows], self.wanted[batch.rows])
+            for batch in inputs.batches
+        ]
+        return float(torch.stack(losses).mean())
+
+
+def drawn(batches: Sequence[Batch], steps: int, seed: int) -> Iterator[Batch]:
+    """Yield a batch for each step: all of them in a random order, again and again."""
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    for _ in range(steps):
+        order = order or torch.randperm(len(batches), generator=generator).tolist()
+        yield batches[order.pop()]
+
+
+def _optimizer(
+    parameters: Sequence[nn.Parameter], peaks: Tensor
+) -> tuple[torch.optim.Optimizer, Callable[[float], object]]:
+    """Return AdamW with a rate for each parameter, and what sets the rates to a share of their peaks.
+    They lie in one tensor on the device, where a recorded step reads them.
+    """
+    rates = torch.zeros_like(peaks)
+    groups = [{"params": [each], "lr": rate} for each, rate in zip(parameters, rates.unbind(), strict=True)]
+    optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0, fused=True, capturable=rates.is_cuda)
+    return optimizer, lambda share: torch.mul(peaks, share, out=rates)
 
 
 def _bias(module: nn.Module) -> nn.Parameter | None:

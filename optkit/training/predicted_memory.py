@@ -287,7 +287,7 @@ def _logit_bytes(shape: ModelShape, setup: Setup) -> int:
     """Return what the loss makes of the logits that are computed at once.
     It makes three float32 tensors, and the logits of both as they come.
     """
-    vocabulary = _vocabulary(shape)
+    vocabulary = vocabulary_of(shape)
     positions = min(setup.share, max(1, LOGIT_BYTES[setup.device.partition(":")[0]] // (WIDE * vocabulary)))
     tensors = 3 * WIDE + setup.computed * (2 if setup.divergence and not setup.known_answers else 1)
     parts = 2 if setup.share > positions else 1  # one part's gradient of lm_head beside the sum of those before
@@ -316,7 +316,8 @@ def _largest_block(shape: ModelShape) -> int:
     return max((elements for place, elements in shape.block_elements.items() if place), default=0)
 
 
-def _vocabulary(shape: ModelShape) -> int:
+def vocabulary_of(shape: ModelShape) -> int:
+    """Return how many logits a model has for a position."""
     config = text_config(shape.config)
     tables = [info.shape[0] for name, info in shape.tensors.items() if any(word in name for word in TABLES)]
     return int(config.get("vocab_size") or max(tables, default=1))

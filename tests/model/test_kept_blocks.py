@@ -32,8 +32,10 @@ from tests.support.encoder_decoders import write_pairs
 
 STAGES: dict[str, Callable[[Calibration], Transform]] = {
     "gptq": lambda text: Gptq(group_size=32, calibration=text, lm_head=True),
-    "gptq that learns": lambda text: Gptq(group_size=32, bits=2, calibration=text, learn="blocks", learning_steps=2),
-    "learning": lambda text: Gptq(group_size=32, calibration=text, learn="blocks", learning_steps=2),
+    "gptq that learns": lambda text: Gptq(
+        group_size=32, bits=2, calibration=text, learn="blocks", learning_steps=2, scale_steps=2
+    ),
+    "learning": lambda text: Gptq(group_size=32, calibration=text, learn="blocks", learning_steps=2, scale_steps=0),
     "awq": lambda text: Awq(group_size=32, grid_points=2, calibration=text),
     "awq_scale": lambda text: AwqScale(group_size=32, grid_points=2, calibration=text),
     "auto_bits": lambda text: AutoBits(average_bits=5.5, calibration=text, sensitivity_samples=2, held_out_samples=2),

@@ -53,7 +53,7 @@ STAGES = {
     "smoothquant_nearest": SmoothQuant(batch_size=2, rounding="nearest"),
     "smoothquant_fixed": SmoothQuant(batch_size=2, rounding="nearest", alpha=0.5),
     "fp8": Fp8(batch_size=2, rounding="gptq", calibration=Calibration(dataset="c4")),
-    "learning": Gptq(batch_size=2, learn="blocks", learning_steps=2),
+    "learning": Gptq(batch_size=2, learn="blocks", learning_steps=2, scale_steps=2),
     "fp8_nearest": Fp8(batch_size=2, activations="static", calibration=Calibration(dataset="c4")),
     "fp8_dynamic": Fp8(),
     "gptq": Gptq(batch_size=2, group_size=32),

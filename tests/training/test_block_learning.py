@@ -21,6 +21,7 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.gptq import Gptq
 from optkit.training import block_learning
+from optkit.training.recorded_step import RecordedStep
 from tests.conftest import TinyModel
 from tests.stages.test_gptq_stage import outputs, weights
 from tests.support.encoder_decoders import write_pairs
@@ -41,8 +42,8 @@ def quantize(source: Path, target: Path, text: Calibration, steps: int | None = 
     target.mkdir()
     context = Context(seed=fields.pop("seed", 0))
     fields = {"bits": 2, "group_size": 32, "batch_size": 2, "calibration": text, **fields}
-    learn = {} if steps is None else {"learn": "blocks", "learning_steps": steps}
-    return Gptq(**fields, **learn).run(source, target, context)
+    learn = {} if steps is None else {"learn": "blocks", "learning_steps": steps, "scale_steps": 0}
+    return Gptq(**{**learn, **fields}).run(source, target, context)
 
 
 @pytest.mark.parametrize(("kind", "fields"), [("llama", {"symmetric": False}), ("gpt2", {"format": "gptq", "bits": 3})])
@@ -128,8 +129,10 @@ def test_a_model_in_bfloat16_learns(tiny_model: TinyModel, tmp_path: Path, few: 
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     config = (source / "config.json").read_text().replace('"float32"', '"bfloat16"')
     (source / "config.json").write_text(config)
-    report = quantize(source, tmp_path / "learned", few)
+    report = quantize(source, tmp_path / "learned", few, scale_steps=4)
     assert all(after < 0.95 * before for before, after in report.details["block_losses"].values())
+    before, after = report.details["divergence"]
+    assert after < before
 
 
 def test_encoder_decoders_are_refused_in_the_plan_and_in_the_run(
@@ -157,13 +160,15 @@ def test_the_plan_knows_the_form_and_asks_for_more_memory(
 
 
 def test_keys_without_it_are_what_they_were(few: Calibration) -> None:
-    assert not {"learn", "learning_steps"} & set(Gptq(calibration=few).model_dump())
+    assert not {"learn", "learning_steps", "scale_steps"} & set(Gptq(calibration=few).model_dump())
 
 
 def test_steps_of_no_learning_are_refused(few: Calibration) -> None:
-    assert Gptq(calibration=few, learn="blocks").model_dump()["learning_steps"] == 120
-    with pytest.raises(ValidationError, match="learning_steps would not be read: take it out, or set learn: blocks"):
-        Gptq(calibration=few, learning_steps=4)
+    learning = Gptq(calibration=few, learn="blocks").model_dump()
+    assert (learning["learning_steps"], learning["scale_steps"]) == (120, 64)
+    for steps in ("learning_steps", "scale_steps"):
+        with pytest.raises(ValidationError, match=f"{steps} would not be read: take it out, or set learn: blocks"):
+            Gptq(calibration=few, **{steps: 4})
 
 
 def test_effort_picks_fields_and_is_in_no_key(few: Calibration) -> None:
@@ -184,3 +189,29 @@ def test_a_gpu_learns_what_the_cpu_learns(tiny_model: TinyModel, tmp_path: Path,
         report = stage.run(tiny_model("llama"), tmp_path / device, Context(device=device))
         losses.append([after for _, after in report.details["block_losses"].values()])
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "recorded"), [("llama", True), ("mixtral", False)])
+def test_a_step_is_recorded_where_it_does_not_wait_for_the_gpu(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, made = tiny_model(kind), list[RecordedStep]()
+    losses = []
+    for steps in (RecordedStep, Plain):
+        monkeypatch.setattr(
+            block_learning, "RecordedStep", lambda step, kind=steps: made.append(kind(step)) or made[-1]
+        )
+        (tmp_path / steps.__name__).mkdir()
+        stage = Gptq(bits=2, group_size=32, batch_size=2, calibration=few, learn="blocks", learning_steps=STEPS)
+        report = stage.run(source, tmp_path / steps.__name__, Context(device="cuda"))
+        losses.append([after for _, after in report.details["block_losses"].values()])
+    assert any(step.is_recorded for step in made) == recorded
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+class Plain(RecordedStep):
+    """One that is never recorded."""
+
+    def _record(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        pass

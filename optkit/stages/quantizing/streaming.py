@@ -91,21 +91,21 @@ class LayerQuantizer(Transform):
         return []
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
-        """Yield what is left of each decoder block, in order.
-
-        Raises StageError for weights or inputs that it cannot round, ResourceError without memory.
+        """Yield what is left of each decoder block, in order. Raises StageError for weights or inputs
+        that it cannot round, ResourceError without memory.
         """
         raise NotImplementedError
 
+    def finished(self, job: QuantizationJob, outputs: Iterable[BlockOutput]) -> Iterable[BlockOutput]:
+        """Return what is written of the blocks that were yielded, and kept, once all of them are known."""
+        return outputs
+
     def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the tensors of layers of one module, which are rounded by themselves, by their last
-        names. Raises as `quantized_blocks`.
-        """
+        """Return the tensors of layers of a module, each rounded by itself, by their last names; raises so."""
         raise NotImplementedError
 
     def quantized_head(self, job: QuantizationJob) -> Mapping[str, Tensor]:
         """Return the tensors of the output layer by their last name.
-
         It is called behind the last block if `lm_head` was selected; raises as `quantized_blocks`.
         """
         raise NotImplementedError
@@ -253,7 +253,8 @@ class LayerQuantizer(Transform):
         yield from self._replaced(job, (*outside, *(f"{name}.weight" for name in towers)), towers, made)
         outputs: Iterable[BlockOutput] = repeat(made, len(blocks))
         if not self.needs_no_text:
-            outputs = map(BlockOutput.of, job.kept.each(each.flat() for each in self.quantized_blocks(job)))
+            flat = job.kept.each(map(BlockOutput.flat, self.quantized_blocks(job)))
+            outputs = self.finished(job, map(BlockOutput.of, flat))
         for index, (block, output) in enumerate(zip(blocks, outputs, strict=True)):
             layers = output.layers or job.modules(index)
             yield from self._replaced(job, job.skeleton.block_tensors(block), layers, output)

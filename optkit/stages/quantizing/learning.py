@@ -1,0 +1,127 @@
+"""What surrounds the training of `learn: blocks`: which layers learn, and the memory that it takes.
+Finished blocks wait unpacked until their scales have learned too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from optkit.common.out_of_resources import out_of_memory
+from optkit.model.calibration_memory import Text, Work, calibration_bytes
+from optkit.model.linear_layers import Layer, by_block
+from optkit.model.shape import ModelShape
+from optkit.stages.quantizing.fitting import refuse_learning
+from optkit.stages.quantizing.integers import packed_format, packed_grid
+from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
+from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros
+from optkit.training.predicted_memory import LOGIT_BYTES, vocabulary_of
+
+if TYPE_CHECKING:
+    from optkit.algorithms.grid import QuantizedWeight
+    from optkit.model.blocks import BlockInputs
+    from optkit.training.block_learning import BlockLearner
+
+LEARNING_BYTES = 38
+"""Of a weight of a block that learns: in float32 the weight itself, what it was, its mean over steps,
+its rounded form, two gradients, two moments of AdamW, and what the gradient of its scale needs.
+"""
+SCALING_BYTES = 14
+"""Of a weight of a block whose scales learn: in float32 its steps, the weight and its gradient, in 16
+bits what is multiplied with.
+"""
+SCALE_BYTES = 20
+"""Of a scale: in float32 itself, its growth, its gradient and two moments."""
+LOGIT_TENSORS = 5
+"""Logits of both models, what the divergence makes of them, and their gradient."""
+LEARNING_BATCHES = 4
+"""Activations that lie between the forward and the backward pass, in those of a forward pass alone."""
+LEAVES = ("codes", "scales", "zeros")
+
+
+def block_learner(job: QuantizationJob, inputs: BlockInputs, steps: int) -> BlockLearner:
+    """Return what teaches the blocks behind `inputs`. Raises StageError for models whose blocks cannot."""
+    refuse_learning(job.skeleton.checkpoint.config)
+    from optkit.training.block_learning import BlockLearner
+
+    job.details["block_losses"] = {}
+    return BlockLearner(job.skeleton, inputs, steps, job.context.seed)
+
+
+def learned_block(
+    job: QuantizationJob,
+    learner: BlockLearner,
+    index: int,
+    inputs: BlockInputs,
+    quantized: Mapping[str, QuantizedWeight],
+    stay: Collection[str],
+    keep_zeros: bool | Literal["auto"],
+) -> dict[str, QuantizedWeight]:
+    """Return the learned codes of a block; those of layers that `stay` are left out."""
+    starts = {name: weight for name, weight in quantized.items() if name not in stay}
+    grids = {name: packed_grid(job, name) for name in starts}
+    held = [name for name in starts if held_zeros([learner.weights[name]], keep_zeros) is not None]
+    learned, losses = learner.learn_(index, inputs, job.modules(index), starts, grids, held)
+    job.details["block_losses"][job.skeleton.blocks[index].name] = list(losses)
+    for name, weight in {**quantized, **learned}.items():
+        count_zeros(job, learner.weights[name], weight.dequantize())
+    return learned
+
+
+def unpacked(quantized: Mapping[str, QuantizedWeight]) -> BlockOutput:
+    """Return a block whose layers are not packed yet."""
+    return BlockOutput({name: {leaf: getattr(each, leaf) for leaf in LEAVES} for name, each in quantized.items()})
+
+
+def with_learned_scales(
+    job: QuantizationJob,
+    outputs: Iterable[BlockOutput],
+    enter: Callable[[], BlockInputs],
+    steps: int,
+    fixed: Callable[[str], bool],
+    less_memory: str,
+) -> Iterator[BlockOutput]:
+    """Yield all `unpacked` blocks packed, once their scales have learned through the whole model.
+    `enter` returns what goes into the first of them; scales of `fixed` layers stay. Raises
+    ResourceError without memory.
+    """
+    from optkit.algorithms.grid import QuantizedWeight
+    from optkit.training.scale_learning import ScaleLearner
+
+    blocks = list(outputs)
+    with (
+        out_of_memory("behind the last block", job.context.device, less_memory),
+        ScaleLearner(job.skeleton, enter()) as learner,
+        job.context.progress.task("scales", steps, "steps") as task,
+    ):
+        while blocks:
+            layers = blocks.pop(0).layers
+            grids = {name: packed_grid(job, name) for name in layers}
+            learner.put(
+                {name: QuantizedWeight(**each, bits=grids[name].bits) for name, each in layers.items()}, grids, fixed
+            )
+        job.details["divergence"] = list(learner.learn_(steps, job.context.seed, task.advance))
+    for block in learner.layers:
+        learned = {name: (layer.learned(), layer.grid.scale_dtype) for name, layer in block.items()}
+        yield BlockOutput({name: packed_format(job, name).pack(*each) for name, each in learned.items()})
+
+
+def with_learning(
+    work: Work, shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, scales: int, device: str
+) -> Work:
+    """Return what it takes if blocks learn too, of what it takes without; `scales`: how many there are.
+    Raises StageError for models whose blocks cannot.
+    """
+    refuse_learning(shape.config)
+    hidden, running = calibration_bytes(shape, layers, text, batch)
+    counts = [sum(layers[name].outputs * layers[name].inputs for name in block) for block in by_block(shape, layers)]
+    running *= LEARNING_BATCHES
+    block = shape.block_bytes + LEARNING_BYTES * max(counts) + running
+    samples, length = text.size
+    states = hidden * min(batch, samples) // samples * ((shape.block_count or 0) + 1)
+    positions = 4 * min(batch, samples) * length * vocabulary_of(shape)
+    logits = LOGIT_TENSORS * min(LOGIT_BYTES[device.partition(":")[0]], positions)
+    whole = shape.outside_bytes + shape.block_bytes + SCALING_BYTES * max(counts) + SCALE_BYTES * scales
+    learning = max(block, whole + states + running + logits)
+    return replace(work, block=hidden + max(work.block, hidden + learning), held=sum(counts))

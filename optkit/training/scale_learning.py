@@ -1,0 +1,173 @@
+"""Learn the scales of all layers so that the quantized model says what the unmodified one says.
+
+    minimize the mean over tokens of KL(unmodified model || quantized model)
+
+Codes stay. One block at a time has its weights on the device: hidden states go forward through all
+of them, and the gradient comes back through each, which is run again for it. The codes of the
+others wait in main memory. (E2E-QP of EfficientQAT, arXiv:2407.11062, which predicts the next token
+instead.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optkit.algorithms.grid import Grid, QuantizedWeight
+from optkit.model.blocks import Batch, BlockInputs
+from optkit.model.head import logits_behind
+from optkit.model.memory import room_for_states
+from optkit.model.replaced_forward import replaced_forward
+from optkit.model.skeleton import Skeleton
+from optkit.training.block_learning import drawn
+from optkit.training.losses import divergence
+from optkit.training.optimizer import BETAS, learning_rate
+from optkit.training.predicted_memory import LOGIT_BYTES
+
+SCALE_RATE = 3e-3
+"""Highest learning rate of the logarithms of the scales."""
+WARMUP = 0.05
+"""Share of the steps in which it rises."""
+
+
+class ScaledCodes(nn.Module):
+    """A linear layer with fixed codes; its scales can learn. The codes lie in main memory."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, grid: Grid, device: torch.device) -> None:
+        """weight: in main memory; `bias`: on the device."""
+        super().__init__()
+        self.codes = weight.codes.pin_memory() if device.type == "cuda" else weight.codes
+        self.grid, self.bias = grid, bias
+        self.base, self.zeros = weight.scales.float().to(device), weight.zeros.float().to(device)
+        self.growth = nn.Parameter(torch.zeros_like(self.base))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float [..., in] -> float [..., out]."""
+        return F.linear(hidden, self._weight(), self.bias)
+
+    def learned(self) -> QuantizedWeight:
+        """Return the codes with the scales of now."""
+        scales, zeros = self._scales().detach().cpu(), self.zeros.to("cpu", torch.uint8)
+        return QuantizedWeight(self.codes, scales, zeros, self.grid.bits)
+
+    def _weight(self) -> Tensor:
+        with torch.autocast(self.base.device.type, enabled=False):
+            codes = self.codes.to(self.base.device, non_blocking=True).float().view(*self.base.shape, -1)
+            return ((codes - self.zeros.unsqueeze(-1)) * self._scales().unsqueeze(-1)).view(self.codes.shape)
+
+    def _scales(self) -> Tensor:
+        scales = self.base * self.growth.exp()
+        return scales + (self.grid.stored(scales) - scales).detach()
+
+
+class ScaleLearner:
+    """A quantized model whose scales learn from the unmodified one; a context, that holds all but the
+    layers' weights on the device.
+    """
+
+    def __init__(self, skeleton: Skeleton, inputs: BlockInputs) -> None:
+        """`inputs`: what goes into the first block, which stays as it is."""
+        self.skeleton, self.inputs = skeleton, inputs
+        self.wanted = room_for_states(inputs.hidden, inputs.hidden.shape).copy_(inputs.hidden)
+        """What the unmodified model has behind the blocks that were put."""
+        self.layers: list[dict[str, ScaledCodes]] = []
+        """Of each block."""
+        self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+
+    def __enter__(self) -> Self:
+        self.skeleton.load_outside_(self.wanted.device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for block in self.skeleton.blocks:
+            self.skeleton.release_(block.name)
+        self.skeleton.release_outside_()
+
+    def put(
+        self, coded: Mapping[str, QuantizedWeight], grids: Mapping[str, Grid], fixed: Callable[[str], bool]
+    ) -> None:
+        """Add the next block, with codes in the place of the weights of layers; scales of `fixed` ones stay."""
+        index, device = len(self.layers), self.wanted.device
+        block = self.skeleton.blocks[index]
+        self.skeleton.load_(block.name, device)
+        self.skeleton.advance_(index, self.inputs, self.wanted)
+        modules = self.skeleton.linears(block)
+        places = {module: name for name, module in block.module.named_modules(prefix=block.name)}
+        made = {}
+        for name, weight in coded.items():
+            bias = modules[name].bias
+            made[name] = ScaledCodes(weight, None if bias is None else bias.detach(), grids[name], device)
+            made[name].growth.requires_grad_(not fixed(name))
+            self._forwards[modules[name]] = made[name].forward
+            self.skeleton.release_(places[modules[name]])
+        self.layers.append(made)
+
+    def learn_(self, steps: int, seed: int, told: Callable[[], None]) -> tuple[float, float]:
+        """Let the scales learn; return the divergence in nats a token before and after.
+        `told` is called behind each step.
+        """
+        layers = [layer for block in self.layers for layer in block.values()]
+        growths = [layer.growth for layer in layers if layer.growth.requires_grad]
+        optimizer = torch.optim.AdamW(growths, lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
+        with replaced_forward(self._forwards):
+            before = self._mean_divergence()
+            for step, batch in enumerate(drawn(self.inputs.batches, steps, seed)):
+                optimizer.param_groups[0]["lr"] = learning_rate(step / steps, SCALE_RATE, WARMUP)
+                self._descend(batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                told()
+            after = self._mean_divergence()
+        if not after < before:
+            torch._foreach_zero_([growth.detach() for growth in growths])
+            after = before
+        return before, after
+
+    def _descend(self, batch: Batch) -> None:
+        """Add the gradient of a batch to those of the scales."""
+        states = [self.inputs.hidden[batch.rows]]
+        with torch.no_grad():
+            for index in range(len(self.layers)):
+                states.append(self._run(index, states[-1], batch))
+        _, outer = self._divergence(states.pop(), batch)
+        for index in reversed(range(len(self.layers))):
+            entering = states.pop().detach().requires_grad_()
+            with torch.enable_grad():
+                torch.autograd.backward(self._run(index, entering, batch), outer)
+            outer = entering.grad  # type: ignore[assignment]
+
+    def _run(self, index: int, hidden: Tensor, batch: Batch) -> Tensor:
+        half = self.skeleton.dtype is not torch.float32
+        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=half):
+            return batch.calls[index].graph(self.skeleton.blocks[index].module, hidden)
+
+    def _divergence(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the mean over tokens, and its gradient for what left the last block."""
+        model, blocks = self.skeleton.model, self.skeleton.blocks
+        given, wanted = hidden.flatten(0, 1), self.wanted[batch.rows].flatten(0, 1)
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        at_once = max(1, LOGIT_BYTES[hidden.device.type] // (4 * vocabulary))
+        total, gradients = torch.zeros((), device=hidden.device), []
+        for ours, theirs in zip(given.split(at_once), wanted.split(at_once), strict=True):
+            leaf = ours.detach()[None].requires_grad_()
+            with torch.no_grad():
+                teacher = logits_behind(model, blocks, theirs[None])[0]
+            with torch.enable_grad():
+                loss = divergence(logits_behind(model, blocks, leaf)[0], teacher) / len(given)
+            gradients.append(torch.autograd.grad(loss, leaf)[0][0])
+            total += loss.detach()
+        return total, torch.cat(gradients).view_as(hidden)
+
+    @torch.no_grad()
+    def _mean_divergence(self) -> float:
+        found = []
+        for batch in self.inputs.batches:
+            hidden = self.inputs.hidden[batch.rows]
+            for index in range(len(self.layers)):
+                hidden = self._run(index, hidden, batch)
+            found.append(self._divergence(hidden, batch)[0])
+        return float(torch.stack(found).mean())
