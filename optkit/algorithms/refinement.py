@@ -25,7 +25,7 @@ RIDGE = 1e-4
 solvable.
 """
 Product: TypeAlias = Callable[[int, Tensor], Tensor]
-"""Multiplies the Hessian's columns of a group by its steps, float [width, out] -> [in, out]."""
+"""Multiplies the Hessian's columns of a group by its steps, float [width, out] -> [inputs up to its last, out]."""
 EQUATIONS = 1 << 27
 """Most coefficients, [out, groups, groups], that are held at once: small groups make many."""
 
@@ -47,8 +47,8 @@ def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -
 
 
 def _product(hessian: Tensor, groups: int) -> Product:
-    columns = hessian.chunk(groups, -1)
-    return lambda group, steps: columns[group] @ steps
+    columns, width = hessian.chunk(groups, -1), hessian.shape[-1] // groups
+    return lambda group, steps: columns[group][..., : (group + 1) * width, :] @ steps
 
 
 def _exact_product(hessian: Tensor, groups: int) -> Product:
@@ -58,20 +58,22 @@ def _exact_product(hessian: Tensor, groups: int) -> Product:
     """
     parts = torch.stack(bfloat16_parts(hessian, 3)).unflatten(-1, (groups, -1))
     columns = parts.movedim((-2, 0), (0, -2)).flatten(-2)  # [groups, ..., in, 3 * width]
-    multiply = torch.mm if hessian.dim() == 2 else torch.bmm
+    multiply, width = torch.mm if hessian.dim() == 2 else torch.bmm, hessian.shape[-1] // groups
     return lambda group, steps: multiply(
-        columns[group], torch.cat([steps.bfloat16()] * 3, dim=-2), out_dtype=torch.float32
+        columns[group][..., : (group + 1) * width, :],
+        torch.cat([steps.bfloat16()] * 3, dim=-2),
+        out_dtype=torch.float32,
     )
 
 
 def _refit_scales(pull: Tensor, times: Product, steps: Tensor, scales: Tensor) -> Tensor:
     groups, rows = scales.shape[-2:]
     width = steps.shape[-2] // groups
-    normal = steps.new_empty(*scales.shape[:-2], rows, groups, groups)
+    normal = steps.new_zeros(*scales.shape[:-2], rows, groups, groups)  # symmetric: the lower triangle is enough
     for group in range(groups):
         part = slice(group * width, (group + 1) * width)
-        pulled = times(group, steps[..., part, :]).mul_(steps)  # [in, out]
-        normal[..., group, :] = pulled.unflatten(-2, (groups, width)).sum(-2).mT
+        pulled = times(group, steps[..., part, :]).mul_(steps[..., : part.stop, :])  # [inputs up to here, out]
+        normal[..., group, : group + 1] = pulled.unflatten(-2, (group + 1, width)).sum(-2).mT
     wanted = (pull * steps).unflatten(-2, (groups, width)).sum(-2).mT  # [out, groups]
     ridge = RIDGE * normal.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) + torch.finfo(normal.dtype).tiny
     normal.diagonal(dim1=-2, dim2=-1).add_(ridge)
