@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast
 
 from pydantic import Field, model_validator
 
-from optkit.common.field_types import Amount, AtLeastOne, Bits, Bytes, Count, Distinct, Duration, Name
+from optkit.common.field_types import Amount, AtLeastOne, Bits, Bytes, Count, Devices, Distinct, Duration, Name
 from optkit.common.frozen import digest
 from optkit.devices.datasheets import DEVICES, Device, datasheet
 from optkit.errors import StageError, UsageError
@@ -26,7 +26,6 @@ from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.packed_tensors.base import packable
 from optkit.source.calibration import Calibration
-from optkit.source.images import Prompts
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.overrides import Override
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from optkit.model.skeleton import Skeleton
+    from optkit.source.images import Prompts
 
     Inputs: TypeAlias = Tensor | Prompts
 
@@ -128,6 +128,8 @@ class AutoBits(Transform):
     held_out_samples: Amount = 8
     """Further windows of the same text, on which the result must diverge less than the best single
     form; 0 does not compare, and saves a quantization."""
+    devices: Devices = Field(default=1, exclude_if=lambda value: value == 1)
+    """GPUs, or on a CPU processes, that `gptq` quantizes on in the end; one measures."""
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
@@ -135,6 +137,8 @@ class AutoBits(Transform):
             raise ValueError("nothing limits the size: give average_bits, size_bytes or decode_ms")
         if (self.decode_ms is None) != (self.decode_device is None):
             raise ValueError("decode_ms and decode_device belong together: give both, or neither")
+        if self.devices > 1 and self.method == "rtn":
+            raise ValueError("devices share a calibration text, and rtn reads none. Leave devices out")
         self._device()
         least = min(choice.bits for choice in self.choices)
         if self.average_bits is not None and self.average_bits < least:
@@ -264,7 +268,7 @@ class AutoBits(Transform):
         }
         if self.method == "rtn":
             return Rtn(scale_search="mse", **fields)
-        return Gptq(calibration=self.calibration, **fields)
+        return Gptq(calibration=self.calibration, devices=self.devices, **fields)
 
     def _keep_the_better(
         self,
@@ -309,9 +313,10 @@ class AutoBits(Transform):
         Windows are int64 [held_out_samples, sequence_length].
         """
         more = self.calibration.model_copy(update={"samples": self.calibration.samples + self.held_out_samples})
-        used = {*_contents(tokens)}
+        from optkit.stages.sensitivity.held_out import unseen_among
+
         windows = _inputs(more, source, context)
-        unseen = [index for index, content in enumerate(_contents(windows)) if content not in used]
+        unseen = unseen_among(windows, tokens)
         if len(unseen) < self.held_out_samples:
             raise StageError(
                 f"{len(unseen)} of {len(windows)} windows are not among those that were calibrated on",
@@ -342,9 +347,3 @@ def _override(choice: Choice) -> Override:
 
 def _inputs(calibration: Calibration, source: Path, context: Context) -> Inputs:
     return cast("Inputs", calibration.inputs(source, context.data, context.trust_remote_code))
-
-
-def _contents(inputs: Inputs) -> list[object]:
-    if isinstance(inputs, Prompts):
-        return [pair.content for pair in inputs.pairs]
-    return [tuple(row) for row in inputs.tolist()]

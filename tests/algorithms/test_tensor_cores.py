@@ -28,7 +28,8 @@ def test_products_with_steps_are_exact_on_tensor_cores(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "mm", lambda left, right, out_dtype: left.double() @ right.double())
     ours, theirs = (each(hessian, 3) for each in (refinement._exact_product, refinement._product))
     for group, part in enumerate(steps.split(32)):
-        exact = hessian.double()[:, group * 32 : group * 32 + 32] @ part.double()
+        end = group * 32 + 32
+        exact = hessian.double()[:end, group * 32 : end] @ part.double()
         torch.testing.assert_close(ours(group, part), exact, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(theirs(group, part).double(), exact, rtol=1e-3, atol=1e-2)
 

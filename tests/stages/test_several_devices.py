@@ -20,6 +20,7 @@ from optkit.progress import SilentProgress
 from optkit.recipe.recipe import TransformEntry
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Transform
+from optkit.stages.auto_bits import AutoBits
 from optkit.stages.awq import Awq
 from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
@@ -153,6 +154,11 @@ def test_one_device_is_in_no_key(text: Calibration) -> None:
         (Gptq, {"devices": 3}, "2 calibration samples cannot be shared by 3 devices. Set devices to at most 2"),
         (Fp8, {"devices": 2, "calibration": None}, "devices share a calibration text, and none is read here. Leave"),
         (Gptq, {"devices": 2, "learn": "blocks"}, "blocks learn on one device, for each step changes what the next"),
+        (
+            AutoBits,
+            {"devices": 2, "average_bits": 5, "method": "rtn"},
+            "devices share a calibration text, and rtn reads",
+        ),
         (Gptq, {"devices": 2, "backend": "gptqmodel"}, "`devices`: gptqmodel has nothing like it"),
     ],
 )

@@ -19,6 +19,7 @@ from optkit.model.prompts import Prompts, tokens_in
 from optkit.model.replaced_forward import replaced_forward
 from optkit.model.skeleton import Projection, Skeleton
 from optkit.progress import Progress
+from optkit.source.images import Prompts as Images
 
 POSITIONS_AT_ONCE = 256
 """Positions whose logits are held together."""
@@ -80,3 +81,17 @@ def _divergence(skeleton: Skeleton, ours: Tensor, theirs: Tensor) -> float:
         )
         total += float(kl_div(found, expected, log_target=True, reduction="none").sum(-1).double().sum())
     return total
+
+
+def unseen_among(windows: Tensor | Images, used: Tensor | Images) -> list[int]:
+    """Return the indices of windows, or prompts with images, that are not among those that were used."""
+    before = {*_contents(used)}
+    return [index for index, content in enumerate(_contents(windows)) if content not in before]
+
+
+def _contents(inputs: Tensor | Images) -> list[object]:
+    return (
+        [tuple(row) for row in inputs.tolist()]
+        if isinstance(inputs, Tensor)
+        else [pair.content for pair in inputs.pairs]
+    )
