@@ -173,9 +173,25 @@ def _take_apart(module: Any, leaves: _Leaves) -> Experts:
     return Experts(experts)
 
 
-def _linear(weight: Tensor) -> nn.Linear:
+def stacked_apart(module: Any) -> Experts:
+    """Return the experts of a module whose matrices are transposed and have biases (gpt-oss), with its
+    outputs. Weights and biases are views of its own.
+    """
+    parts = []
+    for index in range(len(module.gate_up_proj)):
+        first, last = (
+            _linear(getattr(module, leaf)[index].T, getattr(module, f"{leaf}_bias")[index])
+            for leaf in ("gate_up_proj", "down_proj")
+        )
+        parts.append(Expert({"gate_up_proj": first}, ("down_proj", last), module._apply_gate))
+    return Experts(parts)
+
+
+def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
     return linear
 
 

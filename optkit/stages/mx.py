@@ -25,18 +25,34 @@ from optkit.packed_tensors.microscaled import BLOCKS, Microscaled
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.eight_bits import HESSIAN_COPIES
-from optkit.stages.quantizing.fitting import refuse_conv1d, refuse_layers, refuse_some_experts, refuse_unknown
+from optkit.stages.quantizing.fitting import (
+    refuse_conv1d,
+    refuse_layers,
+    refuse_other_dtypes,
+    refuse_some_experts,
+    refuse_unknown,
+)
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.quantizing.stacked_experts import pack_stacked, with_stacked
+from optkit.stages.quantizing.stacked_gptq import (
+    compensate_stacked,
+    experts_apart,
+    experts_of,
+    refuse_for_stacked,
+    round_experts_,
+)
 from optkit.stages.quantizing.streaming import LayerQuantizer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from optkit.algorithms.microscaling import MicroscaledWeight
+    from optkit.model.blocks import BlockInputs
     from optkit.stages.quantizing.input_ranges import InputRange
 
+LESS = "Lower mx.batch_size, mx.calibration.samples or mx.calibration.sequence_length"
+"""What to do when memory runs out."""
 WORK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
 """What rounding holds beside the weights and their codes; it works on a few rows at a time."""
 FLOAT_BYTES = 24
@@ -102,34 +118,77 @@ class Mx(SharedText, LayerQuantizer):
         Raises what every quantizer raises, and StageError if the model is not in bfloat16.
         """
         checkpoint = Checkpoint(source)
-        _refuse_other_dtypes(checkpoint.shape, self.kind)
-        if stacked := self._stacked(checkpoint.shape):
+        refuse_other_dtypes(checkpoint.shape, self.kind)
+        if (stacked := self._stacked(checkpoint.shape)) and self.calibration:
+            return compensate_stacked(source, target, context, stacked, partial(self._stacked_blocks, stacked))
+        if stacked:
             return pack_stacked(checkpoint, target, context, stacked, self.scale_search == "mse")
         return super().run(source, target, context)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves; the memory is an estimate."""
-        _refuse_other_dtypes(shape, self.kind)
+        refuse_other_dtypes(shape, self.kind)
         if self.calibration and shape.task is Task.UNKNOWN:
             raise refuse_unknown(f"{self.kind}.calibration", "Calibration opens", "Leave calibration out")
         if stacked := self._stacked(shape):
             left = with_stacked(shape, stacked)
             largest = max(info.elements // info.shape[0] for info in stacked.values())
             work = Work(largest * 4 + WORK_BYTES[device.partition(":")[0]], streamed=True)
+            if self.calibration:
+                apart = experts_of(shape, stacked)
+                experts = {name: layer for name, layer in layers_of(apart).items() if EXPERTS in name}
+                work = self.working_memory(apart, experts, device)
             return work.cost(shape, left, device), left
         return super().predict(shape, device)
 
     def _stacked(self, shape: ModelShape) -> Mapping[str, TensorInfo]:
         """Return the experts that are packed as gpt-oss' are; no engine opens other layers beside them."""
         stacked = stacked_experts(shape) if self.type == "mxfp4" else {}
-        if stacked and (named := self.set_among("include", "exclude", "towers", "rounding", "activations")):
+        if stacked and (named := self.set_among("include", "exclude", "towers", "activations")):
             raise StageError(
-                "the experts are rounded to nearest, all of them, and nothing else is packed",
+                "the experts are packed, all of them, and nothing else",
                 where=f"{self.kind}.{named[0]}",
                 why="transformers and vLLM open a model whose experts are stacked so alone",
                 remedy="Leave it out",
             )
+        if stacked and self.calibration:
+            refuse_for_stacked(stacked, self.calibration, self.devices)
         return stacked
+
+    def _stacked_blocks(self, stacked: Mapping[str, TensorInfo], job: QuantizationJob) -> Iterator[dict[str, Tensor]]:
+        """Yield the stacked tensors of block after block, as `quantized_blocks` does layers."""
+        from optkit.algorithms.microscaling import quantize_mxfp4
+        from optkit.stages.quantizing.hessians import watch_inputs
+
+        def rounded(name: str, weight: Tensor, seen: InputRange | None) -> MicroscaledWeight:
+            job.task.advance(0, note=name)
+            return self._rounded(job, name, weight, partial(quantize_mxfp4, search=self.scale_search == "mse"), seen)
+
+        inputs = self._read(job)
+        for index in job.resume(inputs):
+            with job.skeleton.loaded(job.skeleton.blocks[index], job.context.device, LESS):
+                with experts_apart(job.skeleton, index, stacked) as layers:
+                    seen = watch_inputs(job.skeleton, index, inputs, layers, self._watched)
+                    found = round_experts_(layers, stacked, seen, rounded)
+                    del seen  # before the block runs again
+                if index + 1 < len(job.skeleton.blocks):
+                    job.skeleton.advance_(index, inputs)
+            yield found
+
+    def _read(self, job: QuantizationJob) -> BlockInputs:
+        """Return the calibration text in front of the first block."""
+        from optkit.stages.quantizing.hessians import read_text
+
+        assert self.calibration is not None
+        tokens = read_text(job.skeleton, self.calibration, job.context, self.kind)
+        job.calibrated_on = (self.calibration.identity(),)
+        with out_of_memory("in front of the first block", job.context.device, LESS):
+            return job.skeleton.capture_inputs(tokens, job.context.device, self.batch_size, job.together)
+
+    def _watched(self, given: Tensor) -> InputRange:
+        from optkit.stages.quantizing.input_ranges import InputRange
+
+        return InputRange(given.shape[-1], given.device, hessian=self.rounding == "gptq")
 
     def layer_format(self, layer: Layer) -> Microscaled:
         return Microscaled(self.type, self.activations == "dynamic")
@@ -163,23 +222,14 @@ class Mx(SharedText, LayerQuantizer):
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         """Yield block after block, each quantized on what those before it make of the text."""
         from optkit.model.replaced_forward import replaced_forward
-        from optkit.stages.quantizing.hessians import read_text, watch_inputs
-        from optkit.stages.quantizing.input_ranges import InputRange
+        from optkit.stages.quantizing.hessians import watch_inputs
 
-        def start(given: Tensor) -> InputRange:
-            return InputRange(given.shape[-1], given.device, hessian=self.rounding == "gptq")
-
-        assert self.calibration is not None
-        text, device, skeleton = self.calibration, job.context.device, job.skeleton
-        tokens = read_text(skeleton, text, job.context, self.kind)
-        job.calibrated_on = (text.identity(),)
-        less = "Lower mx.batch_size, mx.calibration.samples or mx.calibration.sequence_length"
-        with out_of_memory("in front of the first block", device, less):
-            inputs = skeleton.capture_inputs(tokens, device, self.batch_size, job.together)
+        device, skeleton = job.context.device, job.skeleton
+        inputs = self._read(job)
         for index in job.resume(inputs):
-            with skeleton.loaded(skeleton.blocks[index], device, less):
+            with skeleton.loaded(skeleton.blocks[index], device, LESS):
                 modules = job.modules(index)
-                seen = watch_inputs(skeleton, index, inputs, modules, start)
+                seen = watch_inputs(skeleton, index, inputs, modules, self._watched)
                 layers: dict[str, Mapping[str, Tensor]] = {}
                 for names in grouped(modules, _parent).values():
                     layers |= self._rounded_module(job, names, seen)
@@ -290,21 +340,6 @@ class Mx(SharedText, LayerQuantizer):
             work += HESSIAN_COPIES * 4 * max(layer.inputs for layer in layers.values()) ** 2
         sums = hessian_bytes(shape, layers) if self.rounding == "gptq" else 0
         return calibrated_work(shape, layers, self.calibration, self.batch_size, sums, work, self.devices)
-
-
-def _refuse_other_dtypes(shape: ModelShape, stage: str) -> None:
-    dtypes = sorted(
-        {shape.tensors[f"{name}.weight"].dtype for name, layer in layers_of(shape).items() if not layer.router}
-        - {"BF16"}
-    )
-    if dtypes:
-        raise StageError(
-            f"the model has weights in {', '.join(dtypes)}",
-            where=stage,
-            why="compressed-tensors dequantizes 4-bit floats to bfloat16 alone, and transformers cannot "
-            "mix it with another dtype",
-            remedy="Put `- bf16` before it",
-        )
 
 
 def _parent(name: str) -> str:

@@ -21,8 +21,10 @@ from optkit.stage import Context, Report, Transform
 from optkit.stages.auto_bits import AutoBits
 from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
+from optkit.stages.cast import Cast
 from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
+from optkit.stages.mx import Mx
 from optkit.stages.prune import Prune
 from optkit.stages.prune_structured import PruneStructured
 from optkit.stages.rotate import Rotate
@@ -119,6 +121,16 @@ def test_a_stage_goes_on_behind_its_last_finished_block(
         assert f": resumed at block {min(finished + 1, blocks)} of {blocks}" in " ".join(lines.lines)
         assert files(tmp_path / "resumed") == files(tmp_path / "whole")
         assert told(resumed) == told(whole)
+
+
+def test_stacked_experts_go_on(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
+    stage, source = Mx(type="mxfp4", rounding="gptq", calibration=few), tmp_path / "source"
+    run(Cast(dtype="bfloat16"), tiny_model("gpt_oss"), source, None)
+    whole = run(stage, source, tmp_path / "whole", None)
+    resumed = run(stage, source, tmp_path / "resumed", interrupted(stage, source, tmp_path))
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+    assert told(resumed) == told(whole)
+    assert len(whole.details["rounded_to_nearest"]) == 16  # 128 tokens, of which no expert gets all
 
 
 @pytest.mark.parametrize("finished", [2, 3])

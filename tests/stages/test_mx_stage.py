@@ -238,7 +238,7 @@ def test_running_out_of_memory_names_the_layer(halved: Halved, tmp_path: Path, m
 
 def test_it_is_a_quantizer_without_overrides() -> None:
     assert issubclass(Mx, LayerQuantizer)
-    calibrated = {"rounding", "activations", "calibration", "batch_size"}
+    calibrated = {"rounding", "activations", "calibration", "batch_size", "devices"}
     assert set(Mx.model_fields) == {"include", "exclude", "towers", "type", "scale_search", *calibrated}
     assert not calibrated & set(Mx().model_dump())
 

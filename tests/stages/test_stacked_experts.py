@@ -10,11 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from optkit.algorithms.microscaling import compensated, quantize_mxfp4
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.inventory import take_inventory
 from optkit.model.size_notes import notes_on_size
 from optkit.session import open_session
+from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.cast import Cast
 from optkit.stages.dequantize import Dequantize
@@ -59,6 +61,58 @@ def test_engines_open_what_is_written_and_compute_the_same(floats: Path, tmp_pat
     assert torch.equal(logits, plain_logits(tmp_path / "packed"))
 
 
+def inputs_of_experts(source: Path, tokens: Tensor, block: int) -> dict[str, list[Tensor]]:
+    """Return what goes into each expert of a block of transformers' model, by tensor and place."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    model, found = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, attn_implementation="eager"), {}
+
+    def observe(module: GptOssExperts, given: tuple[Tensor, Tensor, Tensor]) -> None:
+        hidden, chosen, _ = given
+        for index in range(module.num_experts):
+            rows = hidden[(chosen == index).any(-1)]
+            found.setdefault("gate_up_proj", [[] for _ in range(4)])[index].append(rows)
+            gated = module._apply_gate(rows @ module.gate_up_proj[index] + module.gate_up_proj_bias[index])
+            found.setdefault("down_proj", [[] for _ in range(4)])[index].append(gated)
+
+    model.model.layers[block].mlp.experts.register_forward_pre_hook(observe)
+    with torch.no_grad():
+        for part in tokens.split(8):
+            model(part)
+    return {leaf: [torch.cat(rows).float() for rows in experts] for leaf, experts in found.items()}
+
+
+def float_expert(stored: dict[str, Tensor], name: str, index: int) -> Tensor:
+    """Return float32 [out, in] of one of the experts that were written."""
+    codes, scales = stored[f"{name}_blocks"][index].int(), stored[f"{name}_scales"][index].int()
+    values = torch.stack([E2M1[codes & 15], E2M1[codes >> 4]], -1).flatten(2) * 2.0 ** (scales - 127)[..., None]
+    return values.flatten(1)
+
+
+def test_gptq_rounds_each_expert_on_the_tokens_that_it_gets(floats: Path, text: Calibration, tmp_path: Path) -> None:
+    stage = Mx(type="mxfp4", rounding="gptq", calibration=text)
+    stored = made(stage, floats, tmp_path / "gptq")
+    cost = predicted(stage, floats, tmp_path / "gptq")
+    nearest = made(PACKED, floats, tmp_path / "nearest")
+    assert cost.ram_bytes > predicted(PACKED, floats, tmp_path / "nearest").ram_bytes
+    assert stored.keys() == nearest.keys()
+    before, tokens = Checkpoint(floats), text.tokens(floats, None)
+    for leaf, experts in inputs_of_experts(floats, tokens, 0).items():
+        name = f"model.layers.0.mlp.experts.{leaf}"
+        for index, rows in enumerate(experts):
+            weight, hessian = before.read(name)[index].T.float().contiguous(), rows.T @ rows / len(rows)
+            wanted = compensated(weight, quantize_mxfp4(weight, True, hessian.diagonal()), hessian).dequantize()
+            ours, plain = (float_expert(each, name, index) for each in (stored, nearest))
+            error, of_nearest, least = (
+                float((rows @ (each - weight).T).square().sum()) for each in (ours, plain, wanted)
+            )
+            assert error < 0.8 * of_nearest
+            assert error == pytest.approx(least, rel=0.02)  # sums of bfloat16 inputs differ by their order
+    logits = open_session(tmp_path / "gptq").logits(TOKENS)
+    assert torch.equal(logits, plain_logits(tmp_path / "gptq"))
+
+
 def test_a_source_in_mxfp4_comes_out_without_error(tiny_model: TinyModel, tmp_path: Path) -> None:
     def change(name: str, weight: Tensor) -> dict[str, Tensor]:
         if not name.endswith(("gate_up_proj", "down_proj")):
@@ -81,7 +135,17 @@ def test_a_source_in_mxfp4_comes_out_without_error(tiny_model: TinyModel, tmp_pa
         (
             {"exclude": ("*.0.*",)},
             {},
-            "mx.exclude: the experts are rounded to nearest, all of them, and nothing else is packed. transf",
+            "mx.exclude: the experts are packed, all of them, and nothing else. transf",
+        ),
+        (
+            {"rounding": "gptq", "calibration": Calibration(dataset="c4", experts="all")},
+            {},
+            "mx.calibration.experts: the model has no experts that could see all tokens. The checkpoint stores them",
+        ),
+        (
+            {"rounding": "gptq", "calibration": Calibration(dataset="c4"), "devices": 2},
+            {},
+            "mx.devices: 2 devices were asked for, and stacked experts are rounded on one. Sums of their inputs are",
         ),
         ({}, {"intermediate_size": 48}, "down_proj has 48 inputs, no multiple of 32. Blocks of mxfp4 are 32 inputs"),
     ],

@@ -9,8 +9,9 @@ from math import gcd
 from typing import Any
 
 from optkit.errors import StageError
-from optkit.model.linear_layers import EXPERTS, OUTSIDE, ROUTER, Layer, Selection, stacks
+from optkit.model.linear_layers import EXPERTS, OUTSIDE, ROUTER, Layer, Selection, layers_of, stacks
 from optkit.model.output_layer import HEAD
+from optkit.model.shape import ModelShape
 from optkit.packed_tensors.base import COMPRESSED_TENSORS, LayerFormat
 from optkit.packed_tensors.gptq import GPTQ, GPTQ_MULTIPLE
 
@@ -218,3 +219,19 @@ def refuse_uneven_groups(layers: Sequence[Layer], group_size: int | None, stage:
 def either(words: Sequence[str]) -> str:
     """Return e.g. `2, 4 or 8`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def refuse_other_dtypes(shape: ModelShape, stage: str) -> None:
+    """Raise StageError unless the layers of the blocks are in bfloat16."""
+    dtypes = sorted(
+        {shape.tensors[f"{name}.weight"].dtype for name, layer in layers_of(shape).items() if not layer.router}
+        - {"BF16"}
+    )
+    if dtypes:
+        raise StageError(
+            f"the model has weights in {', '.join(dtypes)}",
+            where=stage,
+            why="compressed-tensors dequantizes 4-bit floats to bfloat16 alone, and transformers cannot "
+            "mix it with another dtype",
+            remedy="Put `- bf16` before it",
+        )

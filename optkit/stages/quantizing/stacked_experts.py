@@ -8,7 +8,7 @@ NAME_scales  uint8 [experts, out, in / 32]: E8M0
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from optkit.stage import Context, Report
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from optkit.algorithms.microscaling import MicroscaledWeight
 
 KIND, WIDTH = "mx", WIDTHS["mxfp4"]
 ALONE = "engines open experts alone in this form"
@@ -41,15 +43,22 @@ def pack_stacked(
 ) -> Report:
     """Fill `target` tensor by tensor, without a model. Raises StageError and SourceError as a quantizer."""
     started, shape = time.monotonic(), checkpoint.shape
-    config = with_stacked(shape, stacked).config
     with context.progress.task(KIND, len(stacked), "tensors") as task, CheckpointWriter(target) as writer:
         for name in shape.tensors:
             tensor = checkpoint.read_finite(name)
             for written, part in _parts(name, tensor, context.device, search) if name in stacked else [(name, tensor)]:
                 writer.add(written, part)
             task.advance(int(name in stacked), name)
+    return finished(checkpoint, target, context, stacked, started)
+
+
+def finished(
+    checkpoint: Checkpoint, target: Path, context: Context, stacked: Mapping[str, TensorInfo], started: float
+) -> Report:
+    """Write what is beside the weights, and return the report of a run that began at `started`."""
+    shape = checkpoint.shape
     copy_companions(checkpoint.directory, target, context.trust_remote_code)
-    write_config(target, config)
+    write_config(target, with_stacked(shape, stacked).config)
     return Report(
         changed=len(stacked),
         skipped=dict.fromkeys(layers_of(shape), ALONE),
@@ -59,14 +68,20 @@ def pack_stacked(
 
 def _parts(name: str, weight: Tensor, device: str, search: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield codes and scales of [experts, in, out], an expert at a time on the device."""
+    from optkit.algorithms.microscaling import quantize_mxfp4
+
+    yield from joined(name, (quantize_mxfp4(expert.to(device).T.contiguous(), search) for expert in weight)).items()
+
+
+def joined(name: str, experts: Iterable[MicroscaledWeight]) -> dict[str, Tensor]:
+    """Return the tensors of a stacked one whose experts, [out, in], are given."""
     import torch
 
-    from optkit.algorithms.microscaling import pack, quantize_mxfp4
+    from optkit.algorithms.microscaling import pack
 
-    packed = [pack(quantize_mxfp4(expert.to(device).T.contiguous(), search)) for expert in weight]
-    codes, scales = (torch.stack([each[leaf].cpu() for each in packed]) for leaf in ("weight_packed", "weight_scale"))
-    yield f"{name}{BLOCKS}", codes.view(*scales.shape, -1)
-    yield f"{name}{SCALES}", scales
+    packed = [{leaf: tensor.cpu() for leaf, tensor in pack(each).items()} for each in experts]
+    codes, scales = (torch.stack([each[leaf] for each in packed]) for leaf in ("weight_packed", "weight_scale"))
+    return {f"{name}{BLOCKS}": codes.view(*scales.shape, -1), f"{name}{SCALES}": scales}
 
 
 def _packed(name: str, info: TensorInfo) -> dict[str, TensorInfo]:
