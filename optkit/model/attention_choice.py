@@ -29,6 +29,7 @@ ASKED = {
     **dict.fromkeys(("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"), "s_aux"),
     "doge": "own_mask",
     "inkling_text": "position_bias",
+    **dict.fromkeys(("moshi", "umt5"), "own_products"),
 }
 """`model_type` -> the argument by which transformers asks an implementation for more than masked
 softmax attention.
@@ -39,11 +40,12 @@ PHRASES = {
     "position_bias": "the bias of the scores",
     "own_mask": "the causal mask beside the mask of its own",
     "prefix": "the causal mask of a text that is no prompt",
+    "own_products": "what matrix products compute",
 }
 HONOURED: Mapping[str, frozenset[str]] = {
     "eager": frozenset(PHRASES),
     "sdpa": frozenset({"position_bias"}),
-    "flex_attention": frozenset(PHRASES) - {"own_mask"},
+    "flex_attention": frozenset(PHRASES) - {"own_mask", "own_products"},
     "flash_attention_2": frozenset({"softcap"}),
     "flash_attention_3": frozenset({"softcap"}),
 }

@@ -222,8 +222,13 @@ def _record(
     def run() -> tuple[Tensor, tuple[Call, ...]]:
         calls.clear()
         entered.clear()
-        with suppress(_AllRecordedError), torch.no_grad():
-            model(**inputs, use_cache=False)
+        try:
+            with suppress(_AllRecordedError), torch.no_grad():
+                model(**inputs, use_cache=False)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise _unsupported(model, impossible, "it reads weights of blocks that are not running") from error
         if len(calls) < len(blocks):
             raise _unsupported(model, impossible, f"only {len(calls)} of {len(blocks)} blocks were called")
         tokens = inputs.get("decoder_input_ids" if encoded else "input_ids")

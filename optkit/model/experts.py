@@ -130,7 +130,10 @@ def _fused_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _leaves(name: str, module: Any, converters: list[WeightConverter]) -> _Leaves | str:
     """Return the names of an expert's projections, or why there are none."""
     shapes = _shapes(module)
-    if not hasattr(module, "_apply_gate") or getattr(module, "down_proj", None) is None:
+    if (
+        not (hasattr(module, "_apply_gate") and hasattr(module, "has_gate"))
+        or getattr(module, "down_proj", None) is None
+    ):
         return f"the weights have three dimensions ({shapes}), in a layout that is not known to be that of experts"
     first = "gate_up_proj" if module.has_gate else "up_proj"
     if {leaf for leaf, _ in module.named_parameters(recurse=False)} != {first, "down_proj"}:

@@ -66,6 +66,14 @@ ENCODERS = frozenset({
 """`model_type` of the encoders of text: a decoder and a vision model can have an architecture that
 ends in Model, too.
 """
+CALLED_OTHERWISE = frozenset({
+    "audioflamingo3", "blip", "blip-2", "canary", "cohere_asr", "cpmant", "dia", "git", "instructblip",
+    "instructblipvideo", "kosmos-2", "kosmos-2.5", "moonshine", "moonshine_streaming", "musicflamingo", "pop2piano",
+    "speech_to_text", "udop", "vibevoice", "voxtral_realtime",
+})  # fmt: skip
+"""`model_type` of those that are named like the others, and give no logits of tokens alone, or sounds as
+Whisper hears them.
+"""
 FIRST_POSITION = frozenset({
     "camembert", "data2vec-text", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 })  # fmt: skip
@@ -109,7 +117,7 @@ def task_of(config: Mapping[str, Any]) -> Task | None:
     if "auto_map" not in config and config.get("model_type") and not is_built_in(str(config["model_type"])):
         return Task.UNKNOWN
     names = [str(name) for name in config.get("architectures") or []]
-    if not names:
+    if not names or config.get("model_type") in CALLED_OTHERWISE:
         return None
     if config.get("is_encoder_decoder"):
         if not names[0].endswith(CONDITIONED) or any(map(config.get, TOWERS)):

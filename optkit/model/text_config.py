@@ -18,9 +18,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def first_number(config: Mapping[str, Any], keys: Iterable[str]) -> int:
-    """Return the first of these numbers that the language model's part says; 0 if it says none."""
+    """Return the first of these numbers that the language model's part says; 0 if it says none.
+    Of numbers of each block it is the largest.
+    """
     text = text_config(config)
-    return next((int(text[key]) for key in keys if text.get(key)), 0)
+    found = next((text[key] for key in keys if text.get(key)), 0)
+    return int(max(found) if isinstance(found, list) else found)
 
 
 def with_text_config(

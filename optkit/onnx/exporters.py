@@ -16,6 +16,16 @@ OPSET = 21
 OPSETS = {"torch": range(18, 24), "optimum": range(14, 21)}
 """Exporter -> those that it can write and ONNX Runtime reads."""
 
+ROUTED = "Its decoder needs to know which experts the encoder took"
+UNTRACED = {
+    "fsmt": "Its decoder has no mask that a cache of another length fits",
+    "led": "How its text is cut into windows hangs on the length of the text",
+    "nllb-moe": ROUTED,
+    "prophetnet": "It predicts several tokens at once, and what a graph keeps of a token is one of them",
+    "switch_transformers": ROUTED,
+}
+"""`model_type` of encoder-decoders that torch does not export here, and why."""
+
 
 def exporter_for(config: Mapping[str, Any]) -> Literal["genai", "torch"]:
     """Return `genai` for decoders whose attention it fuses; `torch` for all other models."""
@@ -25,6 +35,13 @@ def exporter_for(config: Mapping[str, Any]) -> Literal["genai", "torch"]:
 def traced_task(config: Mapping[str, Any]) -> Task:
     """Return what a model is for that has an encoder. Raises StageError for what is none."""
     task = task_of(config)
+    if (why := UNTRACED.get(str(config.get("model_type")))) and task in ENCODER_DECODERS:
+        raise StageError(
+            f"{architecture_of(config)} cannot be written as graphs of its encoder and decoder",
+            where="onnx",
+            why=why,
+            remedy="Leave onnx out for this architecture",
+        )
     if task in ENCODING | ENCODER_DECODERS:
         return task
     raise StageError(

@@ -12,6 +12,7 @@ from optkit.model.companions import files_beside, find_companions
 from optkit.model.config_file import check_against_tensors, read_config
 from optkit.model.formats.base import Format
 from optkit.model.task import (
+    CALLED_OTHERWISE,
     CAUSAL,
     ENCODERS,
     HEADS,
@@ -51,11 +52,12 @@ def check_config(config: Mapping[str, Any], where: str, trust_remote_code: bool)
             f"Their architectures end in {' or '.join(CAUSAL)}, or in {MULTI_MODAL} with a {' or '.join(TOWERS)} "
             "in front of the decoder, and encoders are BERT and its kin"
         )
+        of_itself = "It gives no logits of tokens alone, nor of sounds as Whisper hears them"
         raise SourceError(
             f"unsupported architecture {', '.join(map(str, architectures))}: optkit optimizes causal language "
             "models, encoders of text and encoder-decoders",
             where=where,
-            why=of_encoders if encoder else of_others,
+            why=of_encoders if encoder else of_itself if config.get("model_type") in CALLED_OTHERWISE else of_others,
             remedy=f"Take the {'feature-extraction' if encoder else 'text-generation'} checkpoint of "
             "the model, if there is one",
         )

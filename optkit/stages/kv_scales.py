@@ -78,7 +78,10 @@ class KvScales(Transform):
             recorded = self._record(checkpoint, prompts, context)
         if len(recorded) != len(layers):
             raise StageError(
-                f"{len(layers)} layers have a k_proj, and {len(recorded)} keep keys and values", where="kv_scales"
+                f"{len(layers)} layers have a k_proj, and {len(recorded)} keep keys and values",
+                where="kv_scales",
+                why="The others keep states, which no scale is for",
+                remedy="Take the stage out for this architecture",
             )
         keys, values = ([getattr(layer, f"largest_{kind}") for layer in recorded] for kind in ("key", "value"))
         wrong = next(
@@ -180,6 +183,7 @@ def _layers(shape: ModelShape) -> list[str]:
     unread = {
         "its config.json has no num_key_value_heads": "num_key_value_heads" not in text,
         "its heads differ from block to block": bool(text.get("per_layer_config")),
+        "its resampler has keys of its own": any("resampler" in name for name in shape.tensors),
         "its experts are floats": not quantization and any(EXPERTS in name for name in shape.tensors),
     }
     if why := next((why for why, is_so in unread.items() if is_so), ""):

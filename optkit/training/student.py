@@ -51,7 +51,10 @@ def _tie_(model: PreTrainedModel) -> None:
     transformers opens them as one then.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if not model.config.get_text_config(decoder=True).tie_word_embeddings or not isinstance(head, nn.Linear):
+    whole = getattr(model.config, "tie_word_embeddings", False)
+    if not getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", whole) or not isinstance(
+        head, nn.Linear
+    ):
         return
     if isinstance(embedding, nn.Embedding) and torch.equal(head.weight, embedding.weight):
         head.weight = embedding.weight

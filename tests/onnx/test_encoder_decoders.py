@@ -20,8 +20,10 @@ from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.formats.base import Format
 from optkit.model.onnx_file import DECODER, ENCODER, MODEL, PARTS, STEPS, OnnxFile, all_initializers
+from optkit.model.shape import ModelShape
 from optkit.model.task import Task, task_of
 from optkit.onnx import encoder_decoder, torch_encoder_decoder
+from optkit.onnx.exporters import UNTRACED
 from optkit.onnx.torch_export import load_eager
 from optkit.progress import SilentProgress
 from optkit.recipe.recipe import load_recipe
@@ -221,3 +223,10 @@ def test_the_stage_that_is_for_other_models_is_named(tiny_encoder_decoder: TinyM
     }
     with pytest.raises(RecipeError, match="answers is for an encoder-decoder, and onnx_optimize .* is for a"):
         load_recipe(recipe)
+
+
+@pytest.mark.parametrize("kind", sorted(UNTRACED))
+def test_encoder_decoders_that_torch_does_not_export_are_refused_by_the_plan(kind: str) -> None:
+    config = {"model_type": kind, "architectures": ["XForConditionalGeneration"], "is_encoder_decoder": True}
+    with pytest.raises(StageError, match=r"onnx: X\w+ cannot be written as graphs of its encoder and .*Leave"):
+        Onnx().predict(ModelShape(config=config, tensors={}), "cpu")

@@ -203,6 +203,13 @@ class TestConfig:
         with pytest.raises(SourceError, match=message):
             pin_model(ModelSource(name=str(model)))
 
+    def test_what_transformers_opens_by_a_class_of_its_own(self):
+        config = {"architectures": ["DiaForConditionalGeneration"], "model_type": "dia", "is_encoder_decoder": True}
+        with pytest.raises(
+            SourceError, match=r"unsupported architecture Dia.* It gives no logits of tokens alone.*Take"
+        ):
+            check_config(config, "here", False)
+
     def test_an_encoder_with_a_decoder(self):
         with pytest.raises(SourceError, match="unsupported architecture XForCausalLM"):
             check_config({"architectures": ["XForCausalLM"], "is_encoder_decoder": True}, "here", False)

@@ -39,7 +39,7 @@ from tests.zoo.table import TABLE, Table
 
 SECONDS = 1800
 """For all cells of a model; a process that needs longer hangs."""
-ROW = "row.jsonl"
+ROW, ERRORS = "row.jsonl", "stderr.txt"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -91,8 +91,11 @@ def _rows(todo: dict[str, list[str]], made: Path, workers: int, end: float) -> I
             if not process.is_alive():
                 del running[kind]
                 found = [json.loads(line) for line in (made / kind / ROW).read_text().splitlines()]
-                if process.exitcode and len(found) < len(todo[kind]) and limit < end:
-                    found.append([todo[kind][len(found)], CRASHED, f"the process ended with {process.exitcode}"])
+                if process.exitcode and len(found) < len(todo[kind]) and time.monotonic() < end:
+                    last = (made / kind / ERRORS).read_text(errors="replace").strip().rpartition("\n")[2][:200]
+                    found.append(
+                        [todo[kind][len(found)], CRASHED, f"the process ended with {process.exitcode}: {last}"]
+                    )
                 shutil.rmtree(made / kind, ignore_errors=True)
                 yield kind, found
 
@@ -102,7 +105,7 @@ def _fill(kind: str, stages: list[str], place: Path) -> None:
     warnings.simplefilter("ignore")
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
-    sys.stderr = (place / "stderr.txt").open("w")
+    sys.stderr = (place / ERRORS).open("w")
     with (place / ROW).open("w", encoding="utf-8") as rows:
         try:
             source = save_model(kind, place / "model")

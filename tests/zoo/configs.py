@@ -34,6 +34,7 @@ SIZES: dict[str, int] = {
     "*ffn_dim": 128,
     "*ffn_hidden_size": 128,
     "d_ff": 128,
+    "dff": 128,
     "n_inner": 128,
     "mlp_dim": 128,
     "head_hidden_size": 16,
@@ -73,7 +74,7 @@ SIZES: dict[str, int] = {
     "*num_key_value_heads": 2,
     "num_kv_heads": 2,
     "n_head_kv": 2,
-    "num_*experts_per_tok": 2,
+    "num_*experts_per_tok*": 2,
     "*top_k": 2,
     "moe_k": 2,
     "moe_topk": 2,
@@ -136,6 +137,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("glm4v_text", "glm_ocr_text", "paddleocr_vl_text", "qwen2_5_omni_text", "qwen2_5_vl_text"), IN_THREE
     ),
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 16},
@@ -147,9 +149,13 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
+    "mobilebert": {"intra_bottleneck_size": 64},
+    "moshi": {"sliding_window": 512},
     "nemotron": {"num_key_value_heads": 2},
     "qwen2_vl_text": IN_THREE,
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "step3p5": {"sliding_window": 8},
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
     | {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}

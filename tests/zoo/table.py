@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 from tests.zoo.stages import STAGES
@@ -52,7 +53,7 @@ class Table:
             kind: {stage: [mark, numbers.get(said)] for stage, (mark, said) in row.items()}
             for kind, row in sorted(self.rows.items())
         }
-        versions = {name: version(name) for name in VERSIONS}
+        versions = {"python": python_version()} | {name: version(name) for name in VERSIONS}
         parts = {"versions": _line(versions), "reasons": _lines(map(_line, reasons), "[]")}
         parts["rows"] = _lines((f"{_line(kind)}: {_line(row)}" for kind, row in rows.items()), "{}")
         TABLE.write_text(

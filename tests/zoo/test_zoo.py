@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from optkit.recipe.registry import STAGES as KINDS
-from tests.zoo.cells import cell
+from tests.zoo.cells import BAD, cell
 from tests.zoo.models import save_model
 from tests.zoo.stages import STAGES
 from tests.zoo.table import Table
@@ -24,6 +24,25 @@ def test_what_the_table_says_of_a_model(kind: str, tmp_path: Path) -> None:
     for stage in CHEAP:
         (desk := tmp_path / stage).mkdir()
         assert tuple(cell(source, stage, desk)) == TABLE.rows[kind][stage]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("deepseek_v32", "auto_bits"),
+        ("gemma3n_text", "distill"),
+        ("idefics2", "kv_scales"),
+        ("qwen2_vl", "distill"),
+        ("recurrent_gemma", "kv_scales"),
+        ("rwkv", "rotate"),
+        ("step3p7", "rtn"),
+        ("umt5", "cast"),
+    ],
+)
+def test_cells_of_crashes_that_were_mended(kind: str, stage: str, tmp_path: Path) -> None:
+    source = save_model(kind, tmp_path / "model")
+    (desk := tmp_path / "desk").mkdir()
+    assert (found := cell(source, stage, desk)).mark not in BAD, found.said
 
 
 def test_every_stage_has_a_column() -> None:

@@ -99,7 +99,7 @@ class BlockGradients:
             def observe(_module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
                 names.append(name)
                 entered.append(arguments[0].detach().flatten(0, -2))
-                left.append(output)
+                left.append(output if output.requires_grad else output.detach().requires_grad_())
 
             return observe
 
