@@ -1,7 +1,7 @@
 """Every quantization method of optkit by one protocol: perplexity, divergence, size and CPU time,
 as a Markdown table.
 
-    python docs/benchmarks/methods.py DATA MODEL... [--only PATTERN] [--store DIR] [--device DEVICE]
+    python docs/benchmarks/methods.py DATA MODEL... [--only PATTERN] [--store DIR] [--device DEVICE] [--seed N]
 
 DATA holds `wikitext2_raw/` and `c4_sample/`. Calibrated on 64 x 512 tokens of C4; perplexity on the
 first 15 windows of 2048 tokens of WikiText-2's test split, through optkit's session. What the store
@@ -113,7 +113,7 @@ class Found:
     """User CPU of the stages; None if they lay in the store."""
 
 
-def measure(name: str, model: Path, data: Path, store: Path | None, device: str) -> Found:
+def measure(name: str, model: Path, data: Path, store: Path | None, device: str, seed: int = 0) -> Found:
     """Run a method and measure what it leaves."""
     evals = EVALS if METHODS[name] else [each for each in EVALS if "divergence" not in each]
     recipe = {
@@ -122,6 +122,7 @@ def measure(name: str, model: Path, data: Path, store: Path | None, device: str)
         "stages": METHODS[name],
         "evals": evals,
         "attribution": False,
+        "seed": seed,
     }
     with tempfile.TemporaryDirectory(dir=store) as out:
         todo = plan(optkit.load_recipe(recipe), store=store, data=data, device=device)
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--only", default="*")
     parser.add_argument("--store", type=Path)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     if asked.store:
         asked.store.mkdir(parents=True, exist_ok=True)
@@ -160,7 +162,8 @@ def main() -> None:
     for name in METHODS:
         if fnmatch(name, asked.only):
             try:
-                found = [measure(name, model, asked.data, asked.store, asked.device) for model in asked.models]
+                where = asked.store, asked.device, asked.seed
+                found = [measure(name, model, asked.data, *where) for model in asked.models]
             except optkit.OptkitError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue

@@ -28,8 +28,10 @@ from optkit.training.losses import divergence
 from optkit.training.optimizer import BETAS, learning_rate
 from optkit.training.predicted_memory import LOGIT_BYTES
 
-SCALE_RATE = 3e-3
-"""Highest learning rate of the logarithms of the scales."""
+SCALE_RATE = 1.2e-2
+"""Highest learning rate of the logarithms of the scales, times the codes on one side of the middle.
+The outermost weights then move by the same share of their scale, whatever the bits.
+"""
 WARMUP = 0.05
 """Share of the steps in which it rises."""
 
@@ -111,12 +113,15 @@ class ScaleLearner:
         `told` is called behind each step.
         """
         layers = [layer for block in self.layers for layer in block.values()]
-        growths = [layer.growth for layer in layers if layer.growth.requires_grad]
-        optimizer = torch.optim.AdamW(growths, lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
+        learning = [layer for layer in layers if layer.growth.requires_grad]
+        growths = [layer.growth for layer in learning]
+        groups = [{"params": [layer.growth], "peak": SCALE_RATE / layer.grid.middle} for layer in learning]
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
         with replaced_forward(self._forwards):
             before = self._mean_divergence()
             for step, batch in enumerate(drawn(self.inputs.batches, steps, seed)):
-                optimizer.param_groups[0]["lr"] = learning_rate(step / steps, SCALE_RATE, WARMUP)
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(step / steps, group["peak"], WARMUP)
                 self._descend(batch)
                 optimizer.step()
                 optimizer.zero_grad()
