@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from optkit.algorithms import column_kernels
 from optkit.algorithms.tensor_cores import LONGEST, bfloat16_parts, has_tensor_cores
 
 if TYPE_CHECKING:
@@ -21,13 +22,16 @@ left out and mirrored at the end.
 class Hessian:
     """Sums x x^T in float32, on the device of the inputs."""
 
-    def __init__(self, inputs: int, device: torch.device | str = "cpu", equal_tokens: bool = True) -> None:
+    def __init__(
+        self, inputs: int, device: torch.device | str = "cpu", equal_tokens: bool = True, rounded: bool = False
+    ) -> None:
         """`equal_tokens` divides each x by its root mean square, so that all tokens count the same.
 
         Without it a few tokens with enormous activations (the first of a sequence, as a rule)
-        outweigh all others in some layers.
+        outweigh all others in some layers. `rounded`: a CPU that multiplies bfloat16 faster may
+        round x to it.
         """
-        self.equal_tokens = equal_tokens
+        self.equal_tokens, self.rounded = equal_tokens, rounded
         self.tokens = 0
         self._sum = torch.zeros(inputs, inputs, device=device)
 
@@ -35,6 +39,12 @@ class Hessian:
         """Take float [..., in]."""
         rows = inputs.flatten(0, -2)
         self.tokens += len(rows)
+        if self.rounded and column_kernels.multiplies_bfloat16(rows):
+            column_kernels.add_gram_(self._sum, float_factors(rows, self.equal_tokens)[0][0])
+        else:
+            self._add(rows)
+
+    def _add(self, rows: Tensor) -> None:
         on_tensor_cores = rows.dtype == torch.bfloat16 and has_tensor_cores(rows)
         factors = (exact_factors if on_tensor_cores else float_factors)(rows, self.equal_tokens)
         if on_tensor_cores:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,10 @@ STEPS = 20
 """Scales tried for each sign or zero point by default."""
 SMALLEST = 0.4
 """The smallest scale that is tried, as a fraction of the one that reaches every weight."""
-CHUNK = {"cpu": 1 << 17, "cuda": 1 << 26}
-"""Weights searched at a time: few enough to stay in a core's cache, enough to fill a GPU."""
+CHUNK = {"loop": 1 << 17, "cpu": 1 << 22, "cuda": 1 << 26}
+"""Weights searched at a time: few enough to stay in a core's cache if torch goes through them, enough to
+fill a kernel on a CPU or GPU.
+"""
 
 
 def search_scales(
@@ -30,10 +34,11 @@ def search_scales(
     the scale (llama.cpp's Q4_0 takes the outermost weight's); an asymmetric one with the zero
     points next to the exact one.
     """
-    rows = max(1, CHUNK[weight.device.type] // weight.shape[1])
+    compiled = column_kernels.usable(weight)
+    rows = max(1, CHUNK[weight.device.type if compiled else "loop"] // weight.shape[1])
     # [1, groups, group_size]
     weights = grid.grouped((torch.ones_like(weight[0]) if importance is None else importance)[None])
-    with one_thread():
+    with nullcontext() if compiled else one_thread():
         parts = [_search(chunk, grid, weights, steps) for chunk in weight.split(rows)]
     scales, zeros = zip(*parts, strict=True)
     return torch.cat(scales), torch.cat(zeros)

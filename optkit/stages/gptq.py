@@ -114,6 +114,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
     def calibrated_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield each block's quantized layers, and count the zeros of pruned ones in the details."""
+        from optkit.stages.quantizing.calibration_products import in_codes, sequences_at_once
         from optkit.stages.quantizing.compensation import FEW_TOKENS
         from optkit.stages.quantizing.hessians import collect_hessians, read_text, tokens_of_experts, turns_of
 
@@ -122,7 +123,8 @@ class Gptq(GptqFields, SharedText, Backed):
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}, "expert_tokens": {}}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
-            inputs = skeleton.capture_inputs(tokens, device, self.batch_size, job.together)
+            fewer = sequences_at_once(self.batch_size, self.calibration.size[1], device)
+            inputs = skeleton.capture_inputs(tokens, device, self.batch_size if self.learn else fewer, job.together)
         learner = block_learner(job, inputs, self.learning_steps or 0) if self.learn else None
         compensation = self._compensation(job)
         for index in job.resume(inputs):
@@ -143,7 +145,8 @@ class Gptq(GptqFields, SharedText, Backed):
                     stay |= set(job.details["rounded_to_nearest"])
                     quantized |= learned_block(job, learner, index, inputs, quantized, stay, self.keep_zeros)
                 if index + 1 < len(skeleton.blocks) or job.head:
-                    skeleton.advance_(index, inputs)
+                    with in_codes(modules, quantized):
+                        skeleton.advance_(index, inputs)
             yield quantized
         job.inputs = inputs
         if not job.details["expert_tokens"]:

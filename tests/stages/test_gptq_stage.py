@@ -145,7 +145,9 @@ def test_layers_with_one_input_share_a_hessian(tiny_model: TinyModel, text: Cali
     for name, batches in seen.items():
         rows = torch.cat(batches)
         assert len(batches) == 4
-        assert torch.allclose(hessians[name.rpartition(".")[2]].matrix(), rows.T @ rows / len(rows), atol=1e-4)
+        exact, found = rows.T @ rows / len(rows), hessians[name.rpartition(".")[2]].matrix()
+        sizes = exact.diagonal().sqrt()
+        assert ((found - exact).abs() <= 0.02 * sizes.outer(sizes)).all(), "rows in bfloat16 at the most"
     assert turns == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
 
 
@@ -157,8 +159,8 @@ def test_hessians_are_gone_before_the_next_ones_are_made(
     left = []
 
     class Seen(layer_inputs.Hessian):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
             alive.add(self)
 
     def counted(*arguments: Any, **keywords: Any) -> Any:

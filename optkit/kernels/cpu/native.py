@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from optkit.algorithms.column_kernels import use_compiled
 from optkit.common.cache import cache_directory
 from optkit.environment import cpu_name
 from optkit.kernels.library_cache import LENGTH, keep_library, kept_library, private_directory
 from optkit.processes.commands import python_command, python_environment, run
 
 DIRECTORY = Path(__file__).parent
-SOURCES = ("linear.cpp", "decoding.cpp")
+SOURCES = ("linear.cpp", "decoding.cpp", "columns.cpp")
 HEADERS = ("matrix.h", "pairs.h", "vectors.h")
 COMPILERS = ("g++", "clang++")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared")
@@ -59,7 +60,10 @@ def why_not_native() -> str | None:
         return f"optkit's CPU kernels cannot be compiled and loaded ({error})"
     _register_shapes()
     _loaded.append(compiled)
-    return None if _is_right() else f"optkit's CPU kernels, compiled by {compiler}, do not compute what they should"
+    if not _is_right():
+        return f"optkit's CPU kernels, compiled by {compiler}, do not compute what they should"
+    use_compiled(torch.ops.optkit_cpu)
+    return None
 
 
 def packed_linear(

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from optkit.algorithms.hessian import Hessian
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
+from optkit.kernels.cpu.native import why_not_native
 from optkit.model.blocks import BlockInputs
 from optkit.model.calibration_memory import no_such_experts
 from optkit.model.experts import experts_in, seeing_all
@@ -28,6 +29,7 @@ from optkit.model.skeleton import Skeleton
 from optkit.model.together import Together
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
+from optkit.stages.quantizing.calibration_products import in_bfloat16
 from optkit.stages.quantizing.job import QuantizationJob
 
 
@@ -61,9 +63,14 @@ def collect_hessians(
     The very same Hessian is returned for layers that were given the same tensor (q, k and v;
     gate and up).
     """
-    return watch_inputs(
-        skeleton, index, inputs, layers, lambda given: Hessian(given.shape[-1], given.device, equal_tokens)
-    )
+    if inputs.hidden.device.type == "cpu":
+        why_not_native()  # compiles what sums and rounds on CPUs
+
+    def start(given: Tensor) -> Hessian:
+        return Hessian(given.shape[-1], given.device, equal_tokens, rounded=True)
+
+    with in_bfloat16(layers):
+        return watch_inputs(skeleton, index, inputs, layers, start)
 
 
 def read_text(skeleton: Skeleton, text: Calibration, context: Context, stage: str) -> Tensor | Any:
@@ -221,7 +228,7 @@ def head_hessian(job: QuantizationJob, equal_tokens: bool) -> Hessian:
     It has no tokens if nothing was kept.
     """
     device, together = job.context.device, job.together
-    hessian = Hessian(job.selection.layers[HEAD].inputs, device, equal_tokens)
+    hessian = Hessian(job.selection.layers[HEAD].inputs, device, equal_tokens, rounded=True)
     inputs, job.inputs = job.inputs, None
     if inputs is not None:
         for given in job.skeleton.head_inputs(inputs, device):

@@ -1,0 +1,240 @@
+// The inner loops of GPTQ, of coordinate descent and of the search for scales, as optkit/algorithms/column_kernels.py names them.
+//
+// Outputs do not depend on each other: a strip of them walks over the inputs of a block, and what it needs stays in the first cache.
+
+#include <tuple>
+
+#include "vectors.h"
+
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr int64_t STRIP = 64, PARTS = STRIP / WIDTH;  // outputs that are walked together
+
+inline WideFloats some(const float* from, int64_t count) {
+  if (count >= WIDTH) return load<WideFloats>(from);
+  WideFloats found{};
+  std::memcpy(&found, from, std::max<int64_t>(count, 0) * sizeof(float));
+  return found;
+}
+
+inline void store_some(float* to, WideFloats held, int64_t count) {
+  if (count >= WIDTH) store(to, held);
+  else std::memcpy(to, &held, std::max<int64_t>(count, 0) * sizeof(float));
+}
+
+// The nearest whole number from `low` to `high`, to even between two; these are smaller than 2^21.
+inline WideFloats nearest(WideFloats x, WideFloats low, WideFloats high) {
+  x = x > low ? x : low;
+  x = x < high ? x : high;
+  return (x + 12582912.0f) - 12582912.0f;
+}
+
+inline const float* floats_of(const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.is_contiguous() && tensor.scalar_type() == torch::headeronly::ScalarType::Float, "columns: not contiguous float32");
+  return static_cast<const float*>(tensor.const_data_ptr());
+}
+
+// values [..., inputs, outputs], in turn less what the moves of the inputs before them make of it by `factors` [..., inputs, inputs].
+// `step` makes of one and its place a code and its move; both are returned.
+template <class Step>
+std::tuple<Tensor, Tensor> in_turn(const Tensor& values, const Tensor& factors, const Step& step) {
+  const int64_t inputs = values.size(-2), outputs = values.size(-1), size = inputs * outputs, strips = (outputs + STRIP - 1) / STRIP;
+  const int64_t matrices = values.numel() / std::max<int64_t>(1, size);
+  const float *given = floats_of(values), *square = floats_of(factors);
+  Tensor codes = torch::stable::empty_like(values), moves = torch::stable::empty_like(values);
+  auto* to = static_cast<float*>(codes.mutable_data_ptr());
+  auto* moved_to = static_cast<float*>(moves.mutable_data_ptr());
+  torch::stable::parallel_for(0, matrices * strips, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> moved(inputs * STRIP), before(inputs);
+    for (int64_t strip = begin; strip < end; strip++) {
+      const int64_t matrix = strip / strips, first = strip % strips * STRIP;
+      const float* factor = square + matrix * inputs * inputs;
+      for (int64_t input = 0; input < inputs; input++) {
+        const int64_t place = matrix * size + input * outputs + first, left = outputs - first;
+        for (int64_t other = 0; other < input; other++) before[other] = factor[other * inputs + input];
+        WideFloats value[PARTS];
+        for (int64_t part = 0; part < PARTS; part++) value[part] = some(given + place + part * WIDTH, left - part * WIDTH);
+        for (int64_t other = 0; other < input; other++)
+#pragma GCC unroll 8
+          for (int64_t part = 0; part < PARTS; part++) value[part] -= before[other] * load<WideFloats>(moved.data() + other * STRIP + part * WIDTH);
+        for (int64_t part = 0; part < PARTS; part++) {
+          const int64_t count = left - part * WIDTH, at = place + part * WIDTH;
+          if (count <= 0) break;
+          const auto [code, move] = step(value[part], at, count, factor[input * inputs + input]);
+          store(moved.data() + input * STRIP + part * WIDTH, move);
+          store_some(to + at, code, count), store_some(moved_to + at, move, count);
+        }
+      }
+    }
+  });
+  return {codes, moves};
+}
+
+// GPTQ of one block: codes and errors; `factor` is upper.
+std::tuple<Tensor, Tensor> round_block(Tensor values, Tensor scales, Tensor zeros, Tensor factor, int64_t top) {
+  const float *steps = floats_of(scales), *middles = floats_of(zeros);
+  const WideFloats most = WideFloats{} + static_cast<float>(top);
+  return in_turn(values, factor, [&](WideFloats value, int64_t at, int64_t count, float diagonal) {
+    const WideFloats scale = some(steps + at, count), zero = some(middles + at, count), code = nearest(value / scale + zero, WideFloats{}, most);
+    return std::tuple{code, (value - (code - zero) * scale) / diagonal};
+  });
+}
+
+// Coordinate descent on one block: new codes and each weight's move; `hessian` is symmetric.
+std::tuple<Tensor, Tensor> descend_block(Tensor gradient, Tensor codes, Tensor scales, Tensor hessian, int64_t top) {
+  const float *held = floats_of(codes), *steps = floats_of(scales);
+  const WideFloats most = WideFloats{} + static_cast<float>(top);
+  return in_turn(gradient, hessian, [&](WideFloats ahead, int64_t at, int64_t count, float diagonal) {
+    const WideFloats scale = some(steps + at, count), code = some(held + at, count);
+    const WideFloats better = nearest(ahead / (scale * diagonal) + code, WideFloats{}, most);
+    return std::tuple{better, (better - code) * scale};
+  });
+}
+
+// The weights of a group, and what an error of each counts, in whole vectors.
+struct Group {
+  std::vector<float> weights, counts;
+};
+
+// The least squared error of a scale over SHIFTS zero points near `exact`, and the best of them.
+template <int SHIFTS>
+inline std::pair<float, float> least_error(const Group& group, float scale, float exact, float top) {
+  constexpr float SHIFTED[] = {0, -1, 1};
+  const float middle = (top + 1) / 2;
+  WideFloats sums[SHIFTS]{}, off[SHIFTS];
+  for (int shift = 0; shift < SHIFTS; shift++) off[shift] = WideFloats{} + (std::clamp(exact + SHIFTED[shift], 0.0f, top) - middle);
+  for (size_t at = 0; at < group.weights.size(); at += WIDTH) {
+    const auto weight = load<WideFloats>(group.weights.data() + at), counts = load<WideFloats>(group.counts.data() + at), place = weight / scale;
+#pragma GCC unroll 3
+    for (int shift = 0; shift < SHIFTS; shift++) {
+      const WideFloats code = nearest(place + off[shift], WideFloats{} - middle, WideFloats{} + (top - middle));
+      const WideFloats error = (code - off[shift]) * scale - weight;
+      sums[shift] += error * error * counts;
+    }
+  }
+  std::pair<float, float> least{INFINITY, exact};
+  for (int shift = 0; shift < SHIFTS; shift++) {
+    float sum = 0;
+    for (int64_t lane = 0; lane < WIDTH; lane++) sum += sums[shift][lane];
+    if (sum < least.first) least = {sum, off[shift][0] + middle};
+  }
+  return least;
+}
+
+// grouped [out, groups, size], importance [1, groups, size], tried scales [candidates, out, groups], exact zero points [out, groups], of
+// which the first `shifts` (1 or 3) of +0, -1 and +1 are tried -> scales and zero points [out, groups] with the least squared error.
+std::tuple<Tensor, Tensor> search_groups(Tensor grouped, Tensor importance, Tensor tried, Tensor exact, int64_t shifts, int64_t top) {
+  const int64_t groups = grouped.size(1), size = grouped.size(2), count = exact.numel(), candidates = tried.size(0);
+  const float *weights = floats_of(grouped), *counted = floats_of(importance), *steps = floats_of(tried), *middles = floats_of(exact);
+  Tensor scales = torch::stable::empty_like(exact), zeros = torch::stable::empty_like(exact);
+  auto* best_scale = static_cast<float*>(scales.mutable_data_ptr());
+  auto* best_zero = static_cast<float*>(zeros.mutable_data_ptr());
+  torch::stable::parallel_for(0, count, std::max<int64_t>(1, BYTES_OF_SHARE / (size * candidates)), [&](int64_t begin, int64_t end) {
+    const int64_t padded = (size + WIDTH - 1) / WIDTH * WIDTH;
+    Group held{std::vector<float>(padded), std::vector<float>(padded)};
+    for (int64_t group = begin; group < end; group++) {
+      std::copy_n(weights + group * size, size, held.weights.begin());
+      std::copy_n(counted + group % groups * size, size, held.counts.begin());
+      float least = INFINITY;
+      best_scale[group] = steps[group], best_zero[group] = middles[group];
+      for (int64_t candidate = 0; candidate < candidates; candidate++) {
+        const float scale = steps[candidate * count + group];
+        const auto [error, zero] = (shifts == 1 ? least_error<1> : least_error<3>)(held, scale, middles[group], static_cast<float>(top));
+        if (error < least) least = error, best_scale[group] = scale, best_zero[group] = zero;
+      }
+    }
+  });
+  return {scales, zeros};
+}
+
+#ifdef __AVX512BF16__
+constexpr int64_t PANEL = 32, TOGETHER = 8, TOKEN_PAIRS = 128;  // inputs of a panel, those of another it is multiplied with at once, and tokens / 2
+
+inline __m512i rounded_up(const float* from) {  // bfloat16 in the upper half
+  const __m512i bits = _mm512_loadu_si512(from), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+}
+
+// Two tokens of a panel's inputs, in bfloat16.
+inline void pack_pair(const float* one, const float* two, int64_t count, uint32_t* to) {
+  float held[2][PANEL] = {};
+  std::memcpy(held[0], one, count * sizeof(float));
+  if (two) std::memcpy(held[1], two, count * sizeof(float));
+  for (int64_t at = 0; at < PANEL; at += LANES) {
+    const __m512i low = _mm512_srli_epi32(rounded_up(held[0] + at), 16), high = rounded_up(held[1] + at);
+    _mm512_storeu_si512(to + at, _mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi32(0xffff0000))));
+  }
+}
+
+// One panel of rows, beginning with `row`, and one of columns of sum [inputs, inputs].
+void add_tile(const uint32_t* left, const uint32_t* right, int64_t pairs, int64_t row, int64_t column, int64_t inputs, float* sum) {
+  for (int64_t first = 0; first < PANEL && row + first < inputs; first += TOGETHER) {
+    __m512 found[TOGETHER][2] = {};
+    for (int64_t pair = 0; pair < pairs; pair++) {
+      const auto one = (__m512bh)_mm512_loadu_si512(right + pair * PANEL), two = (__m512bh)_mm512_loadu_si512(right + pair * PANEL + LANES);
+#pragma GCC unroll 8
+      for (int64_t each = 0; each < TOGETHER; each++) {
+        const auto held = (__m512bh)_mm512_set1_epi32(left[pair * PANEL + first + each]);
+        found[each][0] = _mm512_dpbf16_ps(found[each][0], held, one), found[each][1] = _mm512_dpbf16_ps(found[each][1], held, two);
+      }
+    }
+    for (int64_t each = 0; each < std::min(TOGETHER, inputs - row - first); each++)
+      for (int64_t half = 0; half < 2; half++) {
+        float* to = sum + (row + first + each) * inputs + column + half * LANES;
+        const int64_t count = inputs - column - half * LANES;
+        store_some(to, some(to, count) + (WideFloats)found[each][half], count);
+      }
+  }
+}
+
+// Add x x^T over rows x, float32 [tokens, inputs] rounded to bfloat16, to a sum [inputs, inputs]: its lower triangle, and more of no meaning.
+void add_gram_(Tensor sum, Tensor rows) {
+  const int64_t tokens = rows.size(0), inputs = rows.size(1), panels = (inputs + PANEL - 1) / PANEL;
+  const float* given = floats_of(rows);
+  floats_of(sum);
+  auto* total = static_cast<float*>(sum.mutable_data_ptr());
+  std::vector<std::pair<int64_t, int64_t>> tiles;
+  for (int64_t row = 0; row < panels; row++)
+    for (int64_t column = 0; column <= row; column++) tiles.emplace_back(row, column);
+  std::vector<uint32_t> packed(panels * TOKEN_PAIRS * PANEL);
+  for (int64_t token = 0; token < tokens; token += 2 * TOKEN_PAIRS) {
+    const int64_t pairs = std::min(TOKEN_PAIRS, (tokens - token + 1) / 2);
+    torch::stable::parallel_for(0, panels, 8, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t pair = 0; pair < pairs; pair++) {
+          const int64_t at = token + 2 * pair;
+          const float* one = given + at * inputs + panel * PANEL;
+          pack_pair(one, at + 1 < tokens ? one + inputs : nullptr, std::min(PANEL, inputs - panel * PANEL), packed.data() + (panel * TOKEN_PAIRS + pair) * PANEL);
+        }
+    });
+    torch::stable::parallel_for(0, tiles.size(), 16, [&](int64_t begin, int64_t end) {
+      for (int64_t tile = begin; tile < end; tile++) {
+        const auto [row, column] = tiles[tile];
+        add_tile(packed.data() + row * TOKEN_PAIRS * PANEL, packed.data() + column * TOKEN_PAIRS * PANEL, pairs, row * PANEL, column * PANEL, inputs, total);
+      }
+    });
+  }
+}
+#endif
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(optkit_cpu, library) {
+  library.def("round_block(Tensor values, Tensor scales, Tensor zeros, Tensor factor, int top) -> (Tensor, Tensor)");
+  library.def("descend_block(Tensor gradient, Tensor codes, Tensor scales, Tensor hessian, int top) -> (Tensor, Tensor)");
+  library.def("search_groups(Tensor grouped, Tensor importance, Tensor tried, Tensor exact, int shifts, int top) -> (Tensor, Tensor)");
+#ifdef __AVX512BF16__
+  library.def("add_gram_(Tensor(a!) sum, Tensor rows) -> ()");
+#endif
+}
+
+STABLE_TORCH_LIBRARY_IMPL(optkit_cpu, CPU, library) {
+  library.impl("round_block", TORCH_BOX(&round_block));
+  library.impl("descend_block", TORCH_BOX(&descend_block));
+  library.impl("search_groups", TORCH_BOX(&search_groups));
+#ifdef __AVX512BF16__
+  library.impl("add_gram_", TORCH_BOX(&add_gram_));
+#endif
+}
