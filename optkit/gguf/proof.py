@@ -10,6 +10,7 @@ import torch
 
 from optkit.errors import StageError
 from optkit.gguf.llama_cpp import LlamaCppModel, tokens_of
+from optkit.kernels.cpu.native import exact_products
 from optkit.kernels.open_packed import load_packed
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
@@ -54,7 +55,7 @@ def _divergence(source: Path, file: Path, ids: list[int], trust_remote_code: boo
     ids = ids[: checkpoint.shape.positions]
     layers = quantized_layers(checkpoint) or {}
     model, _ = load_packed(checkpoint, layers, "cpu", stored_dtype(checkpoint), SilentProgress(), trust_remote_code)
-    with torch.no_grad():
+    with torch.no_grad(), exact_products():
         ours = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
     opened = LlamaCppModel(file, "cpu")
     opened.start(1, len(ids))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from optkit.algorithms.packing import packed_length
 from optkit.errors import SourceError
 from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
+from optkit.kernels.cpu.native import precision
 from optkit.kernels.cuda.matrix import tiled, why_not_tiled
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.embedding_bag_linear import BagLinear, why_not_bag
@@ -81,7 +82,7 @@ KERNELS = (
     Kernel(
         refuses=lambda weight, dtype, device: why_not_coded(weight, device),
         build=CodedLinear,
-        phrase=lambda weight: f"use optkit's {weight.bits}-bit CPU kernel, in float32 (x86: 16 bits above 32 rows)",
+        phrase=lambda weight: f"use optkit's {weight.bits}-bit CPU kernel, in {precision()}",
     ),
     Kernel(
         refuses=why_not_tiled,

@@ -107,7 +107,7 @@ def fill_(
     with progress.task("open", len(layers), "layers") as task:
         for name, layer in layers.items():
             bias = f"{layer.name}.bias"
-            moved = checkpoint.read(bias).to(device, copy=True) if bias in checkpoint.tensors else None
+            moved = checkpoint.read(bias).to(device) if bias in checkpoint.tensors else None
             built, sentence = build(layer, moved, dtype, device)
             if Read.DTYPE in reads(layer.name):
                 # without elements: its dtype and device are asked for, and nothing computes with it
@@ -183,9 +183,7 @@ def _load_rest_(
             elif parameter is not None:
                 key = (names[name], kept.get(name, parameter.dtype))
                 if key not in loaded:
-                    loaded[key] = nn.Parameter(
-                        checkpoint.read(key[0]).to(device, key[1], copy=True), requires_grad=False
-                    )
+                    loaded[key] = nn.Parameter(checkpoint.read(key[0]).to(device, key[1]), requires_grad=False)
                 module._parameters[leaf] = loaded[key]
         for leaf, buffer in list(module._buffers.items()):
             name = f"{prefix}.{leaf}" if prefix else leaf

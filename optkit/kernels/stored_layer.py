@@ -122,10 +122,7 @@ class StoredLayer:
         """Return those of the given tensors that it has, on the device. Raises SourceError if
         one of the `required` is missing.
         """
-        parts = {
-            name[len(self.name) + 1 :]: self.checkpoint.read(name).to(device, copy=True)
-            for name in self.present(leaves)
-        }
+        parts = {name[len(self.name) + 1 :]: self.checkpoint.read(name).to(device) for name in self.present(leaves)}
         if missing := [leaf for leaf in required if leaf not in parts]:
             raise SourceError(f"there is no {', '.join(missing)}", where=self.where)
         return parts

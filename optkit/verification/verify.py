@@ -113,8 +113,11 @@ def _reference(
     from optkit.kernels.cpu.native import exact_products
     from optkit.session import open_session
 
-    session: Any = open_session(artifact.directory, device=device, trust_remote_code=trusted)
-    with closing(session), exact_products():
+    with (
+        exact_products(),
+        closing(open_session(artifact.directory, device=device, trust_remote_code=trusted)) as opened,
+    ):
+        session: Any = opened
         if weights.task is Task.GENERATION:
             found: Any = agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS)
         elif weights.task in ENCODER_DECODERS:

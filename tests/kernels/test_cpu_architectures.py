@@ -29,7 +29,7 @@ def test_kernels_of_other_processors(target: str, tmp_path: Path) -> None:
         pytest.skip(f"there is no {missing[0]}")
     include = [f"-I{Path(torch.__file__).parent / 'include'}", f"-I{native.DIRECTORY}"]
     command = [compiler, "-std=c++20", "-O2", architecture, *include]
-    subprocess.run([*command, "-fsyntax-only", str(native.DIRECTORY / "linear.cpp")], check=True)
+    subprocess.run([*command, "-fsyntax-only", *(str(native.DIRECTORY / name) for name in native.SOURCES)], check=True)
     made, source = tmp_path / "kernels", Path(__file__).with_name("architectures.cpp")
     absent = "-Wl,--unresolved-symbols=ignore-all"  # of torch's functions the driver has what it calls
     subprocess.run([*command, str(source), "-static", absent, "-o", str(made)], check=True)

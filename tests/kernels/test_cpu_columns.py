@@ -67,7 +67,8 @@ def test_stacked_layers_are_what_each_is_alone() -> None:
     values, scales, zeros, hessian = block(64, 40)
     factor = torch.linalg.cholesky(hessian, upper=True)
     stacked = [torch.stack([each, each.flip(-1)]) for each in (values, scales, zeros)]
-    codes, errors = column_kernels.round_block(*stacked, torch.stack([factor, factor]), 15)
+    both = torch.stack([factor, factor])
+    codes, errors = column_kernels.round_block(stacked[0], stacked[1], stacked[2], both, 15)
     for found, alone in zip(
         (codes, errors), column_kernels.round_block(values, scales, zeros, factor, 15), strict=True
     ):

@@ -1,4 +1,4 @@
-"""The decode step in C++ against the model that it stands for."""
+"""Prompts and the decode step in C++ against the model that they stand for."""
 
 from __future__ import annotations
 
@@ -43,16 +43,17 @@ def model(kind: str, dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
 
 
 def check(opened: Any, batch: int, prompt: int, new_tokens: int, tolerance: float = 2e-5) -> None:
-    """Compare the logits of each step with those of the model for the whole text."""
+    """Compare the logits behind the prompt and of each step with those of the model for the whole text."""
     tokens = torch.randint(SIZES["vocab_size"], (batch, prompt))
     found = []
     with torch.inference_mode(), StepDecoder(opened).steps(batch, prompt + new_tokens) as steps:
         tokens = torch.cat([tokens, steps.prompt(tokens)[:, None]], dim=1)
+        found.append(steps.logits.clone())
         for _ in range(new_tokens - 1):
             tokens = torch.cat([tokens, steps.next()[:, None]], dim=1)
             found.append(steps.logits.clone())
             assert torch.equal(tokens[:, -1], steps.logits.argmax(-1))
-        expected = opened.float()(tokens[:, :-1]).logits[:, prompt:]
+        expected = opened.float()(tokens[:, :-1]).logits[:, prompt - 1 :]
     ours = torch.stack(found, dim=1)
     assert bool(ours.isfinite().all())
     assert float((ours - expected).norm() / expected.norm()) < tolerance

@@ -173,3 +173,5 @@ def test_others_are_compared_with_exact_products(
     assert found.whole
     assert exact == [True]
     assert not native._exact
+    told = next(check.detail for check in found.checks if check.name == "opens")
+    assert "16 bits" not in told, "what is said of the kernels is how they compute here"

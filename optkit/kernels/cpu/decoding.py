@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from optkit.kernels.cpu.coded_linear import CodedLinear
 from optkit.kernels.cpu.families import DECODES, why_not_family
 from optkit.kernels.cpu.native import library, why_not_native
+from optkit.kernels.cpu.prompts import PromptPass, products
 
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not change with the length of the text."""
@@ -157,21 +157,14 @@ class Steps:
             epsilon=float(base.norm.variance_epsilon),
             scaling=float(attention.scaling),
         )
-        self._step = _step_function()
+        self._step, self._prompts = _step_function(), PromptPass(model, self._structure)
 
     def prompt(self, tokens: Tensor) -> Tensor:
-        """Run prompts, int64 [batch, prompt], through the model itself.
-        Return the first tokens behind them, int64 [batch].
-        """
-        length = tokens.shape[1]
-        cache = DynamicCache(config=self.model.config)
-        hidden = self.model.model(input_ids=tokens, past_key_values=cache, use_cache=True).last_hidden_state
-        # of a slice with three dimensions torch would copy the whole weight of the head
-        logits = self.model.lm_head(hidden[:, -1])
-        for held, layer in zip(self.cache, cache.layers, strict=True):
-            held[0, :, :, :length], held[1, :, :, :length] = layer.keys, layer.values
-        self.position = length
-        self.tokens.copy_(logits.argmax(-1))
+        """Return the first tokens behind prompts, int64 [batch], for int64 [batch, prompt]."""
+        hidden = self.model.model.norm(self._prompts.hidden(tokens)[:, -1])
+        self.logits.copy_(products((self.model.lm_head,), hidden)[0])
+        self.position = tokens.shape[1]
+        self.tokens.copy_(self.logits.argmax(-1))
         return self.tokens.clone()
 
     def next(self) -> Tensor:

@@ -25,8 +25,8 @@ from optkit.kernels.library_cache import LENGTH, keep_library, kept_library, pri
 from optkit.processes.commands import python_command, python_environment, run
 
 DIRECTORY = Path(__file__).parent
-SOURCES = ("linear.cpp", "decoding.cpp", "columns.cpp")
-HEADERS = ("matrix.h", "pairs.h", "vectors.h")
+SOURCES = ("linear.cpp", "decoding.cpp", "columns.cpp", "prompts.cpp")
+HEADERS = ("decoder.h", "matrix.h", "pairs.h", "vectors.h")
 COMPILERS = ("g++", "clang++")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared")
 ARCHITECTURE = "OPTKIT_CPU_ARCH"
@@ -91,6 +91,11 @@ def exact_products() -> Iterator[None]:
         yield
     finally:
         _exact = before
+
+
+def precision() -> str:
+    """Return in what `packed_linear` computes here, in words."""
+    return "float32" if _exact else f"float32 (x86: 16 bits above {STEP_ROWS} rows)"
 
 
 def dense_linear(rows: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,69 @@
+// A model of the Llama family as decoding.py lays it out, and what decode steps and prompts compute of it beside products, in float32.
+#pragma once
+
+#include "matrix.h"
+
+struct Layer {
+  Matrix queries, keys, values, output, gate, up, down;
+  const float* input_norm;    // [width]
+  const float* output_norm;   // [width]
+  const float* query_norm;    // [size]; may be null
+  const float* key_norm;      // [size]; may be null
+  float* key_cache;           // [batch, kv_heads, capacity, size]
+  float* value_cache;
+};
+
+struct Model {
+  const Layer* layers;
+  Matrix embedding, head;
+  const float* norm;     // [width]
+  const float* cosines;  // [capacity, size / 2]
+  const float* sines;
+  int64_t count, heads, kv_heads, size, capacity, batch;
+  float epsilon, scaling;
+};
+
+// e^x for x <= 0, to a relative error of 2e-7.
+inline Floats exponential(Floats x) {
+  x = x < -87.0f ? Floats{} - 87.0f : x;
+  const Integers power = __builtin_convertvector(x * 1.44269504f - 0.5f, Integers);
+  const Floats whole = __builtin_convertvector(power, Floats), rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Floats sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  return (sum * rest * rest + rest + 1.0f) * (Floats)((power + 127) << 23);
+}
+
+inline Floats silu(Floats x) {
+  const Floats small = exponential(x < 0.0f ? x : -x);  // never overflows
+  return (x < 0.0f ? x * small : x) / (small + 1.0f);
+}
+
+inline float dot(const float* left, const float* right, int64_t size) {
+  Floats sum{};
+  for (int64_t at = 0; at < size; at += LANES) sum += load<Floats>(left + at) * load<Floats>(right + at);
+  return total(sum);
+}
+
+// x / sqrt(mean(x^2) + epsilon) * weight; `size` is a multiple of 16.
+inline void normalize(const float* from, const float* weight, int64_t size, float epsilon, float* to) {
+  const float factor = 1.0f / std::sqrt(dot(from, from, size) / size + epsilon);
+  for (int64_t at = 0; at < size; at += LANES) store(to + at, load<Floats>(from + at) * factor * load<Floats>(weight + at));
+}
+
+// Norm (where there is one) and rotation of one head.
+inline void rotate(const Model& model, const float* from, const float* norm, int64_t position, float* to) {
+  const int64_t half = model.size / 2;
+  const float *cosines = model.cosines + position * half, *sines = model.sines + position * half;
+  if (norm) {
+    normalize(from, norm, model.size, model.epsilon, to);
+    from = to;
+  }
+  for (int64_t at = 0; at < half; at++) {
+    const float first = from[at], second = from[at + half];
+    to[at] = first * cosines[at] - second * sines[at];
+    to[at + half] = second * cosines[at] + first * sines[at];
+  }
+}

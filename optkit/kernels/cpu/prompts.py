@@ -1,0 +1,71 @@
+"""Prompts of a Llama-like model: products by its own layers, and what stands between them in C++.
+The residual stream and the KV cache are float32 whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optkit.kernels.cpu.native import library
+
+_ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+FUNCTIONS = {
+    "norm": (_ADDRESS, _NUMBER, _NUMBER, _ADDRESS, _NUMBER, _ADDRESS),
+    "attend": (_ADDRESS, _NUMBER, _NUMBER, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
+    "gate": (_ADDRESS, _ADDRESS, _NUMBER),
+}
+"""Of prompts.cpp, and what they take."""
+
+
+class PromptPass:
+    """Runs the blocks of an opened model on prompts from their first token on."""
+
+    def __init__(self, model: Any, structure: ctypes.Structure) -> None:
+        self.blocks, self.embedding = list(model.model.layers), model.model.embed_tokens
+        self.model = ctypes.byref(structure)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, length] -> what leaves the last block, float32 [batch, length, width].
+        The keys and values are in the cache then.
+        """
+        batch, length = tokens.shape
+        hidden: Tensor = self.embedding(tokens.flatten()).float()
+        for index, block in enumerate(self.blocks):
+            attention, mlp = block.self_attn, block.mlp
+            normed = self._normed(index, 0, hidden)
+            queries, keys, values = products((attention.q_proj, attention.k_proj, attention.v_proj), normed)
+            attended = torch.empty_like(queries)
+            places = (each.data_ptr() for each in (queries, keys, values, attended))
+            _function("attend")(self.model, index, length, *places)
+            hidden += products((attention.o_proj,), attended)[0]
+            gate, up = products((mlp.gate_proj, mlp.up_proj), self._normed(index, 1, hidden))
+            _function("gate")(gate.data_ptr(), up.data_ptr(), gate.numel())
+            hidden += products((mlp.down_proj,), gate)[0]
+        return hidden.view(batch, length, -1)
+
+    def _normed(self, index: int, last: int, hidden: Tensor) -> Tensor:
+        normed = torch.empty_like(hidden)
+        _function("norm")(self.model, index, last, hidden.data_ptr(), len(hidden), normed.data_ptr())
+        return normed
+
+
+def products(layers: tuple[nn.Module, ...], rows: Tensor) -> list[Tensor]:
+    """Return float32 [n, out] of several layers, for rows float32 [n, in]."""
+    narrow = {dtype: rows.to(dtype) for dtype in {_dtype(layer) for layer in layers}}
+    return [layer(narrow[_dtype(layer)]).float().contiguous() for layer in layers]
+
+
+def _dtype(layer: nn.Module) -> torch.dtype:
+    return layer.weight.dtype if isinstance(layer, nn.Linear) else torch.float32
+
+
+@cache
+def _function(name: str) -> Any:
+    function = getattr(ctypes.CDLL(str(library())), f"optkit_prompt_{name}")
+    function.argtypes, function.restype = FUNCTIONS[name], None
+    return function
