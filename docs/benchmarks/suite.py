@@ -175,6 +175,8 @@ def main() -> None:
     if not rows:
         names = "; ".join(row.name for row in here)
         parser.error(f"--only: no row for {' or '.join(sorted(about))} is named {asked.only}. There are: {names}.")
+    if waiting := [row.name for row in ROWS if row not in here and fnmatch(row.name, asked.only)]:
+        print(f"not timed, for there is no NVIDIA GPU here: {'; '.join(waiting)}")
     if slower := measured(rows, asked.repeats, asked.history, about, asked.accept, timed):
         raise SystemExit(f"slower than before: {'; '.join(slower)}. If it is meant, --accept writes it down.")
 

@@ -58,7 +58,7 @@ def test_the_hessian_of_each_expert_counts_every_token(kind: str, tiny_model: An
             expected = Hessian(rows.shape[-1])
             expected.add(rows)
             (name,) = [each for each in layers if each.endswith(f".experts.{number}.{leaf}")]
-            assert near(found[name].matrix(), expected.matrix())
+            assert near(found[name].matrix(), expected.matrix(), 2e-3), "bfloat16 at the most"
     assert not experts.see_all
 
 

@@ -126,6 +126,19 @@ def test_what_cannot_be_meant_is_refused(
     assert said in capsys.readouterr().err
 
 
+def test_rows_of_devices_that_are_not_here_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suite, "best_device", lambda: "cpu")
+    monkeypatch.setattr(suite, "measured", lambda *_: [])
+    for only, said in (("gptq*", "no NVIDIA GPU here: gptq on a GPU; gptq, decode on a GPU\n"), ("help", "")):
+        monkeypatch.setattr(sys, "argv", ["suite", "--only", only, "--history", str(tmp_path / "history.jsonl")])
+        suite.main()
+        told = capsys.readouterr().out
+        assert told.endswith(said)
+        assert bool(told) == bool(said)
+
+
 def test_a_slower_row_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["suite", "--only", "help", "--history", str(tmp_path / "history.jsonl")])
     monkeypatch.setattr(suite, "best_device", lambda: "cpu")
