@@ -4,9 +4,10 @@ Markdown table.
     python tests/benchmarks/decode_gpu.py [--model DIRECTORY] [--only PATTERN] \
         [--batches 1,32] [--prompt 512] [--new-tokens 128]
 
-Without a model: random weights in the shape of Llama-3-8B, made in --work (16 GB; they say nothing
-of quality). INT4 is `rtn`, symmetric groups of 128; W8A8 is `smoothquant`. Greedy; the protocol of
-the eval `throughput`, which is what measures. `transformers` is its own eager decoding loop with a
+Without a model: random weights in the shape of Llama-3-8B, made and rounded on the GPU (they say
+nothing of quality). INT4 has symmetric groups of 128, NF4 is bitsandbytes' with double quantization;
+a model on the disk goes through `rtn`, `fp8`, `smoothquant` and `nf4`. Greedy; the protocol of the
+eval `throughput`, which is what measures. `transformers` is its own eager decoding loop with a
 growing cache and SDPA; `compile` is torch.compile of its step with a static cache in CUDA graphs
 (`compile: reduce-overhead`).
 """
@@ -14,21 +15,33 @@ growing cache and SDPA; `compile` is torch.compile of its step with a static cac
 from __future__ import annotations
 
 import argparse
+import gc
+import time
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from optkit_evals.throughput import Throughput
+from torch import Tensor, nn
 
+from optkit.algorithms.eight_bit import FLOAT8, INT8, amax_scales, quantize
+from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
+from optkit.algorithms.packing import pack
 from optkit.environment import describe_environment
+from optkit.kernels.float8_linear import Float8Linear
+from optkit.kernels.int8_linear import Int8Linear
+from optkit.kernels.integer_kernels import integer_layer
+from optkit.kernels.packed_linear import PackedWeight
 from optkit.measure import EvalContext
 from optkit.session import open_session
+from optkit.session.torch_session import TorchSession
 from optkit.settings.compile import Compile
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Setting, Transform
 from optkit.stages.fp8 import Fp8
+from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import SmoothQuant
 
@@ -46,6 +59,7 @@ WEIGHTS: dict[str, Transform | None] = {
     "bfloat16": None,
     "int4, groups of 128": Rtn(group_size=128),
     "fp8": Fp8(),
+    "nf4": Nf4(),
     "w8a8": SmoothQuant(
         alpha=0.5,
         rounding="nearest",
@@ -59,22 +73,66 @@ WAYS: dict[str, list[Setting]] = {
 }
 
 
+def model_in_memory(layers: int = 32) -> Any:
+    """Return random bfloat16 weights in the shape of Llama-3-8B, or of so many of its layers, on the GPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_8B | {"num_hidden_layers": layers})).eval()
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
 def random_model(directory: Path, layers: int = 32) -> Path:
-    """Write random bfloat16 weights in the shape of Llama-3-8B, or of so many of its layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    """Write such a model, and a tokenizer, into a directory."""
+    from transformers import PreTrainedTokenizerFast
 
     if not (directory / "config.json").exists():
-        torch.manual_seed(0)
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device("cuda"):
-            model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_8B | {"num_hidden_layers": layers}))
-        torch.set_default_dtype(torch.float32)
-        model.save_pretrained(directory)
+        model_in_memory(layers).save_pretrained(directory)
         words = str(Path(__file__).parents[1] / "support" / "tiny_tokenizer.json")  # for the stage that reads a text
         PreTrainedTokenizerFast(tokenizer_file=words, eos_token="<|endoftext|>").save_pretrained(directory)
-        del model
         torch.cuda.empty_cache()
     return directory
+
+
+def rounded_layer(weights: str, weight: Tensor) -> nn.Module:
+    """Return the layer that an artifact of such weights opens as."""
+    outputs, inputs = weight.shape
+    if weights == "nf4":
+        from bitsandbytes.nn import Linear4bit, Params4bit
+
+        layer = Linear4bit(inputs, outputs, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+        layer.weight = Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
+        return layer.cuda()
+    if weights.startswith("int4"):
+        grid = Grid(4, 128, symmetric=True)
+        rounded = round_to_nearest(weight.float(), *minmax_scales(weight.float(), grid), grid)
+        packed = PackedWeight(pack(rounded.codes, 4, 1), rounded.scales, None, None, 4, inputs)
+        return integer_layer(packed, None, torch.bfloat16, "cuda")[0]
+    numbers, kind = (FLOAT8, Float8Linear) if weights == "fp8" else (INT8, Int8Linear)
+    scales = amax_scales(weight.float(), (1, inputs), numbers, torch.float32)
+    codes = quantize(weight.float(), scales, (1, inputs), numbers)
+    return kind(codes, scales, None, None, torch.bfloat16)
+
+
+@torch.no_grad()
+def session_in_memory(weights: str, settings: list[Setting]) -> Any:
+    """Return a session as `open_session` does, of a model that was never on a disk."""
+    model = model_in_memory()
+    for block in model.model.layers if weights != "bfloat16" else ():
+        for part in (block.self_attn, block.mlp):
+            for name, layer in [*part.named_children()]:
+                if isinstance(layer, nn.Linear):
+                    setattr(part, name, rounded_layer(weights, layer.weight.data))
+    torch.cuda.empty_cache()
+    for setting in settings:
+        model = setting.on_load(model, "cuda")
+    session: Any = TorchSession(model, Path(), "cuda", (), False)
+    for setting in settings:
+        session = setting.on_open(session)
+    return session
 
 
 def main() -> None:
@@ -87,7 +145,6 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=128)
     given = parser.parse_args()
-    model = given.model or random_model(given.work / "model")
     environment = describe_environment("cuda")
     print(
         ", ".join(f"{name} {environment[name]}" for name in ("device_name", "driver", "torch", "transformers")),
@@ -100,17 +157,22 @@ def main() -> None:
     batches = tuple(int(batch) for batch in given.batches.split(","))
     for weights, stage in WEIGHTS.items():
         ways = {way: settings for way, settings in WAYS.items() if fnmatch(f"{weights} {way}", given.only)}
-        directory = given.work / weights if ways and stage else model
-        if ways and stage and not directory.exists():
-            directory.mkdir()
-            stage.run(model, directory, Context(device="cuda"))
+        directory = given.work / weights if ways and stage else given.model
+        if given.model and ways and stage and not directory.exists():
+            directory.mkdir(parents=True)
+            stage.run(given.model, directory, Context(device="cuda"))
         for way, settings in ways.items():
-            session, context = open_session(directory, settings, "cuda"), EvalContext()
+            begin = time.perf_counter()
+            session: Any = (
+                open_session(directory, settings, "cuda") if given.model else session_in_memory(weights, settings)
+            )
+            context = EvalContext()
+            print(f"<!-- opened in {time.perf_counter() - begin:.1f} s -->", flush=True)
             for batch in batches:
                 grid = Throughput(
                     batch_sizes=(batch,), prompts=(given.prompt,), new_tokens=given.new_tokens, limit_s=20, repeats=3
                 )
-                metrics = grid.pool([grid.run(session, context)], context)  # type: ignore[arg-type]
+                metrics = grid.pool([grid.run(session, context)], context)
                 rows = {metric.name: metric for metric in metrics}
                 decode, prefill, bandwidth = (
                     rows[name] for name in ("decode_tokens_per_s", "prefill_tokens_per_s", "decode_bytes_per_s")
@@ -120,6 +182,9 @@ def main() -> None:
                 print(f"| {weights} | {way} | {batch} | {values} |", flush=True)
             print(*(f"<!-- {note} -->" for note in session.notes), sep="\n", flush=True)
             session.close()
+            del session
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -94,6 +94,14 @@ def test_exchange(ranks: int, architecture: str) -> None:
         compiles("exchange.cu", numbers | dict.fromkeys(flags, "1"), architecture)
 
 
+@pytest.mark.parametrize("numbers", ["", "BF16", "INTEGER", "INTEGER BF16"])
+def test_what_is_behind_a_product(numbers: str) -> None:
+    for flags in ("GATED", "GATED GELU", "RESIDUAL", "WIDE"):
+        named = dict.fromkeys(f"{numbers} {flags}".split(), "1")
+        compiles("finish.cu", {"BITS": "8"} | named)
+        compiles("finish.cu", {"BITS": "16"} | {name: "1" for name in named if name != "INTEGER"})
+
+
 def test_tokens_and_older_gpus() -> None:
     compiles("tokens.cu", {"BF16": "1", "WIDTH": "4096", "VOCABULARY": "128256"})
     compiles("linear.cu", FORMS["int8"].macros() | {"SHARED": "1"}, "sm_80")

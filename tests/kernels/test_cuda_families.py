@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from optkit.algorithms.eight_bit import INT8, amax_scales, quantize
 from optkit.errors import StageError
 from optkit.kernels import float8_linear
-from optkit.kernels.cuda import decoding, layer_pass
+from optkit.kernels.cuda import decoding, layer_pass, prompts
 from optkit.kernels.cuda.decoding import GraphDecoder
 from optkit.kernels.cuda.nvrtc import compile_source
 from optkit.kernels.int8_linear import Int8Linear
@@ -225,6 +226,28 @@ def test_a_session_decodes_by_the_graph(
 
 
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optkit.kernels.cuda.decoding.MOST_PROMPT_ROWS", 40)
+    monkeypatch.setattr("optkit.kernels.cuda.prompts.MOST_ROWS", 40)
+    monkeypatch.setattr("optkit.kernels.cuda.prompts.MOST_CAPTURED", 0)
     ours, reference = logits_of_both(random_model("llama", {}), batch=5)
     assert float((ours - reference).norm() / reference.norm()) < 1e-4
+
+
+@torch.no_grad()
+def test_a_prompt_of_about_the_same_length_is_a_graph_from_the_second_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+
+    def captured(launch: Callable[[], object]) -> Any:
+        launches.append(launch)
+        return SimpleNamespace(replay=launch)
+
+    monkeypatch.setattr(prompts, "captured", captured)
+    model = random_model("llama", {})
+    with GraphDecoder(model).steps(2, 128) as steps:
+        for length, graphs in ((20, 0), (33, 1), (5, 1), (64, 1), (65, 1), (100, 2)):
+            tokens = torch.randint(0, 97, (2, length))
+            written = [steps.prompt(tokens), *(steps.next() for _ in range(3))]
+            expected = tokens
+            for each in written:
+                assert each.equal(model(expected).logits[:, -1].argmax(-1))
+                expected = torch.cat([expected, each[:, None]], 1)
+            assert len(launches) == graphs

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from optkit.kernels.cuda.matrix import tiled
 from optkit.kernels.cuda.schedule import Form
-from optkit.kernels.cuda.wide import KEPT_BYTES, SHARED_BYTES, Widths, choose_widths, multiply_wide
+from optkit.kernels.cuda.wide import KEPT_BYTES, REGISTERS, SHARED_BYTES, Widths, choose_widths, multiply_wide
 from tests.kernels.test_cuda_kernels import dense, difference, example
 
 hopper = pytest.mark.skipif(
@@ -27,11 +27,13 @@ WIDTHS = [
 
 
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_a_block_has_room_for_three_stages_of_any_matrix(widths: Widths) -> None:
+def test_a_block_has_room_for_three_stages_and_a_thread_for_its_codes(widths: Widths) -> None:
+    assert widths.stages >= 3
+    assert widths.shared_bytes + KEPT_BYTES <= SHARED_BYTES * widths.warpgroups // 4
     for group_size, asymmetric in product((32, 64, 128, 256), (False, True)):
-        form = Form(4, 4096, 4096, torch.bfloat16, group_size, asymmetric)
-        assert widths.stages(form) >= 3
-        assert widths.shared_bytes(form) + KEPT_BYTES <= SHARED_BYTES * widths.warpgroups // 4
+        depth = widths.depth(Form(4, 4096, 4096, torch.bfloat16, group_size, asymmetric))
+        held = 8 + max(1, 128 // group_size) * (1 + asymmetric)
+        assert depth == 1 or widths.tokens // 2 + depth * held <= REGISTERS
 
 
 @pytest.mark.parametrize("inputs", [8, 128, 136, 576, 4096, 14336])

@@ -154,6 +154,16 @@ def test_groups_of_different_sizes_are_dequantized() -> None:
     assert error(layer, torch.randn(3, 64), dense, torch.zeros(16)) < 2e-6
 
 
+def test_no_clock_chooses_what_the_graph_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, _ = example(64, 128, 32)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(int4, "_why_unavailable", lambda device: None)
+    assert why_not_int4(weight, torch.bfloat16, "cuda") is None
+    able = [kernel for kernel in integer.KERNELS if kernel.refuses(weight, torch.bfloat16, "cuda") is None]
+    assert [type(kernel.build(weight, None, torch.bfloat16)).__name__ for kernel in able] == ["TiledLinear"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("shuffled", [False, True])

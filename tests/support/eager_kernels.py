@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from optkit.algorithms.eight_bit import FLOAT8, INT8, round_inputs
-from optkit.kernels.cuda import decoding, exchange, matrix, step_layers, step_products
+from optkit.kernels.cuda import decoding, exchange, matrix, prompts, step_layers, step_products
 
 Macros = dict[str, str]
 WANTED = {
@@ -24,6 +24,7 @@ WANTED = {
     "tokens.cu": {"WIDTH", "VOCABULARY"},
     "exchange.cu": {"RANK", "RANKS", "PACKETS"},
     "linear.cu": {"BITS", "INPUTS", "GROUP"},
+    "finish.cu": {"BITS"},
 }
 LOW_HALF, TOP_BIT = (1 << 32) - 1, -1 << 63
 
@@ -39,7 +40,8 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=int, synchronize=int))
     properties = SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(decoding.Steps, "_capture", lambda self: SimpleNamespace(replay=self.launch))
+    for module in (decoding, prompts):
+        monkeypatch.setattr(module, "captured", lambda launch: SimpleNamespace(replay=launch))
 
 
 def kernel(source: str, name: str, macros: tuple[tuple[str, str], ...], device: int) -> Callable[..., None]:
@@ -103,7 +105,7 @@ def arrange(
 
 
 def finish(
-    m: Macros, grid: Any, products: Tensor, scales: Any, of_tokens: Any, bias: Any, y: Tensor, rows: int
+    m: Macros, grid: Any, products: Tensor, scales: Any, of_tokens: Any, bias: Any, y: Tensor, rows: int, tokens: int
 ) -> None:
     values = products.float() if m["BITS"] != "8" else products.float() * scales * of_tokens[:, None]
     values = values if bias is None else values + bias

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from optkit.errors import OptkitError, StageError
 from optkit.kernels.cuda.exchange import Exchange
+from optkit.kernels.cuda.graph_capture import captured
 from optkit.kernels.cuda.layer_pass import Rows, norms_all_heads
 from optkit.kernels.cuda.model_steps import ModelSteps
 from optkit.kernels.cuda.nvrtc import compiled
+from optkit.kernels.cuda.prompts import Prompts
 from optkit.kernels.cuda.split_layers import why_not_split
 from optkit.kernels.cuda.step_layers import (
     Layer,
@@ -33,7 +35,6 @@ from optkit.kernels.cuda.step_layers import (
     rotations,
     why_not,
 )
-from optkit.kernels.cuda.step_products import step_product
 from optkit.kernels.shares import split_dimension, whole
 
 MOST_SEQUENCES = 256
@@ -44,12 +45,13 @@ KEYS_OF_SHARE = 64
 BLOCKS_AT_ONCE = 2
 """Blocks of the attention kernel that a multiprocessor holds."""
 CAPACITY_STEP = 128
-MOST_PROMPT_ROWS = 16384
-"""Tokens of prompts that are read at once: what they need at most besides the cache."""
-TRIED, ALIKE = 25, 0.95
+TRIED, ALIKE, LEAST_ALIKE = 25, 0.95, 0.6
 """Tokens of two texts of which the graph's logits are compared with the model's own, and their cosine
-at least, of one of them: rounding alone can send a token to another expert.
+at least, of one of them: rounding alone can send a token to another expert. Where it moves the
+model's own logits too, as in 8 bits, less will do.
 """
+MORE_ROUNDED = 10
+"""Times as far as logits move if the embeddings alone are rounded otherwise: each layer rounds anew."""
 FEWEST_TRIED = 3
 """Batches up to 2^3 have the same kernels; so have those up to each next power of two."""
 CHOOSING_BLOCKS = 32
@@ -87,7 +89,7 @@ class GraphDecoder:
         self.heads, self.kv_heads = int(config.num_attention_heads) // ranks, kv_heads_of(config) // ranks
         self.layers, self.head = read_layers(model), matrix_of(model.lm_head)
         self.norm = norm_of(base.norm, self.embedding.shape[1], self.epsilon)
-        self.embedding_scale, self._expected = self._one_pass()
+        self.embedding_scale, self._expected, self._alike = self._one_pass()
         with self.steps(2, TRIED):
             pass
         self._idle = None
@@ -97,18 +99,24 @@ class GraphDecoder:
         """Return those of the whole vocabulary, float32 [batch, vocabulary], from this process's share."""
         return self.exchange.gathered(logits) if self.exchange else logits
 
-    def _one_pass(self) -> tuple[float, Tensor]:
-        """Return by what the model multiplies embeddings, and its logits of `TRIED`."""
+    def _one_pass(self) -> tuple[float, Tensor, float]:
+        """Return by what the model multiplies embeddings, its logits of `TRIED`, and how alike the graph's have to
+        be: rounding alone moves those of some models far, so it is tried by how much.
+        """
         seen: list[Tensor] = []
-        hook = self.model.model.layers[0].register_forward_pre_hook(
-            lambda _, given, named: seen.append(given[0] if given else named["hidden_states"]), with_kwargs=True
-        )
-        tokens = self._tried_tokens()
-        with hook, torch.no_grad():
-            logits: Tensor = self.model.forward(input_ids=tokens, use_cache=False).logits[:, -1].float()
+        base, tokens = self.model.model, self._tried_tokens()
+        with torch.no_grad():
+            hook = base.layers[0].register_forward_pre_hook(
+                lambda _, given, named: seen.append(given[0] if given else named["hidden_states"]), with_kwargs=True
+            )
+            with hook:
+                logits: Tensor = self.model.forward(input_ids=tokens, use_cache=False).logits[:, -1].float()
             hidden, embedded = seen[0].flatten().float(), F.embedding(tokens, self.embedding).flatten().float()
             scale = float((hidden @ embedded / (embedded @ embedded)).to(self.embedding.dtype))
-        return scale, logits
+            with base.embed_tokens.register_forward_hook(lambda _, given, found: rounded_otherwise(found)):
+                moved: Tensor = self.model.forward(input_ids=tokens, use_cache=False).logits[:, -1].float()
+        stay = float(F.cosine_similarity(moved, logits, dim=-1).min())
+        return scale, logits, max(LEAST_ALIKE, min(ALIKE, 1 - MORE_ROUNDED * (1 - stay)))
 
     def _tried_tokens(self) -> Tensor:
         count = self.embedding.shape[0]
@@ -125,7 +133,7 @@ class GraphDecoder:
         steps.launch()
         found = F.cosine_similarity(self.all_logits(steps.logits), self._expected[which], dim=-1)
         alike = max(float(found[text::2].min()) for text in range(min(2, steps.batch)))
-        return None if alike >= ALIKE else f"its logits are not the model's own (cosine {alike:.3f})"
+        return None if alike >= self._alike else f"its logits are not the model's own (cosine {alike:.3f})"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -196,7 +204,8 @@ class Steps:
         self.partial = torch.zeros(shared, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(batch * decoder.kv_heads, dtype=torch.int32, device=device)
         self.rotations = rotations(decoder.model, self.rows.hidden[:1, None], capacity)
-        self.graph = self._capture()
+        self.prompts = Prompts()
+        self.graph = captured(self.launch)
         self.length, self._at, self._running = capacity, 0, self.tokens[0]
 
     def prompt(self, tokens: Tensor) -> Tensor:
@@ -207,9 +216,7 @@ class Steps:
         if any(layer.cap or layer.sinks is not None or 0 < layer.window < length for layer in self.decoder.layers):
             chosen = self._prompt_by_model(tokens)
         else:
-            parts = tokens.split(max(1, MOST_PROMPT_ROWS // length))
-            caches = self.cache.split(len(parts[0]), dim=2)
-            chosen = torch.cat([self._read(part, cache) for part, cache in zip(parts, caches, strict=True)])
+            chosen = self.prompts.read(self, tokens)
         self.position.fill_(length)
         self.tokens[length] = chosen
         self._at = length
@@ -227,33 +234,6 @@ class Steps:
             self.cache[index, 1, :, :, length - kept : length] = layer.values
         chosen: Tensor = logits[:, -1].argmax(-1)
         return chosen
-
-    def _read(self, tokens: Tensor, cache: Tensor) -> Tensor:
-        """Return the tokens behind prompts; cache: float [layers, 2, batch, heads, capacity, channels]."""
-        decoder, (batch, length) = self.decoder, tokens.shape
-        rows = Rows(decoder, batch, length)
-        torch.mul(F.embedding(tokens.flatten(), decoder.embedding), decoder.embedding_scale, out=rows.hidden)
-        for index, layer in enumerate(decoder.layers):
-            keys, values = cache[index]
-
-            def attend(
-                index: int = index, layer: Layer = layer, keys: Tensor = keys, values: Tensor = values
-            ) -> Tensor:
-                turned = (*self.rotations[index], length, self.capacity, *self._head_norms(layer), decoder.epsilon)
-                kernel = self._kernel("attention.cu", "turn_prompt", self._macros(index))
-                kernel((batch * length, 1, 1), 128, (rows.qkv, keys, values, *turned))
-                queries = rows.qkv.view(batch, length, -1, decoder.size)[:, :, : decoder.heads].transpose(1, 2)
-                past = keys[:, :, :length], values[:, :, :length]
-                found = F.scaled_dot_product_attention(
-                    queries, *past, is_causal=True, scale=decoder.scaling, enable_gqa=decoder.heads != decoder.kv_heads
-                )
-                return found.transpose(1, 2).reshape(batch * length, -1)
-
-            rows.through(layer, attend)
-        logits = torch.empty(batch, decoder.head.outputs, dtype=torch.float32, device=tokens.device)
-        last = rows.hidden.view(batch, length, -1)[:, -1].contiguous()
-        step_product(decoder.head, last, logits, norm=decoder.norm, epsilon=decoder.epsilon)
-        return decoder.all_logits(logits).argmax(-1)
 
     def next(self) -> Tensor:
         """Return the tokens behind those returned last, int64 [batch], when the device has them.
@@ -287,48 +267,41 @@ class Steps:
 
     def _attend(self, index: int, layer: Layer) -> Tensor:
         decoder = self.decoder
-        macros = self._macros(index) | ({"CAPPED": 1} if layer.cap else {})
+        macros = self.macros(index) | ({"CAPPED": 1} if layer.cap else {})
         given = (self.rows.qkv, *self.cache[index], *self.rotations[index], self.position, self.capacity)
-        how = (decoder.scaling, *self._head_norms(layer), decoder.epsilon, layer.window, layer.cap, layer.sinks)
-        self._kernel("attention.cu", "attend", macros)(
+        how = (decoder.scaling, *self.head_norms(layer), decoder.epsilon, layer.window, layer.cap, layer.sinks)
+        self.kernel("attention.cu", "attend", macros)(
             (decoder.kv_heads, self.shares, self.batch),
             128,
             (*given, *how, self.partial, self.arrived, self.attended),
         )
         return self.attended
 
-    def _macros(self, index: int) -> dict[str, int]:
+    def macros(self, index: int) -> dict[str, int]:
         decoder, layer = self.decoder, self.decoder.layers[index]
         macros = {"HEADS": decoder.heads, "KV_HEADS": decoder.kv_heads, "SIZE": decoder.size}
         macros |= {"ROTARY": 2 * self.rotations[index][0].shape[1], "SHARES": self.shares}
-        return macros | ({} if self._head_norms(layer) == (None, None) else {"QK_NORM": 1})
+        return macros | ({} if self.head_norms(layer) == (None, None) else {"QK_NORM": 1})
 
     @staticmethod
-    def _head_norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
+    def head_norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
         return (None, None) if norms_all_heads(layer) else (layer.query_norm, layer.key_norm)
 
     def _small(self, name: str, grid: tuple[int, int, int], arguments: tuple[Any, ...]) -> None:
         macros = {"WIDTH": self.rows.hidden.shape[1], "VOCABULARY": self.logits.shape[1]}
-        self._kernel("tokens.cu", name, macros)(grid, 256, arguments)
+        self.kernel("tokens.cu", name, macros)(grid, 256, arguments)
 
-    def _kernel(self, source: str, name: str, macros: dict[str, int]) -> Any:
+    def kernel(self, source: str, name: str, macros: dict[str, int]) -> Any:
         given = {**macros, **({"BF16": 1} if self.cache.dtype == torch.bfloat16 else {})}
         return compiled(
             source, name, tuple(sorted((key, str(value)) for key, value in given.items())), self.cache.get_device()
         )
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        """Return one step as a graph; a first run outside of it compiles and loads the kernels."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.launch()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's thread asks CUDA meanwhile
-            self.launch()
-        return graph
+
+def rounded_otherwise(values: Tensor) -> Tensor:
+    """Return values that are off by up to a step of their dtype."""
+    steps = torch.arange(values.numel(), device=values.device).mul_(7919).remainder_(3).sub_(1).view_as(values)
+    return (values.float() * (1 + steps * torch.finfo(values.dtype).eps)).to(values.dtype)
 
 
 def _shares(pairs: int, capacity: int, device: torch.device) -> int:

@@ -115,49 +115,6 @@ __device__ __forceinline__ float sum_of_place(const uint4& values) {
 __device__ __forceinline__ uint4 in_order(const uint4& values) { return values; }
 #endif
 
-#if BITS == 8
-#ifdef INTEGER
-#define REACH 127.5f
-__device__ __forceinline__ u32 code(float value) { return (u32)__float2int_rn(fminf(fmaxf(value, -128.f), 127.f)) & 255; }
-__device__ __forceinline__ u32 codes_of(float a, float b, float c, float d) {
-  return code(a) | code(b) << 8 | code(c) << 16 | code(d) << 24;
-}
-#else
-#define REACH 448.f
-__device__ __forceinline__ u32 codes_of(float a, float b, float c, float d) {
-  u32 codes;
-  asm("{.reg .b16 few, rest; cvt.rn.satfinite.e4m3x2.f32 few, %2, %1; cvt.rn.satfinite.e4m3x2.f32 rest, %4, %3; mov.b32 %0, {few, rest};}"
-      : "=r"(codes)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return codes;
-}
-#endif
-__device__ __forceinline__ uint2 codes_of(const uint4& values, float by) {
-  return make_uint2(codes_of(low(values.x) * by, high(values.x) * by, low(values.y) * by, high(values.y) * by),
-                    codes_of(low(values.z) * by, high(values.z) * by, low(values.w) * by, high(values.w) * by));
-}
-
-__device__ __forceinline__ float largest_of(const uint4& values) {
-  float largest = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i++) largest = fmaxf(largest, fmaxf(fabsf(low(word_of(values, i))), fabsf(high(word_of(values, i)))));
-  return largest;
-}
-
-// The scale of a token, of which each thread of a block knows the largest input among its own.
-template <int COUNT>
-__device__ __forceinline__ float scale_of(float largest, const float* given, float (&partial)[COUNT]) {
-  if (given) return *given;
-  largest = maximum_of_warp(largest);
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = largest;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < COUNT; w++) largest = fmaxf(largest, partial[w]);
-  __syncthreads();
-  return fmaxf(largest / REACH, 0x1p-100f);
-}
-#endif
-
 __device__ __forceinline__ void tiles_of(int (&tile)[ROW_TILES], int unit, int rows, int second_half) {
 #pragma unroll
   for (int r = 0; r < ROW_TILES; r++)
@@ -208,17 +165,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int token = 0; token < tokens; token++) {
     const uint4* source = x + (size_t)token * (INPUTS / 8);
     uint4 values[VECTORS_OF_THREAD];
-    float squares = 0;
 #pragma unroll
     for (int v = 0; v < VECTORS_OF_THREAD; v++) {
       const int vector = v * THREADS + threadIdx.x;
       values[v] = vector < INPUTS / 8 ? source[vector] : make_uint4(0, 0, 0, 0);
-#ifdef NORM
-      squares += squares_of(values[v]);
-#endif
     }
 #ifdef NORM
-    const float factor = rsqrtf(sum_of_block(squares, partial) / INPUTS + epsilon);
+    const float factor = norm_factor(values, INPUTS, epsilon, partial);
 #pragma unroll
     for (int v = 0; v < VECTORS_OF_THREAD; v++) values[v] = normed(values[v], norms[v], factor);
 #endif
@@ -429,40 +382,47 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
+#define ROUNDS ((CHUNKS * 16 + 255) / 256)  // of 256 threads over the vectors of a row, which they hold meanwhile
+
 // Puts x [tokens, INPUTS], normed where NORM says so, in the order in which `linear` reads it: [TOKEN_TILES, chunks, 4, 8 tokens, 4]
 // vectors of 8; sums_of_x [PLACES, 8 TOKEN_TILES]. 8 bits: codes, 2 times 16 of them in place of 4 vectors (PLAIN: as torch has them), and
 // in place of sums the scales of tokens; `given` is the scale of all of them, or none.
 extern "C" __global__ void __launch_bounds__(256)
     arrange(const uint4* x, const uint4* norm, float epsilon, uint4* ordered, float* sums_of_x, int tokens, const float* given) {
+#ifdef NORM
+  uint4 norms[ROUNDS];
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) norms[r] = r * 256 + threadIdx.x < INPUTS / 8 ? norm[r * 256 + threadIdx.x] : make_uint4(0, 0, 0, 0);
+#endif
   let_next_start();
   wait_for_previous();
   const int token = blockIdx.x;
   const uint4* source = x + (size_t)token * (INPUTS / 8);
+  uint4 held[ROUNDS];
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) {
+    const int vector = r * 256 + threadIdx.x;
+    held[r] = token < tokens && vector < INPUTS / 8 ? source[vector] : make_uint4(0, 0, 0, 0);
+  }
+#if defined(NORM) || BITS == 8
+  __shared__ float partial[8];
+#endif
 #ifdef NORM
-  const float factor = token < tokens ? norm_factor(source, INPUTS / 8, epsilon) : 0;
+  const float factor = norm_factor(held, INPUTS, epsilon, partial);
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) held[r] = normed(held[r], norms[r], factor);
 #endif
 #if BITS == 8
-  __shared__ float partial[8];
   float largest = 0;
-  for (int vector = threadIdx.x; token < tokens && vector < INPUTS / 8; vector += 256) {
-    uint4 values = source[vector];
-#ifdef NORM
-    values = normed(values, norm[vector], factor);
-#endif
-    largest = fmaxf(largest, largest_of(values));
-  }
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) largest = fmaxf(largest, largest_of(held[r]));
   const float scale = scale_of(largest, given, partial), by = 1 / scale;
   if (threadIdx.x == 0) sums_of_x[token] = scale;
 #endif
-  for (int start = 0; start < CHUNKS * 16; start += 256) {
-    const int vector = start + threadIdx.x;
-    uint4 values = make_uint4(0, 0, 0, 0);
-    if (token < tokens && vector < INPUTS / 8) {
-      values = source[vector];
-#ifdef NORM
-      values = normed(values, norm[vector], factor);
-#endif
-    }
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) {
+    const int vector = r * 256 + threadIdx.x;
+    const uint4& values = held[r];
 #ifdef PLAIN
     if (vector < INPUTS / 8) ((uint2*)ordered)[(size_t)token * (INPUTS / 8) + vector] = codes_of(values, by);
 #elif BITS == 8
@@ -478,73 +438,6 @@ extern "C" __global__ void __launch_bounds__(256)
     if (vector < CHUNKS * 16) ordered[((((size_t)(token / 8) * CHUNKS + chunk) * 4 + j) * 8 + token % 8) * 4 + t] = in_order(values);
 #endif
   }
-}
-
-// From products [tokens, rows] to y as `linear` writes it; a thread for 8 outputs. 8 bits: they are sums of products of codes, in 16 bits if
-// BF16, else in 32.
-#if defined(INTEGER) || (BITS == 8 && !defined(BF16))
-#define LONG_PRODUCTS
-#endif
-extern "C" __global__ void __launch_bounds__(256) finish(const uint4* products, const float* scales, const float* token_scales, const u16* bias,
-                                                         u16* y, int rows) {
-  let_next_start();
-  wait_for_previous();
-#ifdef GATED
-  const int written = rows / 2;
-#else
-  const int written = rows;
-#endif
-  const int token = blockIdx.x, row = (blockIdx.y * 256 + threadIdx.x) * 8;
-  if (row >= written) return;
-#if BITS == 8
-  const float scale = token_scales[token];
-#endif
-  float values[8];
-#ifdef GATED
-  for (int half = 1; half >= 0; half--) {
-#else
-  for (int half = 0; half >= 0; half--) {
-#endif
-    const int at = row + half * written;
-    const size_t place = ((size_t)token * rows + at) / 8;
-#ifdef LONG_PRODUCTS
-    const uint4 words[2] = {products[2 * place], products[2 * place + 1]};
-#else
-    const uint4 pairs = products[place];
-#endif
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-#ifdef INTEGER
-      float value = (int)word_of(words[i / 4], i % 4);
-#elif !defined(LONG_PRODUCTS)
-      float value = i % 2 ? high(word_of(pairs, i / 2)) : low(word_of(pairs, i / 2));
-#else
-      float value = __uint_as_float(word_of(words[i / 4], i % 4));
-#endif
-#if BITS == 8
-      value *= scale * __ldg(scales + at + i);
-#endif
-      if (bias) value += widen(bias[at + i]);
-#ifdef GATED
-      values[i] = half ? value : activated(value) * values[i];
-#else
-      values[i] = value;
-#endif
-    }
-  }
-  const size_t place = (size_t)token * written + row;
-#ifdef WIDE
-#pragma unroll
-  for (int i = 0; i < 8; i++) ((float*)y)[place + i] = values[i];
-#else
-  uint4* target = (uint4*)(y + place);
-#ifdef RESIDUAL
-  const uint4 before = *target;
-#pragma unroll
-  for (int i = 0; i < 8; i++) values[i] += i % 2 ? high(word_of(before, i / 2)) : low(word_of(before, i / 2));
-#endif
-  *target = make_uint4(narrow(values[0], values[1]), narrow(values[2], values[3]), narrow(values[4], values[5]), narrow(values[6], values[7]));
-#endif
 }
 
 #if BITS == 4

@@ -28,6 +28,8 @@ from optkit.kernels.packed_linear import PackedWeight
 
 CODE_BASES = {torch.bfloat16: 128, torch.float16: 1024}
 """What the kernel adds to a code so that its bits are a float."""
+MOST_FINISHING = 1024
+"""Blocks of `finish` side by side: more tokens are taken in turn, with scales that were read once."""
 
 
 @dataclass(frozen=True)
@@ -249,11 +251,13 @@ def finish(matrix: Matrix, products: Tensor, scales: Tensor | None, y: Tensor, a
     """Write what `multiply` writes from the products, [rows, outputs], without the bias.
     8 bits: they are sums of products of codes, and `scales` those of rows.
     """
-    flags = {"GATED": gated, "RESIDUAL": add, "WIDE": y.dtype == torch.float32}
-    macros = matrix.form.macros() | {name: "1" for name, on in flags.items() if on}
-    blocks = -(-y.shape[1] // (8 * 256))
-    arguments = (products, matrix.scales, scales, matrix.bias, y, matrix.outputs)
-    _kernel("finish", macros, y.get_device())((len(y), blocks, 1), 256, arguments)
+    form, blocks = matrix.form, -(-y.shape[1] // (8 * 256))
+    flags = {"BF16": form.dtype == torch.bfloat16, "INTEGER": form.integer, "GELU": form.gelu}
+    flags |= {"GATED": gated, "RESIDUAL": add, "WIDE": y.dtype == torch.float32}
+    macros = {"BITS": str(form.bits), **{name: "1" for name, on in flags.items() if on}}
+    arguments = (products, matrix.scales, scales, matrix.bias, y, matrix.outputs, len(y))
+    kernel = compiled("finish.cu", "finish", tuple(sorted(macros.items())), y.get_device())
+    kernel((min(len(y), MOST_FINISHING), blocks, 1), 256, arguments)
 
 
 def _arrange(

@@ -1,5 +1,5 @@
 // 16-bit floats without headers, so that NVRTC alone can compile this. BF16 chooses bfloat16, else float16; two of them are a word. GELU
-// chooses what gated products go through, else SiLU.
+// chooses what gated products go through, else SiLU. BITS 8: codes are E4M3 floats, INTEGER: int8.
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned long long u64;
@@ -87,9 +87,9 @@ __device__ __forceinline__ uint4 normed(const uint4& values, const uint4& by, fl
 
 __device__ __forceinline__ float activated(float value) {
 #ifdef GELU
-  return value / (1 + __expf(-1.5957691216057308f * (value + 0.044715f * value * value * value)));
+  return __fdividef(value, 1 + __expf(-1.5957691216057308f * (value + 0.044715f * value * value * value)));
 #else
-  return value / (1 + __expf(-value));
+  return __fdividef(value, 1 + __expf(-value));
 #endif
 }
 
@@ -106,10 +106,54 @@ __device__ __forceinline__ float sum_of_block(float value, float (&partial)[COUN
   return value;
 }
 
-// What an RMS norm multiplies a row of vectors of 8 by, in a block of 256 threads.
-__device__ __forceinline__ float norm_factor(const uint4* row, int vectors, float epsilon) {
-  __shared__ float partial[8];
+// What an RMS norm multiplies a row of `size` inputs by, of which each thread of a block holds some.
+template <int VECTORS, int COUNT>
+__device__ __forceinline__ float norm_factor(const uint4 (&held)[VECTORS], int size, float epsilon, float (&partial)[COUNT]) {
   float squares = 0;
-  for (int vector = threadIdx.x; vector < vectors; vector += 256) squares += squares_of(row[vector]);
-  return rsqrtf(sum_of_block(squares, partial) / (8 * vectors) + epsilon);
+#pragma unroll
+  for (int v = 0; v < VECTORS; v++) squares += squares_of(held[v]);
+  return rsqrtf(sum_of_block(squares, partial) / size + epsilon);
 }
+
+#if BITS == 8
+#ifdef INTEGER
+#define REACH 127.5f
+__device__ __forceinline__ u32 code(float value) { return (u32)__float2int_rn(fminf(fmaxf(value, -128.f), 127.f)) & 255; }
+__device__ __forceinline__ u32 codes_of(float a, float b, float c, float d) {
+  return code(a) | code(b) << 8 | code(c) << 16 | code(d) << 24;
+}
+#else
+#define REACH 448.f
+__device__ __forceinline__ u32 codes_of(float a, float b, float c, float d) {
+  u32 codes;
+  asm("{.reg .b16 few, rest; cvt.rn.satfinite.e4m3x2.f32 few, %2, %1; cvt.rn.satfinite.e4m3x2.f32 rest, %4, %3; mov.b32 %0, {few, rest};}"
+      : "=r"(codes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return codes;
+}
+#endif
+__device__ __forceinline__ uint2 codes_of(const uint4& values, float by) {
+  return make_uint2(codes_of(low(values.x) * by, high(values.x) * by, low(values.y) * by, high(values.y) * by),
+                    codes_of(low(values.z) * by, high(values.z) * by, low(values.w) * by, high(values.w) * by));
+}
+
+__device__ __forceinline__ float largest_of(const uint4& values) {
+  float largest = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) largest = fmaxf(largest, fmaxf(fabsf(low(word_of(values, i))), fabsf(high(word_of(values, i)))));
+  return largest;
+}
+
+// The scale of a token, of which each thread of a block knows the largest input among its own.
+template <int COUNT>
+__device__ __forceinline__ float scale_of(float largest, const float* given, float (&partial)[COUNT]) {
+  if (given) return *given;
+  largest = maximum_of_warp(largest);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = largest;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < COUNT; w++) largest = fmaxf(largest, partial[w]);
+  __syncthreads();
+  return fmaxf(largest / REACH, 0x1p-100f);
+}
+#endif

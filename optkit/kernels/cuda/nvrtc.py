@@ -29,7 +29,8 @@ MAX_DYNAMIC_SHARED_BYTES = 8
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and
 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h.
 """
-USUAL_SHARED_BYTES = 48 << 10
+USUAL_SHARED_BYTES = 40 << 10
+"""What a block may have without asking: 48 KiB, of which kernels declare less than 8 themselves."""
 KEPT, SUFFIX = "cuda_kernels", ".cubin"
 """Where in the cache directory machine code is kept, and how its files end."""
 

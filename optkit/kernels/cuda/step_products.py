@@ -18,8 +18,10 @@ MOST_STREAMED = {4: 64, 8: 16, 16: 16}
 """Rows up to which `linear.cu` is faster than a dense product, by the bits of a weight, on an H200;
 of 4 bits it takes 32 at a time.
 """
-MOST_WIDE = 256
-"""Rows up to which `wide.cu` is faster than weights dequantized for a dense product, on an H200."""
+WIDE = {False: range(33, 257), True: range(17, 257)}
+"""Rows for which `wide.cu` is faster than `linear.cu` and than weights dequantized for a dense product,
+on an H200, by whether a matrix has more outputs than inputs: then no blocks share the inputs.
+"""
 FEWEST_INTEGER_ROWS = 17
 """That torch._int_mm takes on CUDA."""
 
@@ -36,7 +38,7 @@ def step_product(
     ordered: Tensor | None = None,
 ) -> None:
     """Write x W^T into y like `multiply`, for any number of rows; can be captured in a CUDA graph."""
-    if MOST_TOKENS < len(x) <= MOST_WIDE and can_be_wide(matrix):
+    if len(x) in WIDE[matrix.outputs > matrix.inputs] and can_be_wide(matrix):
         multiply_wide(matrix, x, y, norm=norm, epsilon=epsilon, add=add, gated=gated)
         return
     if len(x) > MOST_STREAMED[matrix.form.bits]:

@@ -1,24 +1,17 @@
 // y = x W^T for tens to hundreds of tokens, W in 4 bits, on Hopper's tensor cores (compute capability 9.0).
 //
 // A cluster of SPLIT blocks makes 64 WARPGROUPS outputs of TOKENS tokens; its blocks share the inputs, and add up through each other's shared
-// memory in a fixed order. Chunks of 128 inputs come to shared memory STAGES ahead: of x by the copy engine, of codes by the warp that reads
-// them (small copies by the engine cost more than all else). Codes become floats in registers, which wgmma takes as its left matrix [64
-// outputs, 16 inputs], beside x [16 inputs, TOKENS] in shared memory. They lie as in linear.cu: a warp's 16 rows of wgmma's fragment are those
-// of mma.m16n8k16.
+// memory in a fixed order. x comes to shared memory by the copy engine, 128 inputs at a time and STAGES ahead; codes come to registers, DEPTH
+// ahead. There they become floats, which wgmma takes as its left matrix [64 outputs, 16 inputs], beside x [16 inputs, TOKENS] in shared memory.
+// They lie as in linear.cu: a warp's 16 rows of wgmma's fragment are those of mma.m16n8k16.
 //
 // Macros: BF16; GROUP (inputs of a scale: 32, 64 or a multiple of 128); ASYMMETRIC; TOKENS (32, 64 or 128); WARPGROUPS; SPLIT; STAGES;
-//   GATED (outputs are silu(first half) * second half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there); WIDE (y is float32); NORM (of `line_up`).
+//   DEPTH; GATED (outputs are silu(first half) * second half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there);
+//   WIDE (y is float32); of `line_up`: NORM, ROUNDS.
 #define SUBGROUPS (GROUP >= 128 ? 1 : 128 / GROUP)
 #define TILES (4 * WARPGROUPS)
 #define THREADS (128 * WARPGROUPS)
 #define X_BYTES (TOKENS * 256)
-#define CODE_BYTES (TILES * 1024)
-#define SCALE_BYTES (TILES * SUBGROUPS * 32)
-#ifdef ASYMMETRIC
-#define STAGE_BYTES (X_BYTES + CODE_BYTES + 2 * SCALE_BYTES)
-#else
-#define STAGE_BYTES (X_BYTES + CODE_BYTES + SCALE_BYTES)
-#endif
 #define PITCH (16 * TILES + 4)  // floats of a token's sums in shared memory: lanes of a warp write to different banks
 #ifdef GATED
 #define OUTPUTS (8 * TILES)
@@ -33,6 +26,9 @@
 #define PAIR "f16x2"
 #define EIGHT 0x64086408u
 #define KIND "f32.f16.f16"
+#endif
+#ifndef ROUNDS
+#define ROUNDS 1
 #endif
 
 __device__ __forceinline__ u32 shared_place(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
@@ -54,12 +50,17 @@ __device__ __forceinline__ void copy_all(u32 to, const void* from, u32 bytes, u3
                "r"(barrier)
                : "memory");
 }
-template <int BYTES>
-__device__ __forceinline__ void copy(u32 to, const void* from) {
-  if (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+struct Held {  // what a lane needs of 128 inputs
+  uint4 words[2];
+  u32 scales[SUBGROUPS];
+#ifdef ASYMMETRIC
+  u32 zeros[SUBGROUPS];
+#endif
+};
+__device__ __forceinline__ u32 counted(u32 word) {  // two codes as floats from CODE_BASE on
+  u32 pair;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(pair) : "r"(word), "r"(0x000f000f), "r"(CODE_BASE));
+  return pair;
 }
 __device__ __forceinline__ u32 twice(u32 pair, bool upper) { return __byte_perm(pair, pair, upper ? 0x3232 : 0x1010); }
 __device__ __forceinline__ u32 scaled(u32 pair, u32 offset, u32 scale) {
@@ -76,24 +77,25 @@ __device__ __forceinline__ u32 scaled(u32 pair, u32 offset, u32 scale) {
 #define NAMES_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NAMES_32 NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NAMES_64 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define A_AND_X "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(keep)
+#define A_AND_X "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x)
 
 // sum [64 outputs, TOKENS] += a [64, 16] x [16, TOKENS]
-__device__ __forceinline__ void multiply(float (&sum)[TOKENS / 2], const u32 (&a)[4], u64 x, int keep) {
+__device__ __forceinline__ void multiply(float (&sum)[TOKENS / 2], const u32 (&a)[4], u64 x) {
 #if TOKENS == 32
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\nwgmma.mma_async.sync.aligned.m64n32k16." KIND " {" NAMES_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}" : SUMS_16(0) : A_AND_X);
+  asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n32k16." KIND " {" NAMES_16 "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}" : SUMS_16(0) : A_AND_X);
 #elif TOKENS == 64
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16." KIND " {" NAMES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}" : SUMS_32(0) : A_AND_X);
+  asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n64k16." KIND " {" NAMES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}" : SUMS_32(0) : A_AND_X);
 #else
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16." KIND " {" NAMES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
+  asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n128k16." KIND " {" NAMES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
                : SUMS_32(0), SUMS_32(32)
                : A_AND_X);
 #endif
 }
 
-// x in shared memory lies in pieces of 8 tokens x 16 bytes (no swizzle); pieces of the next 8 inputs are TOKENS * 16 bytes on. The address of
-// shared memory has the block's rank in its cluster above these 18 bits.
-__device__ __forceinline__ u64 described(u32 place) { return (u64)((place & 0x3ffff) >> 4) | (u64)TOKENS << 16 | (u64)8 << 32; }
+// The lower half of what describes x in shared memory: pieces of 8 tokens x 16 bytes (no swizzle), those of the next 8 inputs TOKENS * 16 bytes
+// on. The address of shared memory has the block's rank in its cluster above these 18 bits.
+__device__ __forceinline__ u32 described(u32 place) { return (place & 0x3ffff) >> 4 | TOKENS << 16; }
+__device__ __forceinline__ u64 whole(u32 lower) { return (u64)8 << 32 | lower; }
 
 // The tile of 16 outputs that is the `index`-th of a block.
 __device__ __forceinline__ int tile_of(int unit, int index, int tiles, int second_half) {
@@ -107,7 +109,7 @@ __device__ __forceinline__ int tile_of(int unit, int index, int tiles, int secon
 
 // codes [tiles, chunks, 1024 bytes]; scales, offsets [tiles, chunks, SUBGROUPS, 32 bytes]; x as `line_up` leaves it; y [tokens, outputs]
 extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREADS, 4 / WARPGROUPS)
-    wide(const unsigned char* codes, const unsigned char* scales, const unsigned char* offsets, const u16* bias, const unsigned char* x, u16* y,
+    wide(const uint4* codes, const u32* scales, const u32* offsets, const u16* bias, const unsigned char* x, u16* y,
          int rows, int tokens, int second_half, int chunks) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
@@ -123,78 +125,78 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
   }
   __syncthreads();
   let_next_start();
-  const size_t fetched = (size_t)tile_of(unit, warp, (rows + 15) / 16, second_half) * chunks + first;
-  const auto fetch_weights = [&](int turn) {  // of the warp's own tile
-    const u32 stage = base + turn % STAGES * STAGE_BYTES + X_BYTES, held = warp * (SUBGROUPS * 32) + lane * 4;
-    const size_t place = fetched + turn;
-    if (turn < turns) {
-      copy<16>(stage + warp * 1024 + lane * 16, codes + place * 1024 + lane * 16);
-      copy<16>(stage + warp * 1024 + 512 + lane * 16, codes + place * 1024 + 512 + lane * 16);
-      if (lane < 8 * SUBGROUPS) {
-        copy<4>(stage + CODE_BYTES + held, scales + place * (SUBGROUPS * 32) + lane * 4);
+  const size_t own = (size_t)tile_of(unit, warp, (rows + 15) / 16, second_half) * chunks + first;
+  const uint4* next_codes = codes + own * 64 + lane;
+  const u32* next_scales = scales + own * (SUBGROUPS * 8) + lane / 4;
 #ifdef ASYMMETRIC
-        copy<4>(stage + CODE_BYTES + SCALE_BYTES + held, offsets + place * (SUBGROUPS * 32) + lane * 4);
+  const u32* next_offsets = offsets + own * (SUBGROUPS * 8) + lane / 4;
 #endif
-      }
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-  const auto fetch_x = [&](int turn) {
-    expect(full + turn % STAGES * 8, X_BYTES);
-    copy_all(base + turn % STAGES * STAGE_BYTES, x + ((size_t)blockIdx.y * chunks + first + turn) * X_BYTES, X_BYTES, full + turn % STAGES * 8);
-  };
+  const auto fetch = [&](Held& held) {
+    held.words[0] = load_once(next_codes), held.words[1] = load_once(next_codes + 32);
+    next_codes += 64;
 #pragma unroll
-  for (int turn = 0; turn < STAGES - 1; turn++) fetch_weights(turn);
+    for (int s = 0; s < SUBGROUPS; s++) held.scales[s] = __ldg(next_scales + s * 8);
+    next_scales += SUBGROUPS * 8;
+#ifdef ASYMMETRIC
+#pragma unroll
+    for (int s = 0; s < SUBGROUPS; s++) held.zeros[s] = __ldg(next_offsets + s * 8);
+    next_offsets += SUBGROUPS * 8;
+#endif
+  };
+  const unsigned char* next_x = x + ((size_t)blockIdx.y * chunks + first) * X_BYTES;
+  const auto fetch_x = [&](int stage) {
+    expect(full + stage * 8, X_BYTES);
+    copy_all(base + stage * X_BYTES, next_x, X_BYTES, full + stage * 8);
+    next_x += X_BYTES;
+  };
+  Held held[DEPTH];
+#pragma unroll
+  for (int turn = 0; turn < DEPTH; turn++)
+    if (turn < turns) fetch(held[turn]);
   wait_for_previous();
   if (threadIdx.x == 0)
     for (int turn = 0; turn < min(turns, STAGES); turn++) fetch_x(turn);
 
-  float sum[TOKENS / 2];
-  u32 a[2][2][4];
-  for (int turn = 0; turn < turns; turn++) {
-    const u32 offset = turn % STAGES * STAGE_BYTES;
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-    __syncwarp();
-    fetch_weights(turn + STAGES - 1);
-    const uint4* held = (const uint4*)(memory + offset + X_BYTES + warp * 1024) + lane;
-    const uint4 words[2] = {held[0], held[32]};
-    const u32* scale = (const u32*)(memory + offset + X_BYTES + CODE_BYTES + warp * (SUBGROUPS * 32)) + lane / 4;
-    u32 both = 0, zeros = 0;
+  float sum[TOKENS / 2] = {};
+  u32 a[2][2][4], right = described(base);
+  int stage = 0, parity = 0;
+  for (int start = 0; start < turns; start += DEPTH) {
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-      if (j % (4 / SUBGROUPS) == 0) {
-        both = scale[j / (4 / SUBGROUPS) * 8];
-#ifdef ASYMMETRIC
-        zeros = scale[SCALE_BYTES / 4 + j / (4 / SUBGROUPS) * 8];
-#endif
-      }
+    for (int d = 0; d < DEPTH; d++) {
+      const int turn = start + d;
+      if (turn >= turns) break;
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const u32 word = j == 0 ? words[half].x : j == 1 ? words[half].y : j == 2 ? words[half].z : words[half].w;
-        const u32 by = twice(both, half);
+      for (int j = 0; j < 4; j++) {
+        const int s = j * SUBGROUPS / 4;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const u32 word = word_of(held[d].words[half], j), by = twice(held[d].scales[s], half);
 #ifdef ASYMMETRIC
-        const u32 from = twice(zeros, half);
+          const u32 from = twice(held[d].zeros[s], half);
 #else
-        const u32 from = EIGHT;
+          const u32 from = EIGHT;
 #endif
 #pragma unroll
-        for (int pair = 0; pair < 4; pair++)
-          a[j % 2][pair / 2][pair % 2 * 2 + half] = scaled((word >> (4 * pair) & 0x000f000fu) | CODE_BASE, from, by);
+          for (int pair = 0; pair < 4; pair++) a[j % 2][pair / 2][pair % 2 * 2 + half] = scaled(counted(word >> (4 * pair)), from, by);
+        }
+        if (j == 3 && turn + DEPTH < turns) fetch(held[d]);
+        if (j == 0) wait(full + stage * 8, parity);
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+        multiply(sum, a[j % 2][0], whole(right + j * 4 * TOKENS));
+        multiply(sum, a[j % 2][1], whole(right + j * 4 * TOKENS + 2 * TOKENS));
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        if (j == 0 && turn && lane == 0) arrive(empty + (stage ? stage - 1 : STAGES - 1) * 8);
       }
-      if (j == 0) wait(full + turn % STAGES * 8, turn / STAGES % 2);
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-      const u64 right = described(base + offset + j * 4 * (TOKENS * 16));
-      multiply(sum, a[j % 2][0], right, turn + j);
-      multiply(sum, a[j % 2][1], right + 2 * TOKENS, 1);  // in 16 bytes
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-      asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-      if (j == 0 && turn && lane == 0) arrive(empty + (turn - 1) % STAGES * 8);
+      if (threadIdx.x == 0 && turn > 1 && turn - 2 + STAGES < turns) {  // all warps left that stage a while ago
+        const int left = stage < 2 ? stage + STAGES - 2 : stage - 2;
+        wait(empty + left * 8, stage < 2 ? parity ^ 1 : parity);
+        fetch_x(left);
+      }
+      __syncwarp();
+      stage++, right += X_BYTES / 16;
+      if (stage == STAGES) stage = 0, parity ^= 1, right -= STAGES * (X_BYTES / 16);
     }
-    if (threadIdx.x == 0 && turn > 1 && turn - 2 + STAGES < turns) {  // all warps left that stage a while ago
-      wait(empty + (turn - 2) % STAGES * 8, (turn - 2) / STAGES % 2);
-      fetch_x(turn - 2 + STAGES);
-    }
-    __syncwarp();
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   __syncthreads();
@@ -265,34 +267,38 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #endif
 }
 
-// Puts x [tokens, 8 vectors], normed where NORM says so, in the order in which `wide` reads it: [tokens / TOKENS, chunks, 4 x 32 inputs, 4,
-// TOKENS, 8], the last being inputs 8 t + p and 8 t + 4 + p of 32 for t = 0..3, which are neighbours in wgmma's left matrix. A block for a token.
-extern "C" __global__ void __launch_bounds__(256) line_up(const uint4* x, const uint4* norm, float epsilon, uint4* lined, int vectors, int chunks) {
+// Puts x [tokens, 8 vectors], normed where NORM says so, in the order in which `wide` reads it: [tokens / TOKENS, units, TOKENS, 4 words]. A unit is
+// a column of the pieces above: inputs 8 t + p and 8 t + 4 + p of 32 in word t, p = 0..3, which are neighbours in wgmma's left matrix. A block for
+// a token, which holds ROUNDS of 256 vectors.
+extern "C" __global__ void __launch_bounds__(256) line_up(const uint4* x, const uint4* norm, float epsilon, u32* lined, int vectors, int chunks) {
+#ifdef NORM
+  uint4 norms[ROUNDS];
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) norms[r] = r * 256 + threadIdx.x < vectors ? norm[r * 256 + threadIdx.x] : make_uint4(0, 0, 0, 0);
+#endif
   let_next_start();
   wait_for_previous();
   const int token = blockIdx.x;
-  const uint4* source = x + (size_t)token * vectors;
-#ifdef NORM
-  const float factor = norm_factor(source, vectors, epsilon);
-#endif
-  uint4* start = lined + (size_t)(token / TOKENS) * chunks * (X_BYTES / 16) + token % TOKENS;
-  for (int part = threadIdx.x; part < chunks * 4; part += 256) {
-    u32 found[4][4];
+  uint4 held[ROUNDS];
 #pragma unroll
-    for (int t = 0; t < 4; t++) {
-      const int vector = part * 4 + t;
-      uint4 values = make_uint4(0, 0, 0, 0);
-      if (vector < vectors) {
-        values = source[vector];
+  for (int r = 0; r < ROUNDS; r++) {
+    const int vector = r * 256 + threadIdx.x;
+    held[r] = vector < vectors ? x[(size_t)token * vectors + vector] : make_uint4(0, 0, 0, 0);
+  }
 #ifdef NORM
-        values = normed(values, norm[vector], factor);
-#endif
-      }
-      found[0][t] = __byte_perm(values.x, values.z, 0x5410), found[1][t] = __byte_perm(values.x, values.z, 0x7632);
-      found[2][t] = __byte_perm(values.y, values.w, 0x5410), found[3][t] = __byte_perm(values.y, values.w, 0x7632);
-    }
+  __shared__ float partial[8];
+  const float factor = norm_factor(held, 8 * vectors, epsilon, partial);
 #pragma unroll
-    for (int p = 0; p < 4; p++)
-      start[(size_t)(part * 4 + p) * TOKENS] = make_uint4(found[p][0], found[p][1], found[p][2], found[p][3]);
+  for (int r = 0; r < ROUNDS; r++) held[r] = normed(held[r], norms[r], factor);
+#endif
+  u32* start = lined + (size_t)(token / TOKENS) * chunks * (X_BYTES / 4) + token % TOKENS * 4;
+#pragma unroll
+  for (int r = 0; r < ROUNDS; r++) {
+    const int vector = r * 256 + threadIdx.x;
+    const uint4& values = held[r];
+    if (vector >= chunks * 16) break;
+    u32* place = start + (size_t)(vector / 4 * 4) * (TOKENS * 4) + vector % 4;
+    place[0] = __byte_perm(values.x, values.z, 0x5410), place[TOKENS * 4] = __byte_perm(values.x, values.z, 0x7632);
+    place[TOKENS * 8] = __byte_perm(values.y, values.w, 0x5410), place[TOKENS * 12] = __byte_perm(values.y, values.w, 0x7632);
   }
 }

@@ -19,7 +19,10 @@ SHARED_BYTES = 227 << 10
 """Of a multiprocessor there."""
 KEPT_BYTES = 2 << 10
 """For a block's barriers and what CUDA takes itself."""
-MOST_STAGES = 8
+MOST_STAGES = 6
+MOST_DEPTH = 3
+REGISTERS = 92
+"""Of a thread's 128, for sums and codes."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +41,27 @@ class Widths:
         tiles, made = (form.tiles // 2, 2) if gated else (form.tiles, 4)
         return -(-tiles // (made * self.warpgroups))
 
-    def stage_bytes(self, form: Form) -> int:
-        """Return the bytes of 128 inputs: x, codes, scales and zero points."""
-        scales = max(1, CHUNK // form.group_size) * 2 * ROWS * (2 if form.asymmetric else 1)
-        return self.tokens * 2 * CHUNK + 4 * self.warpgroups * (ROWS * CHUNK // 2 + scales)
+    @property
+    def stages(self) -> int:
+        """Return the chunks of x that fit in the shared memory of a block; the kernel needs three."""
+        return min(MOST_STAGES, (SHARED_BYTES * self.warpgroups // 4 - KEPT_BYTES) // (self.tokens * 2 * CHUNK))
 
-    def stages(self, form: Form) -> int:
-        """Return how many fit in the shared memory of a block; the kernel needs three."""
-        return min(MOST_STAGES, (SHARED_BYTES * self.warpgroups // 4 - KEPT_BYTES) // self.stage_bytes(form))
+    def depth(self, form: Form) -> int:
+        """Return the chunks of codes that fit in a thread's registers beside its sums."""
+        registers = 8 + max(1, CHUNK // form.group_size) * (2 if form.asymmetric else 1)
+        fitting = (REGISTERS - self.tokens // 2) // registers
+        return max(1, min(MOST_DEPTH, fitting))
 
-    def shared_bytes(self, form: Form) -> int:
+    @property
+    def shared_bytes(self) -> int:
         """Return the dynamic shared memory of a block: its stages, in the end its sums instead."""
-        return max(self.stages(form) * self.stage_bytes(form), 4 * self.tokens * (4 * ROWS * self.warpgroups + 4))
+        return max(self.stages * self.tokens * 2 * CHUNK, 4 * self.tokens * (4 * ROWS * self.warpgroups + 4))
 
     def macros(self, form: Form) -> dict[str, int]:
         """Return the macros of wide.cu."""
         return {
-            **{"TOKENS": self.tokens, "WARPGROUPS": self.warpgroups, "SPLIT": self.split, "STAGES": self.stages(form)},
+            **{"TOKENS": self.tokens, "WARPGROUPS": self.warpgroups, "SPLIT": self.split, "STAGES": self.stages},
+            "DEPTH": self.depth(form),
             **{
                 "GROUP": min(form.group_size, CHUNK),
                 "ASYMMETRIC": form.asymmetric,
@@ -89,12 +96,15 @@ def multiply_wide(
     blocks, half = -(-rows // widths.tokens), form.tiles // 2 if gated else 0
     lined = torch.empty(blocks * widths.tokens * form.chunks * CHUNK, dtype=x.dtype, device=x.device)
     flags = {"RESIDUAL": add, "GATED": gated, "WIDE": y.dtype == torch.float32}
-    line_up = _kernel("line_up", Widths(widths.tokens, 4, 1), form, x.get_device(), NORM=norm is not None)
+    rounds = -(-form.chunks * 16 // 256)
+    line_up = _kernel(
+        "line_up", Widths(widths.tokens, 4, 1), form, x.get_device(), NORM=norm is not None, ROUNDS=rounds
+    )
     line_up((rows, 1, 1), 256, (x, norm, epsilon, lined, form.inputs // 8, form.chunks))
     weights = (matrix.weight, matrix.scales, matrix.offsets, matrix.bias)
     arguments = (*weights, lined, y, form.outputs, rows, half, form.chunks)
     grid, threads = (widths.units(form, gated) * widths.split, blocks, 1), 128 * widths.warpgroups
-    _kernel("wide", widths, form, x.get_device(), **flags)(grid, threads, arguments, widths.shared_bytes(form))
+    _kernel("wide", widths, form, x.get_device(), **flags)(grid, threads, arguments, widths.shared_bytes)
 
 
 @cache
@@ -109,7 +119,7 @@ def choose_widths(form: Form, rows: int, gated: bool, multiprocessors: int) -> W
 
 
 @cache
-def _kernel(name: str, widths: Widths, form: Form, device: int, **flags: bool) -> Kernel:
+def _kernel(name: str, widths: Widths, form: Form, device: int, **flags: int) -> Kernel:
     macros = {**widths.macros(form), **flags}
     return compiled(
         "wide.cu", name, tuple(sorted((key, str(int(each))) for key, each in macros.items() if each)), device

@@ -1,0 +1,105 @@
+"""Prompts through the layers of a `GraphDecoder`: many tokens in parts, few of them as a CUDA graph.
+
+Python needs about 20 ms to launch the kernels of a prompt, and a few hundred tokens take the GPU
+less. So prompts of such a length are padded and captured when they come again: in causal attention
+what stands behind a token does not change it, and steps write over what padding left in the cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optkit.kernels.cuda.graph_capture import captured
+from optkit.kernels.cuda.layer_pass import Rows
+from optkit.kernels.cuda.step_layers import GatedMlp, Layer
+from optkit.kernels.cuda.step_products import step_product
+
+if TYPE_CHECKING:
+    from optkit.kernels.cuda.decoding import Steps
+
+MOST_ROWS = 16384
+"""Tokens of prompts that are read at once: what they need at most besides the cache."""
+MOST_CAPTURED = 1024
+"""Tokens of prompts, padded, that a graph reads: more keep the GPU busy while Python launches."""
+LENGTH_STEP = 64
+"""Prompts are padded to a multiple of this."""
+
+
+class Prompts:
+    """Reads prompts into the cache of steps, which are given each time: they own this, and go when nobody else does."""
+
+    def __init__(self) -> None:
+        self._padded: dict[int, PaddedPrompt] = {}
+
+    def read(self, steps: Steps, tokens: Tensor) -> Tensor:
+        """Return the tokens behind prompts, int64 [batch]; tokens: int64 [batch, prompt]."""
+        (batch, length), decoder = tokens.shape, steps.decoder
+        padded = min(-(-length // LENGTH_STEP) * LENGTH_STEP, steps.capacity)
+        whole = decoder.exchange is None and all(isinstance(layer.mlp, GatedMlp) for layer in decoder.layers)
+        if whole and batch * padded <= MOST_CAPTURED:
+            if padded not in self._padded:
+                self._padded[padded] = PaddedPrompt(tokens.new_zeros(batch, padded))
+            return self._padded[padded].read(steps, tokens)
+        parts = tokens.split(max(1, MOST_ROWS // length))
+        caches = steps.cache.split(len(parts[0]), dim=2)
+        return torch.cat([through(steps, part, cache) for part, cache in zip(parts, caches, strict=True)])
+
+
+class PaddedPrompt:
+    """Prompts of about one length: the first are launched, those behind them are a graph."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens, self._uses = tokens, 0
+        self._last, self._chosen = tokens.new_zeros(1), tokens.new_zeros(len(tokens))
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def read(self, steps: Steps, tokens: Tensor) -> Tensor:
+        """Return the tokens behind prompts, int64 [batch]."""
+
+        def launch() -> None:
+            self._chosen.copy_(through(steps, self._tokens, steps.cache, self._last))
+
+        length = tokens.shape[1]
+        self._tokens[:, :length] = tokens
+        self._last.fill_(length - 1)
+        self._uses += 1
+        if self._graph is None and self._uses > 1:
+            self._graph = captured(launch)
+        if self._graph is None:
+            launch()
+        else:
+            self._graph.replay()
+        return self._chosen.clone()
+
+
+def through(steps: Steps, tokens: Tensor, cache: Tensor, last: Tensor | None = None) -> Tensor:
+    """Return the tokens behind those at `last`, int64 [1], else behind the last ones.
+    cache: float [layers, 2, batch, heads, capacity, channels].
+    """
+    decoder, (batch, length) = steps.decoder, tokens.shape
+    rows = Rows(decoder, batch, length)
+    torch.mul(F.embedding(tokens.flatten(), decoder.embedding), decoder.embedding_scale, out=rows.hidden)
+    for index, layer in enumerate(decoder.layers):
+        keys, values = cache[index]
+
+        def attend(index: int = index, layer: Layer = layer, keys: Tensor = keys, values: Tensor = values) -> Tensor:
+            turned = (*steps.rotations[index], length, steps.capacity, *steps.head_norms(layer), decoder.epsilon)
+            kernel = steps.kernel("attention.cu", "turn_prompt", steps.macros(index))
+            kernel((batch * length, 1, 1), 128, (rows.qkv, keys, values, *turned))
+            queries = rows.qkv.view(batch, length, -1, decoder.size)[:, :, : decoder.heads].transpose(1, 2)
+            past = keys[:, :, :length], values[:, :, :length]
+            found = F.scaled_dot_product_attention(
+                queries, *past, is_causal=True, scale=decoder.scaling, enable_gqa=decoder.heads != decoder.kv_heads
+            )
+            return found.transpose(1, 2).reshape(batch * length, -1)
+
+        rows.through(layer, attend)
+    logits = torch.empty(batch, decoder.head.outputs, dtype=torch.float32, device=tokens.device)
+    hidden = rows.hidden.view(batch, length, -1)
+    ends = hidden[:, -1].contiguous() if last is None else hidden.index_select(1, last)[:, 0]
+    step_product(decoder.head, ends, logits, norm=decoder.norm, epsilon=decoder.epsilon)
+    return decoder.all_logits(logits).argmax(-1)
