@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms import column_kernels
-from optkit.algorithms.tensor_cores import LONGEST, bfloat16_parts, has_tensor_cores
+from optkit.algorithms.tensor_cores import LONGEST, add_product_, bfloat16_parts, has_tensor_cores
 
 if TYPE_CHECKING:
     from optkit.model.together import Together
@@ -55,7 +55,7 @@ class Hessian:
             lower = self._sum[start:end, :end]
             for left, right in factors:
                 if on_tensor_cores:
-                    lower += torch.mm(left[:, start:end].T, right[:, :end], out_dtype=torch.float32)
+                    add_product_(lower, left[:, start:end].T, right[:, :end])
                 else:
                     lower.addmm_(left[:, start:end].T, right[:, :end])
 

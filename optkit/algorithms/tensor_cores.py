@@ -30,12 +30,19 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if left.dtype != torch.float32 or not has_tensor_cores(left):
         return left @ right
     total = left.new_zeros(*left.shape[:-1], right.shape[-1])
-    multiply = torch.mm if left.dim() == 2 else torch.bmm
     pieces = zip(left.split(LONGEST, -1), right.split(LONGEST, -2), strict=True)
     for (high, low), (top, rest) in ((bfloat16_parts(one, 2), bfloat16_parts(other, 2)) for one, other in pieces):
         for one, other in ((high, top), (high, rest), (low, top)):
-            total += multiply(one, other, out_dtype=torch.float32)
+            add_product_(total, one, other)
     return total
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right, bfloat16 [..., rows, length] @ [..., length, columns], to float32 on a GPU."""
+    if total.dim() == 2:  # in one pass over the total
+        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+    else:
+        total += torch.bmm(left, right, out_dtype=torch.float32)
 
 
 def bfloat16_parts(tensor: Tensor, count: int) -> list[Tensor]:

@@ -61,6 +61,8 @@ class Work:
         entering, block, gpu = self.entering, self.block, 0
         if device.startswith("cuda"):
             entering, block, gpu = 0, 0, max(self.entering, self.block)
+            waiting = min(2 * SHARD_BYTES, made)  # a shard is written while the next one is made
+            inside += 0 if self.streamed else shape.block_bytes  # read ahead
         needed = max(
             outside + max(entering, beyond), waiting + self.held + max(block, inside), min(SHARD_BYTES, left.size_bytes)
         )

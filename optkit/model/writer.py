@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -32,13 +33,16 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """Writes tensors to `target` as they come; at most one shard is in memory.
+    """Writes tensors to `target` as they come; at most one shard is in memory, or two.
 
     Used as a context manager it finishes on a clean exit and removes its own files on an error.
     """
 
-    def __init__(self, target: Path, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(self, target: Path, shard_bytes: int = SHARD_BYTES, *, beside: bool = False) -> None:
+        """`beside`: a thread writes a shard while the next one is made."""
         self.target = Path(target)
+        self._thread = ThreadPoolExecutor(1, "shards") if beside else None
+        self._writing: Future[None] | None = None
         self.shard_bytes = shard_bytes
         self.size_bytes = 0
         self._pending: dict[str, Tensor] = {}
@@ -80,6 +84,7 @@ class CheckpointWriter:
         """
         if self._pending:
             self._flush()
+        self._settle()
         if not self._shards:
             raise StageError("no tensor was written", where=str(self.target))
         if len(self._shards) == 1:
@@ -95,10 +100,25 @@ class CheckpointWriter:
 
     def _flush(self) -> None:
         path = self.target / f".shard-{len(self._shards) + 1:05d}.partial"
-        with disk_space_for(path, self._pending_bytes):
-            save_tensors(path, self._pending, {"format": "pt"})
-        self._shards.append((path, tuple(self._pending)))
+        tensors, size = self._pending, self._pending_bytes
+
+        def save() -> None:
+            with disk_space_for(path, size):
+                save_tensors(path, tensors, {"format": "pt"})
+
+        self._settle()
+        if self._thread:
+            self._writing = self._thread.submit(save)
+        else:
+            save()
+        self._shards.append((path, tuple(tensors)))
         self._pending, self._pending_bytes, self._storages = {}, 0, {}
+
+    def _settle(self) -> None:
+        """Wait for the shard that is being written; raises what writing it raised."""
+        writing, self._writing = self._writing, None
+        if writing:
+            writing.result()
 
     def __enter__(self) -> Self:
         return self
@@ -107,6 +127,8 @@ class CheckpointWriter:
         if error is None:
             self.finish()
             return
+        with suppress(Exception):  # the error that ends it all is raised
+            self._settle()
         for path in self.target.glob(".shard-*.partial"):
             path.unlink()
 

@@ -44,9 +44,10 @@ def test_one_shard_has_the_plain_name_and_the_format(tmp_path: Path) -> None:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_shards_stay_under_the_limit_and_the_index_names_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_shards_stay_under_the_limit_and_the_index_names_them(tmp_path: Path, beside: bool) -> None:
     tensors = {f"t{index}": torch.full((100,), float(index)) for index in range(7)} | {"large": torch.zeros(1000)}
-    with CheckpointWriter(tmp_path, shard_bytes=1000) as writer:
+    with CheckpointWriter(tmp_path, shard_bytes=1000, beside=beside) as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -105,21 +106,23 @@ def test_nothing_written_is_refused(tmp_path: Path) -> None:
         CheckpointWriter(tmp_path).finish()
 
 
-def test_an_error_leaves_no_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_error_leaves_no_shards(tmp_path: Path, beside: bool) -> None:
     (tmp_path / "other").touch()
-    with pytest.raises(KeyError), CheckpointWriter(tmp_path, shard_bytes=8) as writer:
+    with pytest.raises(KeyError), CheckpointWriter(tmp_path, shard_bytes=8, beside=beside) as writer:
         writer.add("a", torch.ones(2))
         writer.add("b", torch.ones(2))
         raise KeyError
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_a_full_disk_says_how_much_was_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_full_disk_says_how_much_was_needed(tmp_path: Path, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def save_file(*arguments: object, **keywords: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("safetensors.torch.save_file", save_file)
-    writer = CheckpointWriter(tmp_path)
+    writer = CheckpointWriter(tmp_path, beside=beside)
     writer.add("a", torch.ones(1000))
     with pytest.raises(
         ResourceError,

@@ -174,7 +174,7 @@ class LayerQuantizer(Transform):
             job = QuantizationJob(skeleton, Path(source), selection, formats, context, task, kept, processes)
             if not processes.first:
                 return self._followed(job)
-            with CheckpointWriter(target) as writer:
+            with CheckpointWriter(target, beside=context.device.startswith("cuda")) as writer:
                 for name, tensor in self._written(job):
                     writer.add(name, tensor)
         copy_companions(source, target, context.trust_remote_code)
