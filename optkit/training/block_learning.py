@@ -105,19 +105,19 @@ class BlockLearner:
         means, share = [each.detach().clone() for each in learning], min(1.0, 1 / (AVERAGED * max(1, self.steps)))
 
         def descend(call: Call, hidden: Tensor, wanted: Tensor) -> None:
+            optimizer.zero_grad()  # first: a recording that failed leaves gradients that nobody computed
             with torch.enable_grad():
                 self._loss(index, call, hidden, wanted).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            optimizer.zero_grad()
             for mean, each in zip(means, learning, strict=True):
                 mean.lerp_(each.detach(), share)
 
-        steps: dict[int, RecordedStep] = {}  # each distinct call has its own
+        steps: dict[tuple[int, torch.Size], RecordedStep] = {}  # each distinct call has its own
         for step, batch in enumerate(drawn(inputs.batches, self.steps, self.seed + index)):
             set_rates(learning_rate(step / self.steps, 1.0, WARMUP))
-            call = batch.calls[index]
-            recorded = steps.setdefault(id(call), RecordedStep(partial(descend, call)))
-            recorded(inputs.hidden[batch.rows], self.wanted[batch.rows])
+            call, hidden = batch.calls[index], inputs.hidden[batch.rows]
+            recorded = steps.setdefault((id(call), hidden.shape), RecordedStep(partial(descend, call)))
+            recorded(hidden, self.wanted[batch.rows])
         for mean, each in zip(means, learning, strict=True):
             each.detach().copy_(mean)
 

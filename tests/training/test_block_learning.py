@@ -5,6 +5,7 @@ same form as without it.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,28 @@ def test_plain_transformers_opens_what_learned(tiny_model: TinyModel, tmp_path: 
     with torch.no_grad():
         opened = AutoModelForCausalLM.from_pretrained(tmp_path / "learned", dtype=torch.float32)(tokens).logits
     torch.testing.assert_close(opened, outputs(source, tokens, weights(tmp_path / "learned", 2)), rtol=1e-3, atol=1e-4)
+
+
+def test_a_step_is_given_tensors_of_one_shape(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is recorded of it can be replayed; the last batch is smaller here."""
+    shapes: list[set[torch.Size]] = []
+
+    class Seen(RecordedStep):
+        def __init__(self, step: Callable[..., None]) -> None:
+            super().__init__(step)
+            shapes.append(set())
+            self.shapes = shapes[-1]
+
+        def __call__(self, *tensors: torch.Tensor) -> None:
+            self.shapes.update(tensor.shape for tensor in tensors)
+            super().__call__(*tensors)
+
+    monkeypatch.setattr(block_learning, "RecordedStep", Seen)
+    quantize(tiny_model("llama"), tmp_path / "learned", text.model_copy(update={"samples": 3}), 4)
+    assert {shape[0] for seen in shapes for shape in seen} == {1, 2}
+    assert all(len(seen) <= 1 for seen in shapes)
 
 
 def test_experts_learn(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
