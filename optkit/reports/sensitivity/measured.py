@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from optkit.errors import SourceError, UsageError
 from optkit.execute import materialize
+from optkit.model.as_floats import as_floats
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, layers_of, select
 from optkit.model.output_layer import outside_of
@@ -41,8 +43,8 @@ def measure_model(
 ) -> SensitivityReport:
     """Return what quantizing each layer alone would do to a model's predictions, for each choice.
 
-    Raises UsageError if a choice fits no layer, SourceError for a quantized model and if the text
-    is too short.
+    Of a packed model it is that of the floats which it stands for. Raises UsageError if a choice fits
+    no layer, SourceError for packed weights that nobody here reads and if the text is too short.
     """
     progress = progress or SilentProgress()
     shelf = open_store(store, progress)
@@ -51,8 +53,11 @@ def measure_model(
     say_code(todo.recipe, progress)
     context = Context(device=todo.device, progress=progress, data=data, trust_remote_code=trust_remote_code)
     with shelf.using([todo.steps[0].key]):
-        checkpoint = Checkpoint(materialize(todo, 0, shelf, context, set()))
-        return _measure(model, checkpoint, calibration, choices, "rtn" if rounding == "rtn" else "gptq", context)
+        place = materialize(todo, 0, shelf, context, set())
+        packed = todo.steps[0].shape.quant_method
+        with as_floats(place, trust_remote_code) if packed else nullcontext(place) as floats:
+            checkpoint = Checkpoint(floats)
+            return _measure(model, checkpoint, calibration, choices, "rtn" if rounding == "rtn" else "gptq", context)
 
 
 def _measure(
