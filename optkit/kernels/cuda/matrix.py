@@ -16,6 +16,7 @@ from torch import Tensor
 from optkit.kernels.cuda.nvrtc import Kernel, compiled
 from optkit.kernels.cuda.schedule import (
     CHUNK,
+    DEEPEST,
     ROWS,
     Form,
     Schedule,
@@ -282,9 +283,12 @@ def _kernel(name: str, macros: dict[str, str], device: int) -> Kernel:
 
 
 def _depth(form: Form, schedule: Schedule) -> int:
-    """Return the schedule's depth, or the next smaller one that divides the chunks of a warp."""
+    """Return the schedule's depth, or the next smaller one that divides the chunks of a warp.
+    All chunks of a row of tiles if that is less than half: 7 of them, say, where 4 were wanted.
+    """
     turns = -(-form.chunks // schedule.warps)
-    return max(depth for depth in range(1, schedule.depth + 1) if turns % depth == 0)
+    found = max(depth for depth in range(1, schedule.depth + 1) if turns % depth == 0)
+    return turns if 2 * found < schedule.depth and turns <= DEEPEST and schedule.row_tiles == 1 else found
 
 
 def _by_tile(values: Tensor, group_size: int, tiles: int, chunks: int) -> Tensor:
