@@ -122,7 +122,7 @@ class Awq(InputScaling, SharedText, Backed):
             calibrated = {name: grid for name, grid in grids.items() if not self._rounds_to_nearest(name)}
             scaled = scaler.scale_(index, calibrated, "nearest", self.kind)
             quantized = self._quantize_block(job, index, grids, scaled)
-            if index + 1 < len(skeleton.blocks) or job.head:
+            if job.is_read(index):
                 skeleton.advance_(index, scaler.inputs)
         job.details["gains"] |= scaled.gains
         job.details["unscaled"] |= scaled.refused

@@ -144,7 +144,7 @@ class Gptq(GptqFields, SharedText, Backed):
                     stay = {name for name in quantized if self._rounds_to_nearest(name)}
                     stay |= set(job.details["rounded_to_nearest"])
                     quantized |= learned_block(job, learner, index, inputs, quantized, stay, self.keep_zeros)
-                if index + 1 < len(skeleton.blocks) or job.head:
+                if job.is_read(index) or (learner and index + 1 < len(skeleton.blocks)):
                     with in_codes(modules, quantized):
                         skeleton.advance_(index, inputs)
             yield quantized

@@ -234,7 +234,7 @@ class Mx(SharedText, LayerQuantizer):
                 for names in grouped(modules, _parent).values():
                     layers |= self._rounded_module(job, names, seen)
                 del seen  # before the block runs again
-                if index + 1 < len(skeleton.blocks):
+                if job.is_read(index):
                     opened = {modules[name]: self._opened(modules[name], each).forward for name, each in layers.items()}
                     with replaced_forward(opened):
                         skeleton.advance_(index, inputs)

@@ -114,6 +114,19 @@ def test_result_does_not_depend_on_the_batch_size(tiny_model: TinyModel, tmp_pat
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
+def test_blocks_behind_the_last_chosen_layer_are_not_run(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, advance = [], Skeleton.advance_
+    monkeypatch.setattr(
+        Skeleton, "advance_", lambda self, index, *given: (run.append(index), advance(self, index, *given))[1]
+    )
+    for include, expected in (("model.layers.1.*", [0]), ("*", [0, 1])):
+        run.clear()
+        quantize(tiny_model("llama"), tmp_path / str(len(expected)), Gptq(calibration=text, include=(include,)))
+        assert run == expected
+
+
 def test_later_blocks_see_the_errors_of_earlier_ones(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     source = tiny_model("llama")
     quantize(source, tmp_path / "whole", Gptq(calibration=text, bits=2))

@@ -97,3 +97,7 @@ class QuantizationJob:
         """Return the layers to quantize of a block."""
         linears = self.skeleton.linears(self.skeleton.blocks[index])
         return {name: module for name, module in linears.items() if name in self.selection.layers}
+
+    def is_read(self, index: int) -> bool:
+        """Say whether what a block returns is looked at: by layers behind it, or by the output layer."""
+        return bool(self.head) or any(map(self.modules, range(index + 1, len(self.skeleton.blocks))))
