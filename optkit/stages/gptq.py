@@ -19,9 +19,17 @@ from optkit.model.task import GENERATING, Task
 from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
+from optkit.stages.quantizing.fitting import refuse_encoder_decoder
 from optkit.stages.quantizing.gptq_fields import GptqFields
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
-from optkit.stages.quantizing.learning import block_learner, learned_block, unpacked, with_learned_scales, with_learning
+from optkit.stages.quantizing.learning import (
+    block_learner,
+    learned_block,
+    unpacked,
+    with_learned_scales,
+    with_learning,
+    with_unmodified,
+)
 from optkit.stages.quantizing.pruned_zeros import held_zeros, tell_zeros
 from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.quantizing.stacks import HEAD_ROWS, work_bytes
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
     from optkit.algorithms.grid import QuantizedWeight
     from optkit.model.blocks import BlockInputs
     from optkit.stages.quantizing.compensation import Compensation
+    from optkit.stages.quantizing.earlier_errors import EarlierErrors
 
 EFFORTS: Mapping[str, Mapping[str, Any]] = {"fast": {"refinements": 0}, "balanced": {}, "best": {"learn": "blocks"}}
 STEPS = {"learning_steps": 120, "scale_steps": 64}
@@ -59,6 +68,11 @@ class Gptq(GptqFields, SharedText, Backed):
     """Who does the work: optkit, or another library in an environment of its own (`optkit env`),
     with the same tokens.
     """
+    earlier_errors: float = Field(default=0.0, ge=0, le=1, exclude_if=lambda value: not value)
+    """Share of the errors made before it that each layer makes up for, the unmodified model's outputs
+    being its target (GPTAQ, arXiv:2504.02692). Layers are then rounded one after another, which takes
+    twice the time. 0.5 serves best; 1 follows what is noise.
+    """
     effort: Literal["fast", "balanced", "best"] = Field(default="balanced", exclude=True)
     """Picks fields that are not written. `fast`: `refinements: 0`. `best`: `learn: blocks`."""
     learn: Literal["blocks"] | None = Field(default=None, exclude_if=lambda value: value is None)
@@ -80,6 +94,10 @@ class Gptq(GptqFields, SharedText, Backed):
                 self.__dict__[name] = steps
             if getattr(self, name) is not None and not self.learn:
                 raise ValueError(f"{name} would not be read: take it out, or set learn: blocks")
+        if self.earlier_errors and self.devices > 1:
+            raise ValueError(
+                "earlier_errors are summed on one device, beside the unmodified model. Leave out devices, or them"
+            )
         if self.learn and self.devices > 1:
             raise ValueError(
                 "blocks learn on one device, for each step changes what the next one begins with. "
@@ -126,17 +144,24 @@ class Gptq(GptqFields, SharedText, Backed):
             fewer = sequences_at_once(self.batch_size, self.calibration.size[1], device)
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size if self.learn else fewer, job.together)
         learner = block_learner(job, inputs, self.learning_steps or 0) if self.learn else None
-        compensation = self._compensation(job)
+        compensation, earlier = self._compensation(job), self._earlier(job, inputs)
         for index in job.resume(inputs):
             with skeleton.loaded(skeleton.blocks[index], device, LESS_MEMORY):
                 modules = job.modules(index)
                 if learner:
                     learner.enter_(index, inputs, modules)
+                if earlier:
+                    earlier.enter_(index, inputs, modules)
                 quantized: dict[str, QuantizedWeight] = {}
                 whole = [list(modules)]
-                for turn in turns_of(skeleton, index, inputs, modules) if self.true_sequential else whole:
+                in_turn = self.true_sequential or earlier
+                for turn in turns_of(skeleton, index, inputs, modules) if in_turn else whole:
                     layers = {name: modules[name] for name in turn}
-                    hessians = collect_hessians(skeleton, index, inputs, layers, self.equal_tokens)
+                    hessians = (
+                        earlier.move_(index, inputs, layers)
+                        if earlier
+                        else collect_hessians(skeleton, index, inputs, layers, self.equal_tokens)
+                    )
                     job.details["expert_tokens"] |= tokens_of_experts(layers, hessians)
                     quantized |= compensation.round_(layers, hessians)
                     del hessians  # before the next turn's are made
@@ -144,7 +169,9 @@ class Gptq(GptqFields, SharedText, Backed):
                     stay = {name for name in quantized if self._rounds_to_nearest(name)}
                     stay |= set(job.details["rounded_to_nearest"])
                     quantized |= learned_block(job, learner, index, inputs, quantized, stay, self.keep_zeros)
-                if job.is_read(index) or (learner and index + 1 < len(skeleton.blocks)):
+                if job.is_read(index) or ((learner or earlier) and index + 1 < len(skeleton.blocks)):
+                    if earlier:
+                        earlier.leave_(index, inputs)
                     with in_codes(modules, quantized):
                         skeleton.advance_(index, inputs)
             yield quantized
@@ -159,6 +186,15 @@ class Gptq(GptqFields, SharedText, Backed):
                 f" ({name}: {tokens}); raise gptq.calibration.samples"
                 + (", or set gptq.calibration.experts: all" if EXPERTS in name else "")
             )
+
+    def _earlier(self, job: QuantizationJob, inputs: BlockInputs) -> EarlierErrors | None:
+        if not self.earlier_errors:
+            return None
+        from optkit.stages.quantizing.earlier_errors import EarlierErrors
+
+        refuse_encoder_decoder(job.skeleton.checkpoint.config, "earlier_errors")
+        fields = self.damping, self.equal_tokens, self.keep_zeros
+        return EarlierErrors(job.skeleton, inputs, self.earlier_errors, *fields)
 
     def _compensation(self, job: QuantizationJob) -> Compensation:
         from optkit.stages.quantizing.compensation import Compensation
@@ -196,6 +232,9 @@ class Gptq(GptqFields, SharedText, Backed):
             work += 4 * 3 * max(layer.inputs for layer in layers.values()) ** 2  # within torch's operations
         text = self.calibration
         found = calibrated_work(shape, layers, text, self.batch_size, hessian_bytes(shape, layers), work, self.devices)
+        if self.earlier_errors:
+            refuse_encoder_decoder(shape.config, "earlier_errors")
+            found = with_unmodified(found, shape, layers, text, self.batch_size)
         if not self.learn:
             return found
         sizes = [(layer, getattr(self.layer_format(layer), "group_size", None)) for layer in layers.values()]

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from optkit.common.out_of_resources import out_of_memory
-from optkit.model.calibration_memory import Text, Work, calibration_bytes
+from optkit.model.calibration_memory import Text, Work, calibration_bytes, hessian_bytes
 from optkit.model.linear_layers import Layer, by_block
 from optkit.model.shape import ModelShape
-from optkit.stages.quantizing.fitting import refuse_learning
+from optkit.stages.quantizing.fitting import refuse_encoder_decoder
 from optkit.stages.quantizing.integers import packed_format, packed_grid
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros
@@ -42,7 +42,7 @@ LEAVES = ("codes", "scales", "zeros")
 
 def block_learner(job: QuantizationJob, inputs: BlockInputs, steps: int) -> BlockLearner:
     """Return what teaches the blocks behind `inputs`. Raises StageError for models whose blocks cannot."""
-    refuse_learning(job.skeleton.checkpoint.config)
+    refuse_encoder_decoder(job.skeleton.checkpoint.config, "learn")
     from optkit.training.block_learning import BlockLearner
 
     job.details["block_losses"] = {}
@@ -107,13 +107,23 @@ def with_learned_scales(
         yield BlockOutput({name: packed_format(job, name).pack(*each) for name, each in learned.items()})
 
 
+def with_unmodified(work: Work, shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int) -> Work:
+    """Return what it takes if layers make up for earlier errors too, of what it takes without.
+    The unmodified model's hidden states, a block's float weights, and two sums as large as the Hessians are kept.
+    """
+    hidden, running = calibration_bytes(shape, layers, text, batch)
+    largest = max(layer.outputs * layer.inputs for layer in layers.values())
+    kept = hidden + shape.block_bytes + 2 * hessian_bytes(shape, layers) + 4 * 3 * largest + running
+    return replace(work, block=work.block + kept)
+
+
 def with_learning(
     work: Work, shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, scales: int, device: str
 ) -> Work:
     """Return what it takes if blocks learn too, of what it takes without; `scales`: how many there are.
     Raises StageError for models whose blocks cannot.
     """
-    refuse_learning(shape.config)
+    refuse_encoder_decoder(shape.config, "learn")
     hidden, running = calibration_bytes(shape, layers, text, batch)
     counts = [sum(layers[name].outputs * layers[name].inputs for name in block) for block in by_block(shape, layers)]
     running *= LEARNING_BATCHES
