@@ -91,6 +91,10 @@ for bits, group in ((bits, group) for group in (64, 128) for bits in (4, 3, 2)):
     METHODS |= {
         f"gptq, {bits} bits of {group}": [stage("gptq", **grid)],
         f"gptq that learns, {bits} bits of {group}": [stage("gptq", effort="best", **grid)],
+        f"gptq, earlier errors, {bits} bits of {group}": [stage("gptq", earlier_errors=0.5, **grid)],
+        f"gptq that learns, earlier errors, {bits} bits of {group}": [
+            stage("gptq", effort="best", earlier_errors=0.5, **grid)
+        ],
         f"gptqmodel, {bits} bits of {group}": [stage("gptq", backend="gptqmodel", **grid)],
         f"AutoRound 200, {bits} bits of {group}": [stage("gptq", **rounded)],
         f"AutoRound 1000, {bits} bits of {group}": [stage("gptq", learning_steps=1000, **rounded)],

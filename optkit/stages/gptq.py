@@ -169,7 +169,7 @@ class Gptq(GptqFields, SharedText, Backed):
                     stay = {name for name in quantized if self._rounds_to_nearest(name)}
                     stay |= set(job.details["rounded_to_nearest"])
                     quantized |= learned_block(job, learner, index, inputs, quantized, stay, self.keep_zeros)
-                if job.is_read(index) or ((learner or earlier) and index + 1 < len(skeleton.blocks)):
+                if job.is_read(index) or (learner and index + 1 < len(skeleton.blocks)):
                     if earlier:
                         earlier.leave_(index, inputs)
                     with in_codes(modules, quantized):
