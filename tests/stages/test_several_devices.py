@@ -26,6 +26,7 @@ from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
 from optkit.stages.prune import Prune
 from optkit.training.launch import launch
+from tests.support.encoder_decoders import write_pairs
 from tests.support.shared_stages import Runs
 
 TinyModel = Callable[[str], Path]
@@ -117,13 +118,29 @@ def test_two_processes_leave_what_one_does(
         assert floats < limit, name
 
 
+@pytest.mark.slow
+@on_linux
+@pytest.mark.usefixtures("warm_children")
+def test_processes_go_on_in_the_decoder(tiny_encoder_decoder: TinyModel, tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs", False)
+    text = Calibration(dataset=str(pairs), samples=5, sequence_length=40, input="input", field="target")
+    stage = Gptq(group_size=32, calibration=text, devices=2)
+    runs = {"llama": (str(tiny_encoder_decoder("BartForConditionalGeneration")), described(stage))}
+    go_on(runs, tmp_path, 1, 3)
+
+
 @on_linux
 @pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_processes_go_on_behind_the_last_block_that_all_finished(
     tiny_model: TinyModel, tmp_path: Path, odd: Calibration, killed: int
 ) -> None:
-    runs, lines = stages(tiny_model, odd, ["llama"], devices=2), Lines()
+    go_on(stages(tiny_model, odd, ["llama"], devices=2), tmp_path, killed, 2)
+
+
+def go_on(runs: dict[str, Any], tmp_path: Path, killed: int, blocks: int) -> None:
+    """See that a run whose process is killed behind so many blocks goes on to the same bytes."""
+    lines = Lines()
 
     def run(how: tuple[int, int] | None, workspace: Path) -> dict[str, bytes]:
         shutil.rmtree(tmp_path / "target", ignore_errors=True)
@@ -134,7 +151,7 @@ def test_processes_go_on_behind_the_last_block_that_all_finished(
 
     whole = run(None, tmp_path / "other")
     with pytest.raises(StageError, match=rf"rank {killed} of 2 was ended by SIGKILL"):
-        run((killed, 2), tmp_path / "work")
+        run((killed, blocks), tmp_path / "work")
     kept = sorted(path.name for path in (tmp_path / "work" / "llama" / "of-2").iterdir())
     assert "kept.json" in kept
     assert run(None, tmp_path / "work") == whole
