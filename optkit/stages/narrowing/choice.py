@@ -34,7 +34,8 @@ class _Squares:
         self.tokens += len(rows)
         self.total += (rows.square() / scale).sum(0)
 
-    def add_up_(self, together: Together) -> None:
+    def add_up_(self, together: Together, tokens: int) -> None:
+        self.tokens = tokens
         together.sum_(self.total)
 
 

@@ -42,8 +42,8 @@ class Sum(Protocol):
         """Take in float [..., in]."""
         ...
 
-    def add_up_(self, together: Together) -> None:
-        """Become what all processes took; `tokens` is set beside it."""
+    def add_up_(self, together: Together, tokens: int) -> None:
+        """Become what all processes took, so many tokens."""
         ...
 
 
@@ -162,8 +162,7 @@ def _added_up(
         used.add(id(total))
         found |= dict.fromkeys(names, total)
     for name, total in {id(each): (name, each) for name, each in found.items()}.values():
-        total.add_up_(together)
-        total.tokens = sum(each[name][1] for each in told if name in each)
+        total.add_up_(together, sum(each[name][1] for each in told if name in each))
     return found
 
 
@@ -233,8 +232,7 @@ def head_hessian(job: QuantizationJob, equal_tokens: bool) -> Hessian:
     if inputs is not None:
         for given in job.skeleton.head_inputs(inputs, device):
             hessian.add(given)
-    hessian.add_up_(together)
-    hessian.tokens = sum(together.gather(hessian.tokens))
+    hessian.add_up_(together, sum(together.gather(hessian.tokens)))
     return hessian
 
 

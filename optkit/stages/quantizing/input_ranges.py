@@ -46,11 +46,12 @@ class InputRange:
             step = max(1, len(rows) // self._rows_of_a_call)
             self._rows.append(rows[step // 2 :: step][: self._rows_of_a_call].to(torch.float32, copy=True))
 
-    def add_up_(self, together: Together) -> None:
-        """Become what all processes took; `tokens` is theirs to set. The first process's rows are the first."""
+    def add_up_(self, together: Together, tokens: int) -> None:
+        """Become what all processes took, so many tokens; the first process's rows are the first."""
+        self.tokens = tokens
         together.most_(self.amax)
         if self._hessian is not None:
-            self._hessian.add_up_(together)
+            self._hessian.add_up_(together, tokens)
         if self._rows_of_a_call:
             self._rows = [together.joined(self.rows)]
 
