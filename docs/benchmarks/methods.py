@@ -128,7 +128,7 @@ def measure(name: str, model: Path, data: Path, store: Path | None, device: str,
         "attribution": False,
         "seed": seed,
     }
-    with tempfile.TemporaryDirectory(dir=store) as out:
+    with tempfile.TemporaryDirectory() as out:
         todo = plan(optkit.load_recipe(recipe), store=store, data=data, device=device)
         before = os.times()
         if METHODS[name]:
