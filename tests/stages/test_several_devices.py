@@ -115,7 +115,7 @@ def test_two_processes_leave_what_one_does(
         routed, expected = (list(each.get("expert_tokens", {}).values()) for each in (two, one))
         assert routed[:1] == expected[:1], "a router behind rounded layers may send a token elsewhere"
         assert [sum(each) for each in routed] == [sum(each) for each in expected]
-        assert two.get("losses") == pytest.approx(one.get("losses"), rel=0.25)
+        assert two.get("losses", {}) == pytest.approx(one.get("losses", {}), rel=0.25)
         codes, floats = differing(tmp_path / "one" / name, place / name)
         # sums in another order: a code that lies between two numbers goes to the other one, and what follows it
         # moves too; activations that are rounded, or routed, carry that on
