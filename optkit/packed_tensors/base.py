@@ -6,6 +6,7 @@ No torch is needed.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from optkit.errors import StageError
 from optkit.model.apart import CheckpointApart, parts_of, with_experts_apart
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.linear_layers import Layer, Selection, layers_of
+from optkit.model.linear_layers import EXPERTS, Layer, Selection, layers_of
 from optkit.model.output_layer import HEAD
 from optkit.model.read_weights import Read
 from optkit.model.shape import ModelShape, TensorInfo
@@ -137,8 +138,8 @@ def quantization_config(formats: Mapping[str, LayerFormat], kept: Iterable[str])
     `formats` are those of the quantized layers, `kept` the Linears that stay.
 
     compressed-tensors: layers of equal scheme form a group. The largest group is that of every
-    `Linear`; the others list their layers. lm_head is listed in any case: vLLM takes it for no
-    `Linear`.
+    `Linear`; the others list their layers, or name all experts by a pattern. lm_head is listed in
+    any case: vLLM takes it for no `Linear`.
     """
     counts = Counter(formats.values())
     usual = max(counts, key=lambda each: (counts[each], each.label))
@@ -157,9 +158,21 @@ def quantization_config(formats: Mapping[str, LayerFormat], kept: Iterable[str])
         "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{index}": {"targets": names if index else ["Linear", *({HEAD} & set(names))], **scheme}
+            f"group_{index}": {"targets": _targets(names, formats) if index else ["Linear", *({HEAD} & set(names))]}
+            | scheme
             for index, (scheme, names) in enumerate(ordered)
         },
         "ignore": list(kept),
         "kv_cache_scheme": None,
     }
+
+
+def _targets(names: list[str], formats: Mapping[str, LayerFormat]) -> list[str]:
+    """Return the targets of a group that is not the largest: its layers, and one pattern if it has all experts.
+
+    transformers reads all experts of a model as the first group with such a pattern says, or as the largest.
+    """
+    experts = [name for name in formats if EXPERTS in name]
+    if not experts or not {*experts} <= {*names}:
+        return names
+    return [f"re:.*{re.escape(EXPERTS)}.*", *(name for name in names if EXPERTS not in name)]

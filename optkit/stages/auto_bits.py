@@ -94,7 +94,7 @@ class AutoBits(Transform):
     unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- auto_bits: {average_bits: 4.5, calibration: {dataset: c4}}"
     produces: ClassVar[Format] = Format.QUANTIZED
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     sees_images: ClassVar[bool] = True
 
     average_bits: Bits | None = None
@@ -116,7 +116,7 @@ class AutoBits(Transform):
     """What rounds the weights in the end, and so what the predictions are of."""
     fused: bool = True
     """Give layers that vLLM joins (q, k and v; gate and up) the same form; without it vLLM does not
-    open the model. The experts of a block always have one form."""
+    open the model. All experts always have one form, as transformers opens them."""
     include: AtLeastOne[Name] = ("*",)
     """Layers to quantize, as glob patterns on full names."""
     exclude: Distinct[Name] = ()

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from optkit.errors import StageError
+from optkit.kernels.cpu.native import exact_products
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
@@ -21,6 +22,8 @@ from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.near import near
 from tests.support.predictions import predicted
+from tests.zoo.models import TOKENS as LETTERS
+from tests.zoo.models import plain_logits, save_model
 
 OVERRIDES = {
     "*.down_proj": {"bits": 8, "group_size": 32},
@@ -145,6 +148,11 @@ def test_gptq_format_lists_what_is_different(tiny_model: TinyModel, tmp_path: Pa
         ),
         (
             "mixtral",
+            {"overrides": {"model.layers.0.*.experts.*": {"bits": 8}}},
+            r"layers.1.\S*experts.0.w1 has 4 bits.* has 8 bits.* transformers opens all experts of a model in one form",
+        ),
+        (
+            "mixtral",
             {"overrides": {"*.experts.1.*": {"symmetric": False}}},
             "rtn.symmetric: 6 layers belong to experts",
         ),
@@ -154,6 +162,19 @@ def test_refusals(tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict
     source = shutil.copytree(tiny_model(kind), tmp_path / "source")
     with pytest.raises(StageError, match=message):
         Rtn(**fields).predict(Checkpoint(source).shape, "cpu")
+
+
+@pytest.mark.parametrize("most", [True, False])
+def test_experts_of_a_form_of_their_own_are_opened_by_transformers(tmp_path: Path, most: bool) -> None:
+    """It reads all experts in one form: that of a pattern that names them, or of most layers."""
+    source = save_model("qwen2_moe", tmp_path / "model", num_experts=4 if most else 2)
+    packed = quantize(source, tmp_path / "out", group_size=32, overrides={"*.experts.*": {"bits": 8}})
+    assert packed.quantization is not None
+    of_experts = packed.quantization["config_groups"]["group_0" if most else "group_1"]
+    assert of_experts["weights"]["num_bits"] == 8
+    assert of_experts["targets"] == (["Linear"] if most else [r"re:.*\.experts\..*"])
+    with exact_products():
+        assert near(open_session(packed.directory).logits(LETTERS), plain_logits(packed.directory))
 
 
 @pytest.mark.parametrize(

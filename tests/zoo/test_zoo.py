@@ -32,6 +32,7 @@ def test_what_the_table_says_of_a_model(kind: str, tmp_path: Path) -> None:
         ("deepseek_v32", "auto_bits"),
         ("gemma3n_text", "distill"),
         ("idefics2", "kv_scales"),
+        ("phimoe", "auto_bits"),
         ("qwen2_vl", "distill"),
         ("recurrent_gemma", "kv_scales"),
         ("rwkv", "rotate"),

@@ -118,19 +118,16 @@ def _refuse_unread_experts(selection: Selection, formats: Mapping[str, LayerForm
 
 
 def refuse_some_experts(selection: Selection, formats: Mapping[str, LayerFormat], stage: str) -> None:
-    """Raise StageError if experts of one block would have different forms."""
-    first: dict[str, str] = {}
-    for name in selection.layers:
-        if EXPERTS in name:
-            other = first.setdefault(name.partition(EXPERTS)[0], name)
-            if formats[name] != formats[other]:
-                raise StageError(
-                    f"{name} has {formats[name].label} and {other} has {formats[other].label}",
-                    where=f"{stage}.overrides",
-                    why="transformers and vLLM open the experts of a block in one form only",
-                    remedy="Match all experts of a block with one pattern, such as model.layers.0.*.experts.*",
-                )
-    chosen = set(first)
+    """Raise StageError if experts would have different forms."""
+    experts = [name for name in selection.layers if EXPERTS in name]
+    if other := next((name for name in experts if formats[name] != formats[experts[0]]), None):
+        raise StageError(
+            f"{other} has {formats[other].label} and {experts[0]} has {formats[experts[0]].label}",
+            where=f"{stage}.overrides",
+            why="transformers opens all experts of a model in one form, and computes something else with others",
+            remedy="Match all experts with one pattern, such as *.experts.*",
+        )
+    chosen = {name.partition(EXPERTS)[0] for name in experts}
     left = next((name for name in selection.skipped if EXPERTS in name and name.partition(EXPERTS)[0] in chosen), None)
     if left:
         raise StageError(

@@ -14,7 +14,6 @@ from pydantic import field_validator
 
 from optkit.common.field_types import CodeBits, GroupSize
 from optkit.common.frozen import Frozen
-from optkit.common.grouping import grouped
 from optkit.devices.datasheets import Device
 from optkit.errors import StageError
 from optkit.model.linear_layers import EXPERTS, Layer, stacks
@@ -75,7 +74,7 @@ def make_items(
     layers: Mapping[str, Layer], shape: ModelShape, choices: Sequence[Choice], fused: bool, stage: str
 ) -> list[Item]:
     """Return the layers in groups that get one choice.
-    They are the experts of a block, and with `fused` what vLLM joins; others are alone.
+    They are all experts, and with `fused` what vLLM joins; others are alone.
 
     Raises StageError for a layer that no choice fits.
     """
@@ -102,8 +101,8 @@ def make_items(
 def _groups(names: Iterable[str], fused: bool) -> list[list[str]]:
     every = list(names)
     others = [name for name in every if EXPERTS not in name]
-    experts = grouped((name for name in every if EXPERTS in name), lambda name: name.partition(EXPERTS)[0])
-    return [*(stacks(others) if fused else ([name] for name in others)), *experts.values()]
+    experts = [name for name in every if EXPERTS in name]
+    return [*(stacks(others) if fused else ([name] for name in others)), *([experts] if experts else [])]
 
 
 @dataclass(frozen=True)
