@@ -29,6 +29,13 @@ KNOWN = "GGUF_CONFIG_MAPPING", "integrations/ggml.py"
 """transformers' table of the architectures that it reads. Others need no process to say so."""
 OF_NO_MATTER = frozenset({"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"})
 """Keys that say once more what tensors' shapes say."""
+OF_EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
+UNREAD = {
+    "minimax_m2": {"expert_feed_forward_length": "intermediate_size"},
+    "qwen2_moe": {**OF_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    "qwen3_moe": OF_EXPERTS,
+}
+"""Architecture -> keys that transformers leaves at its config's default, and the field that each is."""
 
 
 def foreign_shape(gguf: Gguf, known: Mapping[str, Any]) -> ModelShape:
@@ -93,7 +100,11 @@ def work(parent: Parent) -> dict[str, Any]:
     """Return what an order asks for: the shape of the checkpoint, or what its import left out."""
     order = parent.order()
     with importing():
+        from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
         from optkit.source.quiet import quiet_transformers
+    for kind, words in UNREAD.items():
+        GGUF_CONFIG_MAPPING.get(kind, {}).update(words)
     with quiet_transformers():
         return _imported(order, parent) if "target" in order else _described(order)
 
@@ -110,9 +121,7 @@ def _described(order: Mapping[str, Any]) -> dict[str, Any]:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
         return {"refused": first_line(error)}
-    tied = model.all_tied_weights_keys
-    state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-    stored = revert_weight_conversion(model, state)
+    stored = revert_weight_conversion(model, {name: model.state_dict()[name] for name in _kept(model)})
     described = config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
     return {
         "config": json.loads(json.dumps(described, default=str)),
@@ -120,10 +129,15 @@ def _described(order: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _kept(model: Any) -> list[str]:
+    return [name for name in model.state_dict() if name not in model.all_tied_weights_keys]
+
+
 def _imported(order: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
     import torch
     import transformers.modeling_gguf_pytorch_utils as reader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     from optkit.model.gguf_file import read_gguf
@@ -149,6 +163,12 @@ def _imported(order: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **place)
     if missing := sorted(report["missing_keys"]):
         return {"refused": f"It finds no weights for {len(missing)} parameters ({', '.join(missing[:3])})"}
+    model._weight_conversions = None  # those of the file; without them it is saved as it is published
+    wanted = _described(order)["tensors"]
+    stored = revert_weight_conversion(model, {name: model.state_dict()[name] for name in _kept(model)})
+    if wrong := [name for name, tensor in stored.items() if list(tensor.shape) != wanted.get(name)]:
+        found = f"{wrong[0]} has {list(stored[wrong[0]].shape)}, and its config says {wanted.get(wrong[0])}"
+        return {"refused": f"It does not read all sizes: {found}"}
     model.save_pretrained(order["target"], max_shard_size="4GB")
     tokenizer.save_pretrained(order["target"])
     # the class of an architecture would cut text in its own way, whatever is in tokenizer.json

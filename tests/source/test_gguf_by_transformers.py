@@ -8,12 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.source.models import ModelSource, import_model, model_shape, pin_model
 from tests.conftest import TinyModel
 from tests.support.fresh_python import imported_by
 from tests.support.gguf_files import save_by_names
+from tests.support.near import near
 from tests.support.remembered import Lines
+from tests.zoo.models import plain_logits, save_model
 
 pytest.importorskip("gguf")
 GEMMA3 = {
@@ -29,6 +32,12 @@ GEMMA3 = {
     "final_logit_softcapping": "rms_norm_eps",
 }
 """The last one is a key that transformers does not look at."""
+EXPERTS = {
+    **{key: GEMMA3[key] for key in [*GEMMA3][:-2]},
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+}
+WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 TEXT = "def f(x): return x + 1"
 
 
@@ -57,6 +66,22 @@ def test_an_import_is_what_transformers_reads(gemma3: Path, tiny_model: TinyMode
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, theirs(tokens).logits)
     here = AutoTokenizer.from_pretrained(gemma3.parent, gguf_file=gemma3.name)
     assert AutoTokenizer.from_pretrained(tmp_path)(TEXT).input_ids == here(TEXT).input_ids
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_experts_have_the_sizes_of_the_file(tmp_path: Path, told: bool) -> None:
+    """transformers leaves their width at the default of its config, and saves them joined."""
+    source = save_model("qwen3_moe", tmp_path / "model", norm_topk_prob=True, head_dim=16)
+    file = save_by_names(source, tmp_path / "tiny.gguf", "qwen3moe", EXPERTS | (WIDTH if told else {}))
+    pinned = pin_model(ModelSource(name=str(file)), tmp_path / "cache")
+    (target := tmp_path / "imported").mkdir()
+    if not told:
+        with pytest.raises(SourceError, match=r"It does not read all sizes: \S+ has \[64, 64\].* says \[.*Take"):
+            import_model(pinned, target, Lines())
+        return
+    import_model(pinned, target, Lines())
+    assert dict(model_shape(pinned, None).tensors) == Checkpoint(target).tensors
+    assert near(plain_logits(target), plain_logits(source))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from optkit.model.checkpoint import Checkpoint
 from optkit.source.gguf_llama import LAYOUTS, tensor_name
@@ -94,9 +95,15 @@ def save_by_names(model: Path, file: Path, architecture: str, words: dict[str, s
     writer.add_eos_token_id(0)
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(kind, 9)
-    for name in checkpoint.tensors:
+    experts: dict[str, list[Any]] = {}
+    for name in sorted(checkpoint.tensors):
         weights = checkpoint.read(name).float().numpy() + (norms if "norm" in name else 0)
-        writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), np.ascontiguousarray(weights))
+        if found := re.search(r"layers\.(\d+)\..*\.experts\.\d+\.(\w+)_proj", name):
+            experts.setdefault(f"blk.{found[1]}.ffn_{found[2]}_exps.weight", []).append(weights)
+        else:
+            writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), np.ascontiguousarray(weights))
+    for name, each in experts.items():
+        writer.add_tensor(name, np.stack(each))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
