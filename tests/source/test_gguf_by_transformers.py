@@ -34,7 +34,7 @@ GEMMA3 = {
 """The last one is a key that transformers does not look at."""
 EXPERTS = {
     **{key: GEMMA3[key] for key in [*GEMMA3][:-2]},
-    "expert_count": "num_experts",
+    "expert_count": "num_local_experts",
     "expert_used_count": "num_experts_per_tok",
 }
 WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}

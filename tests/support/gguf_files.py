@@ -84,17 +84,19 @@ def save_by_names(model: Path, file: Path, architecture: str, words: dict[str, s
     for key, word in words.items():
         value = checkpoint.config[word]
         writer.add_key_value(f"{architecture}.{key}", value, gguf.GGUFValueType.get_type(value))
-    tokens = [token.replace("Ġ", "▁") for token, _ in sorted(vocabulary["vocab"].items(), key=lambda item: item[1])]
+    kind = "gpt2" if architecture.startswith("qwen") else "llama"
+    space = "Ġ" if kind == "gpt2" else "▁"
+    tokens = [token.replace("Ġ", space) for token, _ in sorted(vocabulary["vocab"].items(), key=lambda item: item[1])]
     tokens[1] = "<unk>"
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model(kind)
     writer.add_token_list(tokens)
     writer.add_token_scores([-float(index) for index in range(len(tokens))])
     writer.add_token_types([3] + [1] * (len(tokens) - 1))
     writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, 9)
+    known = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(known, 9)
     experts: dict[str, list[Any]] = {}
     for name in sorted(checkpoint.tensors):
         weights = checkpoint.read(name).float().numpy() + (norms if "norm" in name else 0)
