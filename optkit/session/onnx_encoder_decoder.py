@@ -6,7 +6,7 @@ that of transformers in either case, with all that generation_config.json says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import AutoConfig, EncoderDecoderCache, GenerationConfig
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from optkit.errors import SourceError
 from optkit.model.task import loader_of
 from optkit.onnx.decode_bytes import decode_bytes
 from optkit.onnx.directory import OnnxDirectory
@@ -26,6 +27,9 @@ from optkit.onnx.opening import HIDDEN_MEMORY
 from optkit.session.onnx_encoder import refuse_engine
 from optkit.session.torch_encoder_decoder import TorchEncoderDecoder
 from optkit.source.quiet import quiet_transformers
+
+COMPUTED = ("attention_mask", "cache_position")
+"""What transformers gives that a graph may not take: no padding in audio, and positions from the start."""
 
 
 class OnnxEncoderDecoder(TorchEncoderDecoder):
@@ -73,6 +77,7 @@ def _ask_(model: Any, parts: OnnxParts) -> None:
 
     @wraps(encoder.forward)
     def encode(**inputs: Any) -> BaseModelOutput:
+        _refuse_strange(inputs, parts)
         given = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         return BaseModelOutput(last_hidden_state=parts.encode(given).to(model.device))
 
@@ -85,6 +90,8 @@ def _ask_(model: Any, parts: OnnxParts) -> None:
         use_cache: bool = True,
         **inputs: Any,
     ) -> Seq2SeqLMOutput:
+        decoding = inputs.pop("decoder_attention_mask", None)
+        _refuse_strange(inputs if decoding is None or decoding.all() else {"decoder_attention_mask": decoding}, parts)
         given = inputs if attention_mask is None else {**inputs, "attention_mask": attention_mask}
         hidden = (encoder_outputs or encode(**given))[0]
         mask = attention_mask if attention_mask is not None and attention_mask.shape == hidden.shape[:2] else None
@@ -94,6 +101,21 @@ def _ask_(model: Any, parts: OnnxParts) -> None:
         return Seq2SeqLMOutput(logits=logits, past_key_values=left, encoder_last_hidden_state=hidden)
 
     encoder.forward, model.forward = encode, forward
+
+
+def _refuse_strange(inputs: Mapping[str, Any], parts: OnnxParts) -> None:
+    """Raise SourceError for tensors that would change what torch computes, and that no graph takes."""
+    file = parts.encoder.file
+    known = {*file.inputs, *COMPUTED}
+    if strange := next(
+        (name for name, value in inputs.items() if isinstance(value, Tensor) and name not in known), None
+    ):
+        raise SourceError(
+            f"its graphs take no {strange}",
+            where=str(file.path.parent),
+            why=f"They read {', '.join(file.inputs)}, and a target without padding from its start",
+            remedy="Leave it out",
+        )
 
 
 def _states(cache: EncoderDecoderCache | None) -> dict[str, Tensor]:

@@ -163,7 +163,9 @@ class OnnxQuantize(Transform):
         shared: dict[bytes, int] | None = {} if len(names) > 1 else None
         for name in names:
             found, left, notes = quantize(ModelFile(source, name), target, context, shared)
-            quantized, skipped = quantized | found, skipped | left
+            graph = f"{name}: " if len(names) > 1 else ""  # nodes of two graphs may have one name
+            quantized |= {graph + node: form for node, form in found.items()}
+            skipped |= {graph + node: reason for node, reason in left.items()}
         written = ModelFile(target, names[0]).proto
         run_it(target, "onnx_quantize")
         opset = next(entry.version for entry in written.opset_import if entry.domain in ("", "ai.onnx"))

@@ -153,9 +153,13 @@ def test_all_three_graphs_in_integers(
     want, got = (each.logits_given(inputs, tokens) for each in (theirs, ours))
     assert 0 < (want - got).norm() / want.norm() < apart
     after = report.details["nodes_after"]
-    assert (
-        after.get("MatMulNBits", 0) + after.get("MatMulInteger", 0) == 56
-    )  # 37 weights, of which 19 are in two graphs
+    rounded = after.get("MatMulNBits", 0) + after.get("MatMulInteger", 0)
+    assert rounded == report.changed == 56  # 37 weights, of which 19 are in two graphs
+    strange = {"decoder_attention_mask": torch.zeros_like(tokens)}
+    with pytest.raises(SourceError, match="its graphs take no decoder_attention_mask. They read .* Leave it out"):
+        ours.model(**inputs, decoder_input_ids=tokens, **strange)
+    with pytest.raises(SourceError, match="its graphs take no inputs_embeds"):
+        ours.model.get_encoder()(**inputs, inputs_embeds=torch.zeros(1, 1, 1))
     assert left.size_bytes == pytest.approx((tmp_path / "model.onnx.data").stat().st_size, rel=0.15)
     assert [check.detail for check in check_onnx(tmp_path) if not check.ok] == []
 

@@ -105,8 +105,16 @@ def test_another_version_of_the_library_makes_other_weights(monkeypatch: pytest.
         ),
         (Awq, {"backend": "auto_round", "symmetric": True}, "symmetric: auto_round has false, not true"),
         (Awq, {"backend": "gptqmodel", "bits": 8}, "bits: gptqmodel has 4, not 8"),
-        (Gptq, {"backend": "llmcompressor", "bits": 3}, "bits: llmcompressor has 4 or 8, not 3"),
-        (Gptq, {"backend": "auto_round"}, "learn: auto_round has blocks, not null"),
+        (
+            Gptq,
+            {"backend": "llmcompressor", "bits": 3},
+            "llmcompressor has 4 or 8, not 3. Set bits to 4 or 8, or take backend: optkit",
+        ),
+        (
+            Gptq,
+            {"backend": "auto_round"},
+            "has blocks, not null. Set learn to blocks, or take backend: optkit",
+        ),
         (Gptq, {"backend": "autoawq"}, "'optkit', 'auto_round', 'gptqmodel' or 'llmcompressor'"),
         (
             Rtn,

@@ -61,8 +61,10 @@ class Backed(WeightQuantizer):
             raise ValueError(f"calibration.{why}. Leave it out, or take backend: {OWN}")
         for name, values in offer.values.items():
             if (value := self._default(name, getattr(self, name))) not in values:
+                has = either([_text(each) for each in values])
                 raise ValueError(
-                    f"{name}: {offer.library} has {either([_text(each) for each in values])}, not {_text(value)}"
+                    f"{name}: {offer.library} has {has}, not {_text(value)}. "
+                    f"Set {name} to {has}, or take backend: {OWN}"
                 )
         return self
 
