@@ -14,7 +14,6 @@ from optkit.kernels.cuda.schedule import (
     CHUNK,
     SHARED_BYTES,
     Form,
-    Schedule,
     choose_tiles,
     default_schedule,
     ordered_bytes,
@@ -130,11 +129,3 @@ def test_the_buffer_of_x_in_order_holds_x_and_its_sums() -> None:
     assert sums_bytes(form("8B down_proj", bits=16)[0], 9) == 0
     coded, _ = form("8B down_proj", bits=8)
     assert (ordered_bytes(coded, 9), sums_bytes(coded, 9)) == (16 * 14336, 16 * 4)
-
-
-@pytest.mark.parametrize(("inputs", "row_tiles", "depth"), [(4096, 1, 4), (7168, 1, 7), (7168, 2, 1), (11264, 1, 1)])
-def test_a_warp_asks_for_all_chunks_where_few_at_a_time_do_not_divide_them(
-    inputs: int, row_tiles: int, depth: int
-) -> None:
-    shape = Form(16, 4096, inputs, torch.bfloat16, 128, asymmetric=False)
-    assert matrix._depth(shape, Schedule(warps=8, depth=4, row_tiles=row_tiles, blocks=1)) == depth

@@ -55,8 +55,6 @@ MORE_ROUNDED = 10
 FEWEST_TRIED = 3
 """Batches up to 2^3 have the same kernels; so have those up to each next power of two."""
 CHOOSING_BLOCKS = 32
-INDEX = (1 << 32) - 1
-"""The bits of `choose` that are the complement of a token."""
 
 
 class GraphDecoder:
@@ -266,16 +264,6 @@ class Steps:
         if decoder.exchange:
             decoder.exchange.agree_(self.best, decoder.head.outputs)
         self._small("keep", (1, 1, 1), (self.best, self.tokens, self.position, self.batch))
-
-    def likeliest(self, logits: Tensor) -> Tensor:
-        """Return the likeliest tokens, int64 [batch]; logits: float32 [batch, share of the vocabulary]."""
-        decoder = self.decoder
-        if decoder.exchange is None:
-            return logits.argmax(-1)
-        best = torch.zeros_like(self.best[: len(logits)])
-        self._small("choose", (CHOOSING_BLOCKS, len(logits), 1), (logits, best))
-        decoder.exchange.agree_(best, decoder.head.outputs)
-        return best.bitwise_not() & INDEX
 
     def _attend(self, index: int, layer: Layer) -> Tensor:
         decoder = self.decoder

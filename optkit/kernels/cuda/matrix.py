@@ -16,7 +16,6 @@ from torch import Tensor
 from optkit.kernels.cuda.nvrtc import Kernel, compiled
 from optkit.kernels.cuda.schedule import (
     CHUNK,
-    DEEPEST,
     ROWS,
     Form,
     Schedule,
@@ -283,12 +282,9 @@ def _kernel(name: str, macros: dict[str, str], device: int) -> Kernel:
 
 
 def _depth(form: Form, schedule: Schedule) -> int:
-    """Return the schedule's depth, or the next smaller one that divides the chunks of a warp.
-    All chunks of a row of tiles if that is less than half: 7 of them, say, where 4 were wanted.
-    """
+    """Return the schedule's depth, or the next smaller one that divides the chunks of a warp."""
     turns = -(-form.chunks // schedule.warps)
-    found = max(depth for depth in range(1, schedule.depth + 1) if turns % depth == 0)
-    return turns if 2 * found < schedule.depth and turns <= DEEPEST and schedule.row_tiles == 1 else found
+    return max(depth for depth in range(1, schedule.depth + 1) if turns % depth == 0)
 
 
 def _by_tile(values: Tensor, group_size: int, tiles: int, chunks: int) -> Tensor:

@@ -39,8 +39,8 @@ class Prompts:
         """Return the tokens behind prompts, int64 [batch]; tokens: int64 [batch, prompt]."""
         (batch, length), decoder = tokens.shape, steps.decoder
         padded = min(-(-length // LENGTH_STEP) * LENGTH_STEP, steps.capacity)
-        most = min(MOST_CAPTURED, decoder.exchange.rows) if decoder.exchange else MOST_CAPTURED
-        if batch * padded <= most and all(isinstance(layer.mlp, GatedMlp) for layer in decoder.layers):
+        whole = decoder.exchange is None and all(isinstance(layer.mlp, GatedMlp) for layer in decoder.layers)
+        if whole and batch * padded <= MOST_CAPTURED:
             if padded not in self._padded:
                 self._padded[padded] = PaddedPrompt(tokens.new_zeros(batch, padded))
             return self._padded[padded].read(steps, tokens)
@@ -102,4 +102,4 @@ def through(steps: Steps, tokens: Tensor, cache: Tensor, last: Tensor | None = N
     hidden = rows.hidden.view(batch, length, -1)
     ends = hidden[:, -1].contiguous() if last is None else hidden.index_select(1, last)[:, 0]
     step_product(decoder.head, ends, logits, norm=decoder.norm, epsilon=decoder.epsilon)
-    return steps.likeliest(logits)
+    return decoder.all_logits(logits).argmax(-1)

@@ -15,8 +15,6 @@ CHUNK = 128
 """Inputs of a tile."""
 MOST_TOKENS = 32
 """That `multiply` takes at once."""
-DEEPEST = 7
-"""Chunks of a row of tiles for which a warp has registers."""
 SHARED_BYTES = 160 << 10
 """Of a block, that x takes at most: two blocks do not fit then."""
 
