@@ -29,7 +29,7 @@ ASKED = {
     **dict.fromkeys(("deepseek_v4", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash"), "s_aux"),
     "doge": "own_mask",
     "inkling_text": "position_bias",
-    **dict.fromkeys(("moshi", "umt5"), "own_products"),
+    "umt5": "own_products",
 }
 """`model_type` -> the argument by which transformers asks an implementation for more than masked
 softmax attention.

@@ -244,7 +244,7 @@ class Skeleton:
         length = longest_of(prompts)
         refuse_images(self.model, prompts, where)
         positions = getattr(config, "max_position_embeddings", None)
-        if positions and length > positions:
+        if positions and 0 < positions < length:
             raise StageError(
                 f"sequences of {length:,} tokens, and the model was built for {positions:,}",
                 where=where,

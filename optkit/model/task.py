@@ -68,8 +68,8 @@ ends in Model, too.
 """
 CALLED_OTHERWISE = frozenset({
     "audioflamingo3", "blip", "blip-2", "canary", "cohere_asr", "cpmant", "dia", "git", "instructblip",
-    "instructblipvideo", "kosmos-2", "kosmos-2.5", "moonshine", "moonshine_streaming", "musicflamingo", "pop2piano",
-    "speech_to_text", "udop", "vibevoice", "voxtral_realtime",
+    "instructblipvideo", "kosmos-2", "kosmos-2.5", "moonshine", "moonshine_streaming", "moshi", "musicflamingo",
+    "pop2piano", "speech_to_text", "udop", "vibevoice", "voxtral_realtime",
 })  # fmt: skip
 """`model_type` of those that are named like the others, and give no logits of tokens alone, or sounds as
 Whisper hears them.
@@ -114,10 +114,12 @@ def phrase_of(tasks: Iterable[Task]) -> str:
 
 def task_of(config: Mapping[str, Any]) -> Task | None:
     """Return what a config.json describes; None for what optkit does not optimize."""
+    if config.get("model_type") in CALLED_OTHERWISE:
+        return None
     if "auto_map" not in config and config.get("model_type") and not is_built_in(str(config["model_type"])):
         return Task.UNKNOWN
     names = [str(name) for name in config.get("architectures") or []]
-    if not names or config.get("model_type") in CALLED_OTHERWISE:
+    if not names:
         return None
     if config.get("is_encoder_decoder"):
         if not names[0].endswith(CONDITIONED) or any(map(config.get, TOWERS)):
@@ -173,7 +175,7 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
     """Return the longest sequence that a model was built for, in tokens; None if unknown."""
     text = text_config(config)
     keys = ("max_position_embeddings", "n_positions", "max_target_positions")
-    found = next((text[key] for key in keys if text.get(key)), None)
+    found = next((text[key] for key in keys if (text.get(key) or 0) > 0), None)
     if not found:
         return None
     unused = int(text.get("pad_token_id") or 0) + 1 if text.get("model_type") in FIRST_POSITION else 0

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from optkit.common.out_of_resources import memory_errors
 from optkit.model.memory import return_freed_memory
+from optkit.model.mixed_dtypes import one_dtype
 from optkit.session.generating import TextSession
 
 
@@ -35,5 +36,6 @@ class TorchModel(TextSession):
 
     @contextmanager
     def _computes(self, what: str, remedy: str) -> Iterator[None]:
-        with memory_errors(f"{what} on {self.device}", str(self.directory), remedy), torch.inference_mode():
+        where = str(self.directory)
+        with memory_errors(f"{what} on {self.device}", where, remedy), one_dtype(where), torch.inference_mode():
             yield

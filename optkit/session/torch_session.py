@@ -24,6 +24,7 @@ from optkit.model.carried_state import (
 )
 from optkit.model.compiling import RECOMPILE_LIMIT, times_given_up
 from optkit.model.memory import return_freed_memory
+from optkit.model.mixed_dtypes import one_dtype
 from optkit.model.prompts import placed, takes_images
 from optkit.progress import ToActOn
 from optkit.session.cast_logits import cast_logits
@@ -60,7 +61,7 @@ class TorchSession(GeneratingSession, TorchModel):
         super().__init__(directory, device, trust_remote_code)
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
-        self.positions = int(getattr(config, "max_position_embeddings", None) or NO_POSITIONS)
+        self.positions = max(0, getattr(config, "max_position_embeddings", None) or 0) or NO_POSITIONS
         self._opened = model
         self._new_cache, self._computing = new_cache, computing
         self.codes_cache = new_cache is not None
@@ -318,7 +319,7 @@ class TorchSession(GeneratingSession, TorchModel):
 
     @contextmanager
     def _computes(self, what: str, remedy: str = REMEDY) -> Iterator[None]:
-        with self._memory(what, remedy), self._no_gradients():
+        with self._memory(what, remedy), one_dtype(str(self.directory)), self._no_gradients():
             yield
 
     def _memory(self, what: str, remedy: str = REMEDY) -> AbstractContextManager[None]:

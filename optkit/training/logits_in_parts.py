@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from optkit.errors import SourceError
+from optkit.model.mixed_dtypes import one_dtype
 from optkit.model.replaced_forward import replaced_forward
 
 
@@ -62,7 +63,8 @@ class TwoParts:
     def _find_decoder(self) -> None:
         base = self.model.base_model
         tokens = torch.arange(1, 9, device=self.model.device)[None]
-        whole = self.model(input_ids=tokens, use_cache=False).logits
+        with one_dtype(self.model.config.model_type):
+            whole = self.model(input_ids=tokens, use_cache=False).logits
         reason = "it has no module of its own for them"
         for owner, leaf in ((self.model, self.model.base_model_prefix), (base, "decoder")):
             if leaf not in owner._modules:

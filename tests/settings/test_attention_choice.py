@@ -65,7 +65,7 @@ def test_models_that_ask_for_more_are_those_of_transformers() -> None:
                 found.update(
                     {kind: argument for kind in (place.parent.name, f"{place.parent.name}_text") if kind in CAUSAL}
                 )
-    named = {**found, **dict.fromkeys(("moshi", "umt5"), "own_products"), "doge": "own_mask"}
+    named = {**found, "umt5": "own_products", "doge": "own_mask"}
     assert named == ASKED  # Doge makes a mask, and forgets the causal one beside sdpa
 
 

@@ -150,7 +150,6 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 16},
     "mobilebert": {"intra_bottleneck_size": 64},
-    "moshi": {"sliding_window": 512},
     "nemotron": {"num_key_value_heads": 2},
     "qwen2_vl_text": IN_THREE,
     "recurrent_gemma": {"num_hidden_layers": 3},

@@ -45,7 +45,7 @@ class Column:
 
 
 STAGES: dict[str, Column] = {
-    "cast": Column("- cast: bfloat16", 0.05, exact=False),
+    "cast": Column("- cast: bfloat16", ROUNDED, exact=False),
     "rtn": Column("- rtn: {group_size: 32}"),
     "gptq": Column(f"- gptq: {{group_size: 32, calibration: {TEXT}}}"),
     "awq": Column(f"- awq: {{group_size: 32, calibration: {TEXT}}}"),
@@ -72,7 +72,7 @@ STAGES: dict[str, Column] = {
     "onnx": Column("- onnx", 0.01, exact=False, against_source=True),
     "onnx of rtn": Column("- rtn: {group_size: 32}\n- onnx: {activations: float, lm_head: keep}", 0.5, False, True),
     "onnx_optimize": Column("- onnx: {exporter: torch}\n- onnx_optimize: {level: basic}", 0.01, False, True),
-    "onnx_quantize": Column("- onnx\n- onnx_quantize: {bits: 8, block_size: 32}", 0.1, False, True),
+    "onnx_quantize": Column("- onnx\n- onnx_quantize: {bits: 8, block_size: 32}", 0.15, False, True),
     "onnx_provider": Column("- onnx\n- onnx_provider: {threads: 1}", 0.01, False, True),
     "attention": Column("- attention: eager"),
     "precision": Column("- precision: bf16", 0.05, exact=False),

@@ -29,6 +29,7 @@ def test_what_the_table_says_of_a_model(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
+        ("deberta", "cast"),
         ("deepseek_v32", "auto_bits"),
         ("gemma3n_text", "distill"),
         ("idefics2", "kv_scales"),
@@ -38,6 +39,7 @@ def test_what_the_table_says_of_a_model(kind: str, tmp_path: Path) -> None:
         ("rwkv", "rotate"),
         ("step3p7", "rtn"),
         ("umt5", "cast"),
+        ("xlnet", "attention"),
     ],
 )
 def test_cells_of_crashes_that_were_mended(kind: str, stage: str, tmp_path: Path) -> None:
