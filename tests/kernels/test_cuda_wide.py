@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from optkit.kernels.cuda.matrix import tiled
 from optkit.kernels.cuda.schedule import Form
-from optkit.kernels.cuda.wide import KEPT_BYTES, REGISTERS, SHARED_BYTES, Widths, choose_widths, multiply_wide
+from optkit.kernels.cuda.wide import KEPT_BYTES, REGISTERS, SHARED_BYTES, Lined, Widths, choose_widths, multiply_wide
 from tests.kernels.test_cuda_kernels import dense, difference, example
 
 hopper = pytest.mark.skipif(
@@ -96,3 +96,20 @@ def test_all_widths_give_the_same_product_each_time(widths: Widths) -> None:
     multiply_wide(matrix, x, again, widths=widths)
     assert difference(first, x.double() @ dense(weight, codes, torch.bfloat16).T) < 8e-3
     assert again.equal(first)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("rows", [33, 64, 150])
+def test_what_one_product_lines_up_is_what_the_next_one_reads(rows: int) -> None:
+    first, behind = (tiled(example(*shape, 64, False, "cuda")[0], torch.bfloat16) for shape in ((768, 256), (96, 384)))
+    x = torch.randn(rows, 256, device="cuda").bfloat16()
+    gated, lined = x.new_empty(rows, 384), Lined.empty(rows, 384, x)
+    found = []
+    for each in (gated, lined):
+        y = x.new_empty(rows, 96)
+        multiply_wide(first, x, each, gated=True)
+        multiply_wide(behind, each, y)
+        found.append(y)
+    assert torch.isfinite(found[0]).all()
+    assert found[0].equal(found[1])

@@ -7,7 +7,7 @@
 // and sequence. Its 4 warps take 16 keys in turn, with a softmax of their own: scores [queries, keys] and sums [queries, channels] are
 // products of 16 rows in tensor cores, the rows being the queries that share the head (FlashAttention-2, arXiv:2307.08691). Then all of
 // them are joined. Macros: BF16, HEADS, KV_HEADS (at most 16 queries each), SIZE (a multiple of 16 up to 256), ROTARY, SHARES, QK_NORM,
-// CAPPED.
+// CAPPED, LINED (output lies as `wide.cu` reads it, so many sequences in a block).
 //
 // Fragments of mma.m16n8k16: lane l = 4 r + c has, of queries, row r (and r + 8); of scores, rows r, r + 8 and columns 2 c, 2 c + 1.
 // Channels may be summed in any order, so a lane reads neighbouring ones of key r (lanes c take turns) and calls them what the fragment
@@ -226,7 +226,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
 #if SHARES == 1
     if (sinks) all += exp2f(widen(sinks[head * GROUP + g]) * 1.4426950408889634f - highest);
+#ifdef LINED
+    output[lined_place(sequence, head * GROUP * SIZE + i, HEADS * SIZE)] = (u16)narrow(value / all, 0);
+#else
     outputs[i] = (u16)narrow(value / all, 0);
+#endif
 #else
     theirs[(share * GROUP + g) * SIZE + c] = value;
     if (c == 0) ends[share * GROUP + g] = make_float2(highest, all);
@@ -262,7 +266,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
       const float factor = factors[s][i / (SIZE / 4)];
       value.x += one.x * factor, value.y += one.y * factor, value.z += one.z * factor, value.w += one.w * factor;
     }
+#ifdef LINED
+    put_lined(output, sequence, head * GROUP * SIZE + 4 * i, HEADS * SIZE, value);
+#else
     ((uint2*)outputs)[i] = make_uint2(narrow(value.x, value.y), narrow(value.z, value.w));
+#endif
   }
 #endif
 }

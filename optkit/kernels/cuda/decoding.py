@@ -35,6 +35,8 @@ from optkit.kernels.cuda.step_layers import (
     rotations,
     why_not,
 )
+from optkit.kernels.cuda.step_products import takes_lined
+from optkit.kernels.cuda.wide import Lined, tokens_of
 from optkit.kernels.shares import split_dimension, whole
 
 MOST_SEQUENCES = 256
@@ -192,6 +194,7 @@ class Steps:
         device, dtype = decoder.embedding.device, decoder.embedding.dtype
         self.rows = Rows(decoder, batch, 1)
         self.attended = torch.zeros(batch, decoder.heads * decoder.size, dtype=dtype, device=device)
+        self.lined = Lined.empty(batch, decoder.heads * decoder.size, self.attended)
         self.logits = torch.zeros(batch, decoder.head.outputs, dtype=torch.float32, device=device)
         shape = (len(decoder.layers), 2, batch, decoder.kv_heads, capacity, decoder.size)
         self.cache = torch.zeros(shape, dtype=dtype, device=device)
@@ -265,17 +268,17 @@ class Steps:
             decoder.exchange.agree_(self.best, decoder.head.outputs)
         self._small("keep", (1, 1, 1), (self.best, self.tokens, self.position, self.batch))
 
-    def _attend(self, index: int, layer: Layer) -> Tensor:
-        decoder = self.decoder
+    def _attend(self, index: int, layer: Layer) -> Tensor | Lined:
+        decoder, lined = self.decoder, takes_lined(layer.output, self.batch)
         macros = self.macros(index) | ({"CAPPED": 1} if layer.cap else {})
+        macros |= {"LINED": tokens_of(self.batch)} if lined else {}
         given = (self.rows.qkv, *self.cache[index], *self.rotations[index], self.position, self.capacity)
         how = (decoder.scaling, *self.head_norms(layer), decoder.epsilon, layer.window, layer.cap, layer.sinks)
+        output = self.lined.memory if lined else self.attended
         self.kernel("attention.cu", "attend", macros)(
-            (decoder.kv_heads, self.shares, self.batch),
-            128,
-            (*given, *how, self.partial, self.arrived, self.attended),
+            (decoder.kv_heads, self.shares, self.batch), 128, (*given, *how, self.partial, self.arrived, output)
         )
-        return self.attended
+        return self.lined if lined else self.attended
 
     def macros(self, index: int) -> dict[str, int]:
         decoder, layer = self.decoder, self.decoder.layers[index]

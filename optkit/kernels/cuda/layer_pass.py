@@ -12,7 +12,8 @@ from torch import Tensor
 from optkit.kernels.cuda.matrix import Matrix, scratch_bytes
 from optkit.kernels.cuda.schedule import MOST_TOKENS
 from optkit.kernels.cuda.step_layers import GatedMlp, Layer
-from optkit.kernels.cuda.step_products import step_product
+from optkit.kernels.cuda.step_products import step_gated, step_product
+from optkit.kernels.cuda.wide import Lined
 
 if TYPE_CHECKING:
     from optkit.kernels.cuda.decoding import GraphDecoder
@@ -34,7 +35,7 @@ class Rows:
         needed = max(scratch_bytes(matrix.form, min(rows, MOST_TOKENS)) for matrix in matrices)
         self.ordered = torch.zeros(needed, dtype=torch.uint8, device=device)
 
-    def through(self, layer: Layer, attend: Callable[[], Tensor]) -> None:
+    def through(self, layer: Layer, attend: Callable[[], Tensor | Lined]) -> None:
         """Add to the hidden states what a layer does.
         `attend` returns what attention makes of `qkv`, [rows, heads * channels].
         """
@@ -42,20 +43,20 @@ class Rows:
         self._norm_heads_(layer)
         self._add(layer.output, attend(), layer.attended_norm)
         if isinstance(layer.mlp, GatedMlp):
-            gated = self.hidden.new_empty(len(self.hidden), layer.mlp.down.inputs)
-            self.product(layer.mlp.gate_up, self.hidden, gated, layer.mlp_norm, gated=True)
-            self._add(layer.mlp.down, gated, layer.fed_norm)
+            gate_up, down = layer.mlp.gate_up, layer.mlp.down
+            gated = step_gated(gate_up, down, self.hidden, layer.mlp_norm, self.epsilon, self.ordered)
+            self._add(down, gated, layer.fed_norm)
             return
         normed = self.hidden if layer.mlp_norm is None else self._normed(self.hidden, layer.mlp_norm)
         found = layer.mlp(normed.view(self.batch, -1, normed.shape[1]))
         found = (found[0] if isinstance(found, tuple) else found).view_as(normed)
         self.hidden += found if layer.fed_norm is None else self._normed(found, layer.fed_norm)
 
-    def product(self, matrix: Matrix, x: Tensor, y: Tensor, norm: Tensor | None = None, *, gated: bool = False) -> None:
+    def product(self, matrix: Matrix, x: Tensor | Lined, y: Tensor, norm: Tensor | None = None) -> None:
         """Write x W^T into y, x normed before if there is a norm."""
-        step_product(matrix, x, y, norm=norm, epsilon=self.epsilon, gated=gated, ordered=self.ordered)
+        step_product(matrix, x, y, norm=norm, epsilon=self.epsilon, ordered=self.ordered)
 
-    def _add(self, matrix: Matrix, x: Tensor, norm: Tensor | None) -> None:
+    def _add(self, matrix: Matrix, x: Tensor | Lined, norm: Tensor | None) -> None:
         if norm is None and self.exchange is None:
             step_product(matrix, x, self.hidden, add=True, ordered=self.ordered)
             return

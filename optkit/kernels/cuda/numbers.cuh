@@ -93,6 +93,20 @@ __device__ __forceinline__ float activated(float value) {
 #endif
 }
 
+#ifdef LINED
+// Where an input of a token lies in what `wide.cu` reads, LINED tokens in a block: see its `line_up`.
+__device__ __forceinline__ size_t lined_place(int token, int input, int inputs) {
+  const int unit = input / 32 * 4 + input % 4, word = input / 8 % 4, half = input / 4 % 2;
+  return (size_t)(token / LINED) * LINED * inputs + ((unit * LINED + token % LINED) * 4 + word) * 2 + half;
+}
+// Four inputs, from a multiple of 4 on.
+__device__ __forceinline__ void put_lined(u16* lined, int token, int input, int inputs, const float4& value) {
+  u16* place = lined + lined_place(token, input, inputs);
+  const u32 first = narrow(value.x, value.y), second = narrow(value.z, value.w);
+  place[0] = (u16)first, place[8 * LINED] = first >> 16, place[16 * LINED] = (u16)second, place[24 * LINED] = second >> 16;
+}
+#endif
+
 // The sum of a value over a block of COUNT warps; `partial` is free again behind it.
 template <int COUNT>
 __device__ __forceinline__ float sum_of_block(float value, float (&partial)[COUNT]) {

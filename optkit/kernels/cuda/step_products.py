@@ -5,14 +5,15 @@ our kernel, or a dense product.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.kernels.cuda.matrix import Matrix, coded_rows, dequantized, finish, multiply
-from optkit.kernels.cuda.schedule import MOST_TOKENS
-from optkit.kernels.cuda.wide import can_be_wide, multiply_wide
+from optkit.kernels.cuda.schedule import CHUNK, MOST_TOKENS
+from optkit.kernels.cuda.wide import Lined, can_be_wide, multiply_wide
 
 MOST_STREAMED = {4: 64, 8: 16, 16: 16}
 """Rows up to which `linear.cu` is faster than a dense product, by the bits of a weight, on an H200;
@@ -26,10 +27,28 @@ FEWEST_INTEGER_ROWS = 17
 """That torch._int_mm takes on CUDA."""
 
 
+def is_wide(matrix: Matrix, rows: int) -> bool:
+    """Say whether `wide.cu` multiplies so many rows."""
+    return rows in WIDE[matrix.outputs > matrix.inputs] and can_be_wide(matrix)
+
+
+def takes_lined(matrix: Matrix, rows: int) -> bool:
+    """Say whether who makes so many rows can write them as `wide.cu` reads them."""
+    return is_wide(matrix, rows) and matrix.inputs % CHUNK == 0
+
+
+def step_gated(matrix: Matrix, behind: Matrix, x: Tensor, norm: Tensor | None, epsilon: float, ordered: Tensor) -> Any:
+    """Return gated outputs as `behind` takes them, a Tensor or Lined."""
+    lined = is_wide(matrix, len(x)) and takes_lined(behind, len(x))
+    y = Lined.empty(len(x), behind.inputs, x) if lined else x.new_empty(len(x), behind.inputs)
+    step_product(matrix, x, y, norm=norm, epsilon=epsilon, gated=True, ordered=ordered)
+    return y
+
+
 def step_product(
     matrix: Matrix,
-    x: Tensor,
-    y: Tensor,
+    x: Tensor | Lined,
+    y: Tensor | Lined,
     *,
     norm: Tensor | None = None,
     epsilon: float = 0.0,
@@ -38,7 +57,7 @@ def step_product(
     ordered: Tensor | None = None,
 ) -> None:
     """Write x W^T into y like `multiply`, for any number of rows; can be captured in a CUDA graph."""
-    if len(x) in WIDE[matrix.outputs > matrix.inputs] and can_be_wide(matrix):
+    if isinstance(x, Lined) or isinstance(y, Lined) or is_wide(matrix, len(x)):
         multiply_wide(matrix, x, y, norm=norm, epsilon=epsilon, add=add, gated=gated)
         return
     if len(x) > MOST_STREAMED[matrix.form.bits]:

@@ -7,7 +7,8 @@
 //
 // Macros: BF16; GROUP (inputs of a scale: 32, 64 or a multiple of 128); ASYMMETRIC; TOKENS (32, 64 or 128); WARPGROUPS; SPLIT; STAGES;
 //   DEPTH; GATED (outputs are silu(first half) * second half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there);
-//   WIDE (y is float32); of `line_up`: NORM, ROUNDS.
+//   WIDE (y is float32); LINED (y is
+//   the x of another product, of so many tokens in a block); of `line_up`: NORM, ROUNDS.
 #define SUBGROUPS (GROUP >= 128 ? 1 : 128 / GROUP)
 #define TILES (4 * WARPGROUPS)
 #define THREADS (128 * WARPGROUPS)
@@ -251,6 +252,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     value.x = activated(value.x) * other.x, value.y = activated(value.y) * other.y;
     value.z = activated(value.z) * other.z, value.w = activated(value.w) * other.w;
 #endif
+#ifdef LINED
+    put_lined(y, token, row, made, value);
+#else
     const size_t place = (size_t)token * made + row;
 #ifdef WIDE
     *(float4*)((float*)y + place) = value;
@@ -260,6 +264,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     value.x += low(before.x), value.y += high(before.x), value.z += low(before.y), value.w += high(before.y);
 #endif
     *(uint2*)(y + place) = make_uint2(narrow(value.x, value.y), narrow(value.z, value.w));
+#endif
 #endif
   }
 #if SPLIT > 1

@@ -71,6 +71,28 @@ class Widths:
         }
 
 
+@dataclass(frozen=True)
+class Lined:
+    """Rows of x in the order in which `wide.cu` reads them: see `line_up`."""
+
+    memory: Tensor
+    """[rows up to a whole block, inputs]."""
+    rows: int
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @classmethod
+    def empty(cls, rows: int, inputs: int, like: Tensor) -> Lined:
+        """Return place for rows of `inputs`, a multiple of 128."""
+        return cls(like.new_empty(-(-rows // tokens_of(rows)) * tokens_of(rows), inputs), rows)
+
+
+def tokens_of(rows: int) -> int:
+    """Return how many rows of x a block takes."""
+    return 64 if rows <= 64 else 128
+
+
 def can_be_wide(matrix: Matrix) -> bool:
     """Say whether `multiply_wide` can compute with a matrix."""
     device = matrix.weight.device
@@ -79,8 +101,8 @@ def can_be_wide(matrix: Matrix) -> bool:
 
 def multiply_wide(
     matrix: Matrix,
-    x: Tensor,
-    y: Tensor,
+    x: Tensor | Lined,
+    y: Tensor | Lined,
     *,
     norm: Tensor | None = None,
     epsilon: float = 0.0,
@@ -88,29 +110,35 @@ def multiply_wide(
     gated: bool = False,
     widths: Widths | None = None,
 ) -> None:
-    """Write x W^T into y like `multiply`, for any number of rows."""
-    form, rows = matrix.form, len(x)
+    """Write x W^T into y like `multiply`, for any number of rows. What is lined is not normed, nor added to."""
+    form, rows, device = matrix.form, len(x), matrix.weight.get_device()
     if widths is None:
-        properties: Any = torch.cuda.get_device_properties(x.device)
+        properties: Any = torch.cuda.get_device_properties(device)
         widths = choose_widths(form, rows, gated, properties.multi_processor_count)
     blocks, half = -(-rows // widths.tokens), form.tiles // 2 if gated else 0
-    lined = torch.empty(blocks * widths.tokens * form.chunks * CHUNK, dtype=x.dtype, device=x.device)
-    flags = {"RESIDUAL": add, "GATED": gated, "WIDE": y.dtype == torch.float32}
-    rounds = -(-form.chunks * 16 // 256)
-    line_up = _kernel(
-        "line_up", Widths(widths.tokens, 4, 1), form, x.get_device(), NORM=norm is not None, ROUNDS=rounds
-    )
-    line_up((rows, 1, 1), 256, (x, norm, epsilon, lined, form.inputs // 8, form.chunks))
+    lined = x.memory if isinstance(x, Lined) else _line_up(form, widths.tokens, x, norm, epsilon)
+    made = y.memory if isinstance(y, Lined) else y
+    lines = widths.tokens if isinstance(y, Lined) else 0
+    flags = {"RESIDUAL": int(add), "GATED": int(gated), "WIDE": int(made.dtype == torch.float32), "LINED": lines}
     weights = (matrix.weight, matrix.scales, matrix.offsets, matrix.bias)
-    arguments = (*weights, lined, y, form.outputs, rows, half, form.chunks)
+    arguments = (*weights, lined, made, form.outputs, rows, half, form.chunks)
     grid, threads = (widths.units(form, gated) * widths.split, blocks, 1), 128 * widths.warpgroups
-    _kernel("wide", widths, form, x.get_device(), **flags)(grid, threads, arguments, widths.shared_bytes)
+    _kernel("wide", widths, form, device, **flags)(grid, threads, arguments, widths.shared_bytes)
+
+
+def _line_up(form: Form, tokens: int, x: Tensor, norm: Tensor | None, epsilon: float) -> Tensor:
+    rows = len(x)
+    lined = torch.empty(-(-rows // tokens) * tokens * form.chunks * CHUNK, dtype=x.dtype, device=x.device)
+    macros = {"NORM": norm is not None, "ROUNDS": -(-form.chunks * 16 // 256)}
+    kernel = _kernel("line_up", Widths(tokens, 4, 1), form, x.get_device(), **macros)
+    kernel((rows, 1, 1), 256, (x, norm, epsilon, lined, form.inputs // 8, form.chunks))
+    return lined
 
 
 @cache
 def choose_widths(form: Form, rows: int, gated: bool, multiprocessors: int) -> Widths:
     """Return what is good on an H200: inputs are shared until all multiprocessors have a block."""
-    widths = Widths(64, 2, 8) if rows <= 64 else Widths(128, 4, 4)
+    widths = Widths(64, 2, 8) if tokens_of(rows) == 64 else Widths(128, 4, 4)
     blocks = widths.units(form, gated) * -(-rows // widths.tokens)
     room = 4 // widths.warpgroups * multiprocessors // blocks
     while widths.split > max(1, min(room, form.chunks)):
