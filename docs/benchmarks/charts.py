@@ -25,7 +25,7 @@ CARD = SWEEP / "gptq-bits4-group_size32.json"
 LAYERS, HEAD = 6_979_321_856, 525_336_576
 """Weights of Llama-3-8B's shape: of the linear layers in its blocks, and of lm_head."""
 BYTES = {"bfloat16": 2, "INT4": 0.5 + 4 / 128}
-"""Of a weight in those layers, with 4 bytes for each group of 128; lm_head has 2."""
+"""Of a weight in those layers, with 4 bytes for each group of 128; lm_head has 2. Both are multiplied in bfloat16."""
 FAMILIES: tuple[tuple[range, str, Colour, float, str], ...] = (
     (range(3, 4), "3 bits", "vermillion", 3.3, "end"),
     (range(4, 6), "4 bits", "blue", 5.35, "start"),
@@ -37,6 +37,7 @@ LABEL = 15
 ROWS: tuple[tuple[str, str, str, Colour], ...] = (
     ("`cuda_graphs`", "bfloat16", "optkit", "blue"),
     ("`cuda_graphs`", "INT4", "optkit", "green"),
+    ("`cuda_graphs`", "FP8", "optkit", "purple"),
     ("vLLM 0.22.0", "bfloat16", "vLLM 0.22.0", "vermillion"),
     ("vLLM 0.22.0", "INT4", "vLLM 0.22.0", "orange"),
     ("transformers", "bfloat16", "transformers, eager", "grey"),
@@ -208,7 +209,8 @@ def _roofline(decode: Result, roof: Result) -> Chart:
     edge = most / bandwidth
     line = [{"x": x, "y": y} for x, y in ((0.7, 0.7 * bandwidth), (edge, most), (1500, most))]
     marks = [Mark("lineY", line, {"x": "x", "y": "y", "stroke": paint("ink"), "strokeWidth": 2})]
-    for row, weights, _, colour in ROWS:
+    drawn = [each for each in ROWS if each[1] in BYTES]
+    for row, weights, _, colour in drawn:
         read = LAYERS * BYTES[weights] + 2 * HEAD
         points = [
             {"x": _number(each, "batch") * work / read, "y": rate * work / 1e12, "batch": str(each.values["batch"])}
@@ -216,7 +218,7 @@ def _roofline(decode: Result, roof: Result) -> Chart:
         ]
         marks.append(Mark("dot", points, {"x": "x", "y": "y", "fill": paint(colour), "r": 5}))
         if row == "`cuda_graphs`":
-            marks.append(Mark("text", points, {"x": "x", "y": "y", "text": "batch", "dy": 15, "fill": paint("ink")}))
+            marks.append(Mark("text", points, {"x": "x", "y": "y", "text": "batch", "dx": 18, "fill": paint("ink")}))
     return Chart(
         "roofline",
         "Decode below the roof of an H200",
@@ -225,7 +227,7 @@ def _roofline(decode: Result, roof: Result) -> Chart:
         {"type": "log", "label": "TFLOP/s", "grid": True, "tickFormat": "~g"},
         keys=[
             Key("what reading and bfloat16 products allow", "ink", "line"),
-            *(Key(f"{words}, {weights}", colour) for _, weights, words, colour in ROWS),
+            *(Key(f"{words}, {weights}", colour) for _, weights, words, colour in drawn),
         ],
         height=380,
     )
