@@ -121,7 +121,8 @@ def _rounding_error(reader: Reader, scales: Tensor, rounding: Rounding) -> float
         rounded = gptq(scaled, hessian, reader.grid, GptqOptions(DAMPING, refinements=0)).weight
     else:
         importance = reader.hessian.diagonal() / scales.square()
-        rounded = round_to_nearest(scaled, *search_scales(scaled, reader.grid, importance, CLIPPINGS), reader.grid)
+        found = search_scales(scaled, reader.grid, importance, CLIPPINGS, compiled=True)
+        rounded = round_to_nearest(scaled, *found, reader.grid)
     return max(0.0, _output_square(rounded.dequantize() / scales - reader.weight, reader.hessian))
 
 

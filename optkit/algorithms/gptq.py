@@ -89,7 +89,8 @@ def _prepared(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions)
     if options.scale_search == "minmax":
         scales, zeros = minmax_scales(weight, grid)
     else:
-        scales, zeros = search_scales(weight, grid, damped.diagonal() if options.scale_search == "hessian" else None)
+        importance = damped.diagonal() if options.scale_search == "hessian" else None
+        scales, zeros = search_scales(weight, grid, importance, compiled=True)
     return damping, (damped, factor, rounding_order(hessian, options), scales, zeros)
 
 

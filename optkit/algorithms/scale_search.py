@@ -22,33 +22,34 @@ fill a kernel on a CPU or GPU.
 
 
 def search_scales(
-    weight: Tensor, grid: Grid, importance: Tensor | None = None, steps: int = STEPS
+    weight: Tensor, grid: Grid, importance: Tensor | None = None, steps: int = STEPS, *, compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return scales and zero points, float [out, groups], with the least squared error tried.
 
     weight: float [out, in]; importance: float [in], what an error at each input counts (the
     diagonal of the Hessian), all 1 if None;
-    steps: scales tried for each sign or zero point.
+    steps: scales tried for each sign or zero point; compiled: a CPU computes in C++ if that is loaded,
+    which may take another of two scales with nearly equal errors. So only who loads it says so.
     Tried are fractions of the scales of `minmax_scales`, which cut the outermost weights. A
     symmetric grid reaches one step further below zero than above, so it is tried with both signs of
     the scale (llama.cpp's Q4_0 takes the outermost weight's); an asymmetric one with the zero
     points next to the exact one.
     """
-    compiled = column_kernels.usable(weight)
+    compiled = (compiled or weight.is_cuda) and column_kernels.usable(weight)
     rows = max(1, CHUNK[weight.device.type if compiled else "loop"] // weight.shape[1])
     # [1, groups, group_size]
     weights = grid.grouped((torch.ones_like(weight[0]) if importance is None else importance)[None])
     with nullcontext() if compiled else one_thread():
-        parts = [_search(chunk, grid, weights, steps) for chunk in weight.split(rows)]
+        parts = [_search(chunk, grid, weights, steps, compiled) for chunk in weight.split(rows)]
     scales, zeros = zip(*parts, strict=True)
     return torch.cat(scales), torch.cat(zeros)
 
 
-def _search(weight: Tensor, grid: Grid, importance: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def _search(weight: Tensor, grid: Grid, importance: Tensor, steps: int, compiled: bool) -> tuple[Tensor, Tensor]:
     widest, exact = minmax_scales(weight, grid)
     signs, shifts = ((1, -1), (0,)) if grid.symmetric else ((1,), (0, -1, 1))
     grouped = grid.grouped(weight)
-    if column_kernels.usable(weight):
+    if compiled:
         fractions = [fraction * sign for fraction in torch.linspace(1, SMALLEST, steps).tolist() for sign in signs]
         tried = grid.stored(widest * widest.new_tensor(fractions)[:, None, None])
         return column_kernels.search_groups(grouped, importance, tried, exact, len(shifts), grid.top)

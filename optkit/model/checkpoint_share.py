@@ -35,17 +35,12 @@ class CheckpointShare(Checkpoint):
         """Return this process's share of a tensor, see `Checkpoint.read`."""
         import torch
 
-        share, self.tensors[name] = self.tensors[name], self._whole[name]
-        try:
-            tensor = super().read(name)
-        finally:
-            self.tensors[name] = share
-        dimension = self.dimension_of(name)
+        tensor, dimension = self._read(name, self._whole[name]), self.dimension_of(name)
         if name.endswith(f".{SHAPE}") and dimension is not None:
             tensor[dimension] //= self.count
         if name.endswith(f".{BIAS}") and dimension == BY_INPUTS and self.index:
             return torch.zeros_like(tensor)  # it is added once
-        if share.shape == self._whole[name].shape or dimension is None:
+        if self.tensors[name].shape == self._whole[name].shape or dimension is None:
             return tensor
         size = tensor.shape[dimension] // self.count
         return tensor.narrow(dimension, self.index * size, size).contiguous()

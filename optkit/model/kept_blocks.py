@@ -131,7 +131,7 @@ class KeptBlocks:
         """Return what is kept, nothing if any of it was changed or made otherwise."""
         there = (place / KEPT).exists()
         found = object_if_any(place / KEPT) if there else {}
-        for path in place.glob("states-*"):  # that a kill left
+        for path in (*place.glob("states-*"), *place.glob(f"{ENCODED}*")):  # that a kill left
             if path.name not in found.get("files", {}):
                 path.unlink()
         if not there:

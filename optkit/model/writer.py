@@ -124,13 +124,15 @@ class CheckpointWriter:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:
-            self.finish()
-            return
-        with suppress(Exception):  # the error that ends it all is raised
-            self._settle()
-        for path in self.target.glob(".shard-*.partial"):
-            path.unlink()
+        try:
+            if error is None:
+                self.finish()
+            else:
+                with suppress(Exception):  # the error that ends it all is raised
+                    self._settle()
+        finally:
+            for path in self.target.glob(".shard-*.partial"):
+                path.unlink()
 
 
 def own_copy(tensor: Tensor) -> Tensor:

@@ -173,9 +173,8 @@ class Awq(InputScaling, SharedText, Backed):
 
         if self.scale_search == "minmax" or self._rounds_to_nearest(name):
             return round_to_nearest(weight, *minmax_scales(weight, grid), grid)
-        return round_to_nearest(
-            weight, *search_scales(weight, grid, importance if self.scale_search == "hessian" else None), grid
-        )
+        counted = importance if self.scale_search == "hessian" else None
+        return round_to_nearest(weight, *search_scales(weight, grid, counted, compiled=True), grid)
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         return self.working_bytes(shape, layers, "nearest", self.devices)

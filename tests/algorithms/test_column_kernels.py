@@ -81,7 +81,7 @@ def test_scales_are_searched_as_in_torch(monkeypatch, bits, group, symmetric, st
     monkeypatch.setattr(column_kernels, "usable", lambda tensor: False)
     expected = search_scales(weight, grid, importance)
     monkeypatch.setattr(column_kernels, "usable", lambda tensor: True)
-    found = search_scales(weight, grid, importance)
+    found = search_scales(weight, grid, importance, compiled=True)
     losses = [squared_error(weight, importance, grid, *each) for each in (found, expected)]
     torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
 

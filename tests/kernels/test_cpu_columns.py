@@ -52,9 +52,11 @@ def test_scales_are_searched_as_in_torch(
     generator = torch.Generator().manual_seed(bits)
     weight, importance = torch.randn(40, 96, generator=generator), torch.rand(96, generator=generator)
     grid = Grid(bits, group, symmetric, torch.bfloat16)
-    found = search_scales(weight, grid, importance)
-    monkeypatch.setattr(column_kernels, "usable", lambda tensor: False)
+    found = search_scales(weight, grid, importance, compiled=True)
     expected = search_scales(weight, grid, importance)
+    monkeypatch.setattr(column_kernels, "_compiled", None)
+    without = search_scales(weight, grid, importance, compiled=True)
+    assert all(map(torch.equal, expected, without)), "what reads no text is the same before and after they are loaded"
 
     def loss(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
         error = weight.double() - round_to_nearest(weight.double(), scales.double(), zeros, grid).dequantize()

@@ -133,6 +133,16 @@ def test_stacked_experts_go_on(tiny_model: TinyModel, tmp_path: Path, few: Calib
     assert len(whole.details["rounded_to_nearest"]) == 16  # 128 tokens, of which no expert gets all
 
 
+def test_lm_head_is_rounded_by_the_same_kernels(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, asked = STAGES["gptq"](few), []
+    work = interrupted(stage, tiny_model("llama"), tmp_path, 3)
+    monkeypatch.setattr("optkit.stages.quantizing.hessians.why_not_native", lambda: asked.append("loaded"))
+    run(stage, tiny_model("llama"), tmp_path / "resumed", work)
+    assert asked == ["loaded"]
+
+
 @pytest.mark.parametrize("finished", [2, 3])
 def test_an_encoder_decoder_goes_on(tiny_encoder_decoder: TinyModel, tmp_path: Path, finished: int) -> None:
     source, pairs = tiny_encoder_decoder("BartForConditionalGeneration"), write_pairs(tmp_path / "pairs", False)
@@ -231,11 +241,11 @@ def test_blocks_go_with_what_was_measured_for_them(tiny_model: TinyModel, tmp_pa
 
 
 def test_states_that_a_kill_left_are_deleted(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
-    left = tmp_path / "work" / "states-00007"
-    left.parent.mkdir()
-    left.write_bytes(b"of a run before")
+    (tmp_path / "work").mkdir()
+    for left in ("states-00007", "encoded", "encoded-1"):
+        (tmp_path / "work" / left).write_bytes(b"of a run before")
     work = interrupted(STAGES["prune"](few), tiny_model("llama"), tmp_path, 3)
-    assert [path.name for path in work.glob("states-*")] == ["states-00002"]
+    assert [path.name for path in work.iterdir() if path.name.startswith(("states", "encoded"))] == ["states-00002"]
 
 
 def test_rounding_to_nearest_keeps_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:

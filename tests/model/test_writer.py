@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -130,6 +131,15 @@ def test_a_full_disk_says_how_much_was_needed(tmp_path: Path, beside: bool, monk
         r"bytes were to be written and [\d,]+ are free",
     ):
         writer.finish()
+
+
+def test_a_last_shard_that_cannot_be_written_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PermissionError), CheckpointWriter(tmp_path, shard_bytes=8, beside=True) as writer:
+        writer.add("a", torch.ones(2))
+        writer.add("b", torch.ones(2))
+        writer._settle()
+        monkeypatch.setattr("optkit.model.writer.save_tensors", Mock(side_effect=PermissionError))
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_failures_to_save_are_not_called_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

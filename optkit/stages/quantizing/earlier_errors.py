@@ -67,12 +67,12 @@ class EarlierErrors:
                 wanted, wanted_sums = self._seen(index, unmodified, call, moving)
             first: dict[int, str] = {}
             for name, rows in given.items():
-                owner = first.setdefault(id(rows), name)
-                if owner != name and name not in self._sums:
+                added = name in self._sums
+                owner = name if added else first.setdefault(id(rows), name)
+                if owner != name:
                     found[name] = found[owner]
                     continue
                 total = found.setdefault(name, Mismatch(rows.shape[-1], rows.device))
-                added = name in self._sums
                 counts = self._counts(wanted_sums[name] if added else rows)
                 lacking = (wanted_sums[name].float() - sums[name].float()).flatten(0, -2) if added else None
                 total.add_pair(rows.flatten(0, -2), wanted[name].flatten(0, -2), counts, lacking)

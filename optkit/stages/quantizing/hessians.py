@@ -227,6 +227,8 @@ def head_hessian(job: QuantizationJob, equal_tokens: bool) -> Hessian:
     It has no tokens if nothing was kept.
     """
     device, together = job.context.device, job.together
+    if device == "cpu":
+        why_not_native()  # a run that goes on behind the last block has collected nothing
     hessian = Hessian(job.selection.layers[HEAD].inputs, device, equal_tokens, rounded=True)
     inputs, job.inputs = job.inputs, None
     if inputs is not None:
