@@ -43,7 +43,7 @@ class CheckpointShare(Checkpoint):
         if self.tensors[name].shape == self._whole[name].shape or dimension is None:
             return tensor
         size = tensor.shape[dimension] // self.count
-        return tensor.narrow(dimension, self.index * size, size).contiguous()
+        return tensor.narrow(dimension, self.index * size, size).clone()
 
     def shrink_(self, model: PreTrainedModel) -> None:
         """Give the layers of an empty model the shapes of the shares."""
