@@ -28,6 +28,8 @@ LAST = 8
 MOST_LINES = 10_000
 AMOUNTS = (("samples", "sequence_length"), ("windows", "window"))
 """Fields whose product says how much text is read."""
+WAYS = ("rounding", "learn", "learning_steps", "scale_steps", "backend")
+"""Fields that change the time many times over."""
 IGNORED = frozenset({"revision"})
 
 
@@ -61,7 +63,7 @@ class Durations:
         alike = [line for line in self._lines() if (line["what"], line["machine"]) == (what, self._machine)]
         amount = _amount(fields)
         alike = [line for line in alike if (_amount(line["fields"]) is None) == (amount is None)]
-        alike = [line for line in alike if line["fields"].get("learn") == fields.get("learn")]  # many times as long
+        alike = [line for line in alike if _way(line["fields"]) == _way(fields)]
         same = [line for line in alike if _others(line["fields"]) == _others(fields)]
         near = same or (alike if amount is not None else [])
         weighed = [line for line in near[-LAST:] if line["size_bytes"]]
@@ -97,6 +99,11 @@ def _amount(fields: Mapping[str, Any]) -> int | None:
             counts = [text[name] for name in names]
             return None if None in counts else prod(counts)
     return None if "tokens" in fields and fields["tokens"] is None else int(fields.get("tokens", 1))
+
+
+def _way(fields: Mapping[str, Any]) -> list[Any]:
+    """Return what changes the time many times over: a text or none, and the work that is done on it."""
+    return [fields.get("calibration") is None, *(fields.get(name) for name in WAYS)]
 
 
 def _others(fields: Mapping[str, Any]) -> dict[str, Any]:

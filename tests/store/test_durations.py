@@ -12,6 +12,7 @@ from optkit_evals.perplexity import Perplexity
 
 from optkit.pipeline import plan, run
 from optkit.stages.gptq import Gptq
+from optkit.stages.mx import Mx
 from optkit.stages.rtn import Rtn
 from optkit.store.durations import FILE, Durations
 from tests.conftest import TinyModel
@@ -30,6 +31,15 @@ def test_what_was_never_done_here_is_not_known(durations: Durations) -> None:
     assert durations.predict("gptq", gptq(128), 10**9) is None
     durations.note("gptq", gptq(128), 10**9, 60.0)
     assert durations.predict("rtn", Rtn(), 10**9) is None
+    assert durations.predict("gptq", gptq(128, learn="blocks"), 10**9) is None
+
+
+def test_a_stage_that_reads_no_text_says_nothing_of_one_that_does(durations: Durations) -> None:
+    text = {"calibration": {"dataset": "c4", "samples": 128, "sequence_length": 512}}
+    durations.note("mx", Mx(), 10**6, 0.5)
+    assert durations.predict("mx", Mx(type="mxfp4"), 10**6) == pytest.approx(0.5)
+    assert durations.predict("mx", Mx.model_validate({"rounding": "gptq", **text}), 10**6) is None
+    durations.note("gptq", gptq(128, learn="blocks", learning_steps=3), 10**9, 9.0)
     assert durations.predict("gptq", gptq(128, learn="blocks"), 10**9) is None
 
 
