@@ -7,17 +7,21 @@ from optkit.errors import StageError
 
 
 def refuse_devices(devices: int, device: str, where: str) -> None:
-    """Raise StageError for more devices than there are."""
+    """Raise StageError for more devices than there are.
+
+    A machine without any GPU may plan for another one: what runs refuses cuda there by itself.
+    """
     if devices == 1:
         return
     there = cpu_cores() if device == "cpu" else visible_gpus()
-    if devices > there:
+    if devices > there and (there or device == "cpu"):
+        kind = "CPU core" if device == "cpu" else "GPU"
         raise StageError(
-            f"{devices} devices are asked for, and there {'is' if there == 1 else 'are'} {there}",
+            f"{devices} devices are asked for, and there {f'is 1 {kind}' if there == 1 else f'are {there} {kind}s'}",
             where=where,
-            why="Each process takes a core of the CPU at least"
+            why="Each process takes one at least"
             if device == "cpu"
-            else "Each process takes a GPU of its own",
+            else "Each process takes one of its own",
             remedy=f"Set `devices` to at most {there}",
         )
     if ":" in device:

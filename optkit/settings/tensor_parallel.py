@@ -20,6 +20,9 @@ from optkit.model.text_config import text_config
 from optkit.settings.speculative import Speculative
 from optkit.stage import Format, Loading, Opening, Setting
 
+MOST_DEVICES = 64
+NAMED = 4
+"""So many of the numbers that do not divide are named."""
 EXCLUDED: dict[type[Setting], str] = {
     Speculative: "The processes follow one request token by token",
 }
@@ -49,7 +52,7 @@ class TensorParallel(Setting):
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     places_weights: ClassVar[bool] = True
 
-    devices: int = Field(ge=2, le=64)
+    devices: int = Field(ge=2, le=MOST_DEVICES)
     """GPUs, from the session's device on (`cuda` is the first); on a CPU processes."""
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
@@ -58,17 +61,20 @@ class TensorParallel(Setting):
         """
         if shape.config.get("quantization_config") and not splits_packed(shape):
             raise _packed_weights_error()
-        self.check_devices(device, visible_gpus())
+        if there := visible_gpus():  # without any, the plan is for another machine
+            self.check_devices(device, there)
         architecture = architectures_of(shape.config)
         plan = plan_of(shape)
         if plan is not None and not plan:
             raise no_plan_error(architecture)
         if problems := list(_problems(shape, plan or {}, self.devices)):
+            more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
+            fit = [str(count) for count in range(2, MOST_DEVICES + 1) if not any(_problems(shape, plan or {}, count))]
             raise StageError(
-                f"{architecture} cannot be split over {self.devices} devices: {'; '.join(problems)}",
+                f"{architecture} cannot be split over {self.devices} devices: {'; '.join(problems[:NAMED])}{more}",
                 where="tensor_parallel",
                 why="Each device gets an equal share",
-                remedy="Use a number of devices that divides them",
+                remedy=f"Set devices to {' or '.join(fit)}" if fit else "Take it out of the recipe",
             )
         limit, needed = gpu_memory_bytes(device), self.device_bytes(shape)
         if limit is not None and needed > limit:

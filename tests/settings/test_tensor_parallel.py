@@ -241,7 +241,7 @@ def test_the_plan_is_transformers_own(tiny_model: TinyModel) -> None:
             4,
             {},
             r"^tensor_parallel: LlamaForCausalLM cannot be "
-            r"split over 4 devices: 2 key heads\. .*Use a number",
+            r"split over 4 devices: 2 key heads\. .*Set devices to 2\.$",
         ),
         (
             "qwen2",
@@ -300,6 +300,11 @@ def test_fewer_gpus_than_asked_for(there: int, device: str, message: str | None)
     else:
         with pytest.raises(StageError, match=message):
             setting.check_devices(device, there)
+
+
+def test_a_machine_without_gpus_plans_for_another_one(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_parallel, "visible_gpus", lambda: 0)
+    TensorParallel(devices=2).check(shape_of(tiny_model("llama")), "cuda")
 
 
 def test_a_model_that_is_too_large_even_so(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

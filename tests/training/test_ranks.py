@@ -65,15 +65,17 @@ def test_more_devices_than_there_are_are_refused_in_the_plan(
     with pytest.raises(StageError) as caught:
         Distill(devices=2).predict(shape, "cpu")
     assert str(caught.value) == (
-        "distill: 2 devices are asked for, and there is 1. Each process takes a core of the CPU at "
+        "distill: 2 devices are asked for, and there is 1 CPU core. Each process takes one at "
         "least. Set `devices` to at most 1."
     )
     with pytest.raises(StageError) as caught:
         Distill(devices=8).predict(shape, "cuda")
     assert str(caught.value) == (
-        "distill: 8 devices are asked for, and there are 4. Each process takes a GPU of its own. "
+        "distill: 8 devices are asked for, and there are 4 GPUs. Each process takes one of its own. "
         "Set `devices` to at most 4."
     )
     with pytest.raises(StageError, match="2 devices are asked for, and cuda:1 is one. Say `--device cuda`."):
         Distill(devices=2).predict(shape, "cuda:1")
     Distill(devices=4).predict(shape, "cuda")
+    monkeypatch.setattr("optkit.devices.enough.visible_gpus", lambda: 0)
+    Distill(devices=8).predict(shape, "cuda")  # planned for another machine
