@@ -19,9 +19,7 @@ def refuse_devices(devices: int, device: str, where: str) -> None:
         raise StageError(
             f"{devices} devices are asked for, and there {f'is 1 {kind}' if there == 1 else f'are {there} {kind}s'}",
             where=where,
-            why="Each process takes one at least"
-            if device == "cpu"
-            else "Each process takes one of its own",
+            why="Each process takes one at least" if device == "cpu" else "Each process takes one of its own",
             remedy=f"Set `devices` to at most {there}",
         )
     if ":" in device:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from optkit.common.atomic import remember, write_text_atomically
+from optkit.common.byte_sizes import size_text
 from optkit.common.files import object_if_any
 from optkit.environment import PACKAGES, describe_environment
 from optkit.errors import ResourceError
@@ -165,7 +166,8 @@ class KeptBlocks:
             with disk_space_for(place, needed), reading:
                 place.mkdir(parents=True, exist_ok=True)
                 if shutil.disk_usage(place).free < needed + self._reserved:
-                    raise ResourceError(f"{needed:,} bytes would leave the stage too few", where=str(place))
+                    what = f"no room for {size_text(needed)} beside what the stage writes"
+                    raise ResourceError(what, where=str(place))
                 for name, hidden in states.items():
                     _write_states(place / name, hidden)
                 if not self._together.first:
@@ -192,7 +194,9 @@ class KeptBlocks:
             if writing:
                 writing.result()
         except Exception as error:  # of the disk, safetensors or a GPU: the stage itself needs nothing of it
-            self._progress.warn(f"{self._label}: finished blocks are no longer kept: {error}")
+            self._progress.warn(
+                f"{self._label}: finished blocks are no longer kept, so a stopped run begins anew: {error}"
+            )
             self._facts = None
             shutil.rmtree(f"{self._place}", ignore_errors=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -202,8 +203,8 @@ def test_room_on_the_disk_is_the_stages_own(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_000))
     run(stage, source, tmp_path / "made", tmp_path / "work", lines)
     said = lines.lines[0]
-    assert said.startswith("prune: finished blocks are no longer kept: ")
-    assert "would leave the stage too few" in said
+    assert said.startswith("prune: finished blocks are no longer kept, so a stopped run begins anew: ")
+    assert re.search(r"no room for [\d.]+ kB beside what the stage writes", said)
     assert len(lines.lines) == 1
     assert not (tmp_path / "work").exists()
 
@@ -219,7 +220,10 @@ def test_a_stage_goes_on_without_keeping(
     run(stage, source, tmp_path / "whole", None)
     monkeypatch.setattr(kept_blocks, "save_tensors", refused)
     run(stage, source, tmp_path / "made", tmp_path / "work", lines)
-    assert lines.lines == ["prune: finished blocks are no longer kept: [Errno 13] Permission denied"]
+    (said,) = lines.lines
+    assert (
+        said == "prune: finished blocks are no longer kept, so a stopped run begins anew: [Errno 13] Permission denied"
+    )
     assert files(tmp_path / "made") == files(tmp_path / "whole")
 
 
