@@ -312,9 +312,9 @@ class AutoBits(Transform):
         """Return windows of the calibration text that nothing was calibrated on, or such prompts.
         Windows are int64 [held_out_samples, sequence_length].
         """
-        more = self.calibration.model_copy(update={"samples": self.calibration.samples + self.held_out_samples})
         from optkit.stages.sensitivity.held_out import unseen_among
 
+        more = self.calibration.model_copy(update={"samples": self.calibration.samples + self.held_out_samples})
         windows = _inputs(more, source, context)
         unseen = unseen_among(windows, tokens)
         if len(unseen) < self.held_out_samples:

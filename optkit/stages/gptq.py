@@ -133,8 +133,8 @@ class Gptq(GptqFields, SharedText, Backed):
     def calibrated_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield each block's quantized layers, and count the zeros of pruned ones in the details."""
         from optkit.stages.quantizing.calibration_products import in_codes, sequences_at_once
-        from optkit.stages.quantizing.compensation import FEW_TOKENS
         from optkit.stages.quantizing.hessians import collect_hessians, read_text, tokens_of_experts, turns_of
+        from optkit.stages.quantizing.input_ranges import FEW_TOKENS
 
         device, skeleton = job.context.device, job.skeleton
         tokens = read_text(skeleton, self.calibration, job.context, self.kind)
@@ -194,7 +194,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
         refuse_encoder_decoder(job.skeleton.checkpoint.config, "earlier_errors")
         fields = self.damping, self.equal_tokens, self.keep_zeros
-        return EarlierErrors(job.skeleton, inputs, self.earlier_errors, *fields)
+        return EarlierErrors(job.skeleton, inputs, self.earlier_errors, *fields, self._rounds_to_nearest)
 
     def _compensation(self, job: QuantizationJob) -> Compensation:
         from optkit.stages.quantizing.compensation import Compensation

@@ -114,11 +114,12 @@ class ScaleLearner:
         """
         layers = [layer for block in self.layers for layer in block.values()]
         learning = [layer for layer in layers if layer.growth.requires_grad]
-        growths = [layer.growth for layer in learning]
         groups = [{"params": [layer.growth], "peak": SCALE_RATE / layer.grid.middle} for layer in learning]
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
         with replaced_forward(self._forwards):
             before = self._mean_divergence()
+            if not groups:
+                return before, before
+            optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
             for step, batch in enumerate(drawn(self.inputs.batches, steps, seed)):
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step / steps, group["peak"], WARMUP)
@@ -128,7 +129,7 @@ class ScaleLearner:
                 told()
             after = self._mean_divergence()
         if not after < before:
-            torch._foreach_zero_([growth.detach() for growth in growths])
+            torch._foreach_zero_([layer.growth.detach() for layer in learning])
             after = before
         return before, after
 

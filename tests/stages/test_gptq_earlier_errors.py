@@ -18,6 +18,8 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.earlier_errors import EarlierErrors, added_to
+from optkit.stages.quantizing.overrides import Override
+from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.predictions import predicted
 
@@ -69,7 +71,7 @@ def test_a_weight_stays_where_both_models_are_the_same(tiny_model: TinyModel) ->
     skeleton, inputs = entered(tiny_model("llama"))
     modules = skeleton.linears(skeleton.blocks[0])
     before = {name: module.weight.clone() for name, module in modules.items()}
-    earlier = EarlierErrors(skeleton, inputs, 1.0, 0.01, True, "auto")
+    earlier = EarlierErrors(skeleton, inputs, 1.0, 0.01, True, "auto", lambda name: False)
     with torch.no_grad():
         earlier.enter_(0, inputs, modules)
         hessians = earlier.move_(0, inputs, modules)
@@ -103,6 +105,20 @@ def test_a_run_that_goes_on_gives_the_same_weights(
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def test_layers_that_are_rounded_to_nearest_stay_as_they_are(
+    tiny_model: TinyModel, text: Calibration, tmp_path: Path
+) -> None:
+    source, few = tiny_model("llama"), text.model_copy(update={"samples": 1, "sequence_length": 32})
+    (tmp_path / "rtn").mkdir()
+    Rtn(bits=3, group_size=32).run(source, tmp_path / "rtn", Context())
+    quantize(source, tmp_path / "few", few, earlier_errors=1, scale_search="minmax")
+    quantize(source, tmp_path / "said", text, earlier_errors=1, overrides={"*.down_proj": Override(method="rtn")})
+    nearest, few_tokens, said = (load_file(tmp_path / name / "model.safetensors") for name in ("rtn", "few", "said"))
+    assert all(torch.equal(tensor, few_tokens[name]) for name, tensor in nearest.items())
+    kept = {name: torch.equal(tensor, said[name]) for name, tensor in nearest.items() if name.endswith("weight_packed")}
+    assert all(same == ("down_proj" in name) for name, same in kept.items())
 
 
 def test_experts_are_quantized_as_without(tiny_model: TinyModel, text: Calibration, tmp_path: Path) -> None:

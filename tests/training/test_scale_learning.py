@@ -20,6 +20,7 @@ from optkit.model.skeleton_layers import float_weight
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.gptq import Gptq
+from optkit.stages.quantizing.overrides import Override
 from optkit.training import scale_learning
 from optkit.training.scale_learning import ScaleLearner
 from tests.conftest import TinyModel
@@ -121,3 +122,11 @@ def test_steps_that_harm_are_not_taken(
     quantize(source, tmp_path / "blocks", few, 0)
     assert after == before
     assert (tmp_path / "wild/model.safetensors").read_bytes() == (tmp_path / "blocks/model.safetensors").read_bytes()
+
+
+def test_layers_that_are_all_rounded_to_nearest_learn_nothing(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration
+) -> None:
+    few, nearest = text.model_copy(update={"samples": 2}), {"*": Override(method="rtn")}
+    before, after = quantize(tiny_model("llama"), tmp_path / "kept", few, 3, overrides=nearest).details["divergence"]
+    assert after == before > 0

@@ -22,6 +22,7 @@ from optkit.errors import StageError
 from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.model.together import ALONE, Together
 from optkit.stages.quantizing.hessians import finite_matrix
+from optkit.stages.quantizing.input_ranges import FEW_TOKENS
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.job import QuantizationJob
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros
@@ -29,11 +30,6 @@ from optkit.stages.quantizing.stacks import parts_of, together
 
 if TYPE_CHECKING:
     from optkit.stages.quantizing.gptq_fields import GptqFields
-
-FEW_TOKENS = 128
-"""A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its
-inputs.
-"""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from optkit.model.replaced_forward import hooked
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.stages.quantizing.hessians import collect_hessians, refuse_infinite
+from optkit.stages.quantizing.input_ranges import FEW_TOKENS
 from optkit.stages.quantizing.pruned_zeros import held_zeros
 
 
@@ -24,7 +25,8 @@ class EarlierErrors:
     """Moves the weights of each layer by a share of what would make up for the errors before it.
 
     Each layer sees its inputs in both models. Outputs that are added to the hidden states make up
-    for what these lack too. Experts see other tokens in each model, and stay.
+    for what these lack too. Experts see other tokens in each model, and stay, as do layers that are
+    rounded to nearest.
     """
 
     def __init__(
@@ -35,10 +37,13 @@ class EarlierErrors:
         damping: float,
         equal_tokens: bool,
         keep_zeros: bool | Literal["auto"],
+        stays: Callable[[str], bool],
     ) -> None:
-        """`inputs`: what goes into the first block of both models."""
+        """`inputs`: what goes into the first block of both models; `stays`: whether a layer is to be
+        rounded to nearest, as it is.
+        """
         self.skeleton, self.share, self.damping = skeleton, share, damping
-        self.equal_tokens, self.keep_zeros = equal_tokens, keep_zeros
+        self.equal_tokens, self.keep_zeros, self.stays = equal_tokens, keep_zeros, stays
         self.hidden = room_for_states(inputs.hidden, inputs.hidden.shape).copy_(inputs.hidden)
         """What the unmodified model has in front of the block that was entered, or behind it once it was left."""
         self._weights: dict[nn.Module, Tensor] = {}
@@ -57,7 +62,7 @@ class EarlierErrors:
 
     def move_(self, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module]) -> dict[str, Hessian]:
         """Move the weights of layers whose inputs do not depend on each other, and return their Hessians."""
-        alone = {name: module for name, module in layers.items() if EXPERTS in name}
+        alone = {name: module for name, module in layers.items() if EXPERTS in name or self.stays(name)}
         moving = {name: module for name, module in layers.items() if name not in alone}
         found: dict[str, Mismatch] = {}
         for batch in inputs.batches if moving else ():
@@ -78,6 +83,8 @@ class EarlierErrors:
                 total.add_pair(rows.flatten(0, -2), wanted[name].flatten(0, -2), counts, lacking)
         for name, total in found.items():
             refuse_infinite(total.matrix(), name, self.skeleton)
+            if total.tokens < FEW_TOKENS:
+                continue
             weight = float_weight(layers[name])
             moved = total.moved(weight, self.share, self.damping)
             zeros = held_zeros([weight], self.keep_zeros or "auto")
