@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from optkit.errors import OptkitError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.cost import Cost
 from optkit.model.packed_floats import STALE, WORK_BYTES, float_dtype, float_shape, largest_weight, notes_on_floats
@@ -23,7 +24,7 @@ from optkit.model.writer import copy_companions, write_config, write_json
 @contextmanager
 def as_floats(packed: Path, trusted: bool = False) -> Iterator[Path]:
     """Give a directory that `Checkpoint` opens as the float checkpoint of a packed one.
-    Raises what `packed_floats` raises.
+    Raises what `packed_floats` raises. Errors within it name the packed one.
     """
     shape = Checkpoint(packed).shape
     with TemporaryDirectory(prefix=PREFIX) as name:
@@ -33,7 +34,13 @@ def as_floats(packed: Path, trusted: bool = False) -> Iterator[Path]:
             (place / stale).unlink(missing_ok=True)
         write_config(place, float_shape(shape).config)
         write_json(place / PLACE, {"directory": str(packed.absolute())})
-        yield place
+        try:
+            yield place
+        except OptkitError as error:  # the place will be gone when it is read
+            parts = (error.what, error.where, error.why, error.remedy)
+            what, where, why, remedy = (part.replace(name, str(packed)) for part in parts)
+            OptkitError.__init__(error, what, where=where, why=why, remedy=remedy)
+            raise
 
 
 def unpacking(cost: Cost, packed: ModelShape, left: ModelShape) -> Cost:

@@ -104,6 +104,16 @@ def test_what_is_left_is_what_is_left_behind_dequantize(
     assert not list(temporary.glob("optkit-floats-*"))
 
 
+def test_an_error_names_the_packed_model(deepseek: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(deepseek, tmp_path / "other")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "hidden_act": "none such"}))
+    recipe = {"name": "r", "model": str(source), "stages": ["rotate"], "evals": ["footprint"]}
+    with pytest.raises(SourceError, match="transformers cannot build LlamaForCausalLM") as raised:
+        optkit.run(recipe, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+    assert raised.value.where == str(source)
+
+
 def test_a_stage_that_keeps_codes_does_not(deepseek: Path, packed: Path, tmp_path: Path) -> None:
     scales = {"kv_scales": {"calibration": {"dataset": "python-reference"}}}
     assert kinds(plan(tmp_path, packed, scales, "sdpa")) == ["model", "kv_scales"]
