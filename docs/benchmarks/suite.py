@@ -4,7 +4,7 @@
 
 Each row is a command, run several times in turns with the others. What it took is compared with
 its earlier runs on the same device, in history.jsonl. A row is slower if the whole 95% interval of
-the ratio lies above `LEAST`: that of one more run, by the spread of the earlier ones. Exit status 1
+the ratio lies above 1.03: that of one more run, by the spread of the earlier ones. Exit status 1
 names it, and it is not written into the history unless `--accept` says that it is meant.
 """
 

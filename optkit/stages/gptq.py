@@ -76,7 +76,8 @@ class Gptq(GptqFields, SharedText, Backed):
     effort: Literal["fast", "balanced", "best"] = Field(default="balanced", exclude=True)
     """Picks fields that are not written. `fast`: `refinements: 0`. `best`: `learn: blocks`."""
     learn: Literal["blocks"] | None = Field(default=None, exclude_if=lambda value: value is None)
-    """`blocks`: train the codes and scales of each block to return what the unmodified model's does."""
+    """`blocks`: train the codes and scales of each block, so that it returns what the unmodified model has there.
+    It takes several times as long."""
     learning_steps: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
     """Steps for each block, each on `batch_size` sequences; 120 if blocks learn and nothing is said."""
     scale_steps: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
@@ -96,11 +97,11 @@ class Gptq(GptqFields, SharedText, Backed):
                 raise ValueError(f"{name} would not be read: take it out, or set learn: blocks")
         if self.earlier_errors and self.devices > 1:
             raise ValueError(
-                "earlier_errors are summed on one device, beside the unmodified model. Leave out devices, or them"
+                "earlier_errors are summed on one device, beside the unmodified model. Leave out devices or earlier_errors"
             )
         if self.learn and self.devices > 1:
             raise ValueError(
-                "blocks learn on one device, for each step changes what the next one begins with. "
+                "blocks learn on one device, because each step changes what the next one begins with. "
                 "Leave out devices, or learn"
             )
         return self

@@ -138,7 +138,7 @@ def test_a_family_that_needs_bos_and_gets_none(text, tmp_path, kind, before, war
         eval_.cut(session, context)
     said = (
         f"{text}: windows of a {kind} model begin without BOS, which its family needs: its "
-        "numbers are worse than the model."
+        "numbers are worse than the model is."
     )
     said += " Set bos: window"
     assert context.notes == ([said] if warned else [])

@@ -127,7 +127,9 @@ def test_experts_are_quantized_as_without(tiny_model: TinyModel, text: Calibrati
 
 
 def test_several_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="earlier_errors are summed on one device, beside the unmodified model"):
+    with pytest.raises(
+        ValueError, match="earlier_errors are summed on one device, beside the unmodified model. Leave out devices or"
+    ):
         Gptq(earlier_errors=0.5, devices=2)
 
 

@@ -201,7 +201,11 @@ def test_one_device_is_in_no_key(text: Calibration) -> None:
     [
         (Gptq, {"devices": 3}, "2 calibration samples cannot be shared by 3 devices. Set devices to at most 2"),
         (Fp8, {"devices": 2, "calibration": None}, "devices share a calibration text, and none is read here. Leave"),
-        (Gptq, {"devices": 2, "learn": "blocks"}, "blocks learn on one device, for each step changes what the next"),
+        (
+            Gptq,
+            {"devices": 2, "learn": "blocks"},
+            "blocks learn on one device, because each step changes what the next",
+        ),
         (
             AutoBits,
             {"devices": 2, "average_bits": 5, "method": "rtn"},
