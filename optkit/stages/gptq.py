@@ -97,7 +97,8 @@ class Gptq(GptqFields, SharedText, Backed):
                 raise ValueError(f"{name} would not be read: take it out, or set learn: blocks")
         if self.earlier_errors and self.devices > 1:
             raise ValueError(
-                "earlier_errors are summed on one device, beside the unmodified model. Leave out devices or earlier_errors"
+                "earlier_errors are summed on one device, beside the unmodified model. "
+                "Leave out devices or earlier_errors"
             )
         if self.learn and self.devices > 1:
             raise ValueError(
