@@ -101,8 +101,7 @@ class SessionMemory:
 
     @cached_property
     def _is_packed(self) -> bool:
-        method = self.shape.quant_method
-        return method is not None and method != "bitsandbytes"  # which transformers maps as it is
+        return self.shape.quant_method not in ("", "bitsandbytes")  # which transformers maps as it is
 
     @cached_property
     def _is_narrow(self) -> bool:

@@ -70,8 +70,7 @@ class ModelShape:
     @property
     def quant_method(self) -> str:
         """What packed the weights, as config.json calls it; empty if they are floats."""
-        words = self.config.get("quantization_config")
-        return str(words.get("quant_method")) if words else ""
+        return str((self.config.get("quantization_config") or {}).get("quant_method") or "")
 
     @property
     def positions(self) -> int | None:

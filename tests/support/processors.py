@@ -56,6 +56,8 @@ def save_processor(kind: str, directory: Path, template: str = TEMPLATE) -> None
     file.unlink()
     getattr(transformers, images)(**sizes).save_pretrained(directory)
     (directory / "processor_config.json").write_text(json.dumps({"processor_class": processor, **fields}))
+    if not (directory / "config.json").exists():
+        (directory / "config.json").write_text(json.dumps({"model_type": kind}))
     if written:
         (directory / "chat_template.jinja").write_text(template.replace("IMAGE", written))
 
