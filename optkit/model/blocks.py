@@ -225,7 +225,7 @@ def _record(
         try:
             with suppress(_AllRecordedError), torch.no_grad():
                 model(**inputs, use_cache=False)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             if "meta" not in str(error):
                 raise
             raise _unsupported(model, impossible, "it reads weights of blocks that are not running") from error

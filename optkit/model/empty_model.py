@@ -60,9 +60,10 @@ def empty_model(
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """Return the dtype that config.json names, else that of the first float tensor."""
-    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    if isinstance(named, str) and getattr(torch, named, None) in TORCH_DTYPES.values():
-        return getattr(torch, named)  # type: ignore[no-any-return]
+    named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
+    found: torch.dtype | None = getattr(torch, named, None)
+    if found is not None and found in TORCH_DTYPES.values():
+        return found
     return next(
         (TORCH_DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in TORCH_DTYPES), torch.float32
     )

@@ -23,6 +23,18 @@ TEMPLATE = 4
 TILE = 128
 """Rows and columns of a weight that share a scale in DeepSeek's FP8."""
 HALF = {"dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
+QWEN3_MOE = {
+    **HALF,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "medium": {
         **HALF,
@@ -61,39 +73,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
     },
     "qwen3_30b": {
-        **HALF,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
+        **QWEN3_MOE,
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "moe_intermediate_size": 768,
         "num_hidden_layers": 48,
         "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 40960,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "vocab_size": 151936,
     },
     "qwen3_235b": {
-        **HALF,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
+        **QWEN3_MOE,
         "hidden_size": 4096,
         "intermediate_size": 12288,
         "moe_intermediate_size": 1536,
         "num_hidden_layers": 94,
         "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "max_position_embeddings": 40960,
-        "vocab_size": 151936,
     },
     "deepseek_v3": {
         **HALF,
