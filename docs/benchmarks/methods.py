@@ -2,10 +2,12 @@
 as a Markdown table.
 
     python docs/benchmarks/methods.py DATA MODEL... [--only PATTERN] [--store DIR] [--device DEVICE] [--seed N]
+        [--bos window]
 
 DATA holds `wikitext2_raw/` and `c4_sample/`. Calibrated on 64 x 512 tokens of C4; perplexity on the
 first 15 windows of 2048 tokens of WikiText-2's test split, through optkit's session. What the store
-holds is not measured again (its CPU time is then shown as `-`).
+holds is not measured again (its times and GPU memory are then shown as `-`). `--bos window` puts the
+token that begins a text in front of each window, of the calibration too; Gemma needs it.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import optkit
 from optkit.pipeline import plan
@@ -85,7 +90,7 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "awq_scale + gptq, 3 bits": [stage("awq_scale", bits=3, **GRID, **TEXT), GPTQ3],
     "rotate (heads) + gptq, 3 bits": [HEADS, GPTQ3],
 }
-for bits, group in ((bits, group) for group in (64, 128) for bits in (4, 3, 2)):
+for bits, group in ((bits, group) for group in (64, 96, 128, 192) for bits in (4, 3, 2)):
     grid = {"bits": bits, "group_size": group, **TEXT}
     rounded = {**grid, "backend": "auto_round", "learn": "blocks"}
     METHODS |= {
@@ -113,24 +118,37 @@ class Found:
     size_bytes: float
     bits: float | None
     """For each weight of the quantized layers."""
-    cpu_s: float | None
-    """User CPU of the stages; None if they lay in the store."""
+    spent: Spent | None
+    """On the stages; None if they lay in the store."""
 
 
-def measure(name: str, model: Path, data: Path, store: Path | None, device: str, seed: int = 0) -> Found:
+@dataclass(frozen=True)
+class Spent:
+    """What making an artifact took, of its first byte read to its last written."""
+
+    cpu_s: float
+    """User CPU."""
+    wall_s: float
+    gpu_bytes: int
+    """The most that torch held on the GPU in this process."""
+
+
+def measure(name: str, model: Path, data: Path, store: Path | None, device: str, seed: int, bos: str) -> Found:
     """Run a method and measure what it leaves."""
-    evals = EVALS if METHODS[name] else [each for each in EVALS if "divergence" not in each]
+    evals = [_with_bos(each, bos) for each in EVALS if METHODS[name] or "divergence" not in each]
     recipe = {
         "name": "method",
         "model": {"name": str(model)},
-        "stages": METHODS[name],
+        "stages": [_with_bos(each, bos) for each in METHODS[name]],
         "evals": evals,
         "attribution": False,
         "seed": seed,
     }
     with tempfile.TemporaryDirectory() as out:
         todo = plan(optkit.load_recipe(recipe), store=store, data=data, device=device)
+        torch.cuda.reset_peak_memory_stats() if device != "cpu" else None
         before = os.times()
+        began = time.perf_counter()
         if METHODS[name]:
             optkit.run(
                 optkit.load_recipe({**recipe, "evals": []}),
@@ -139,13 +157,28 @@ def measure(name: str, model: Path, data: Path, store: Path | None, device: str,
                 data=data,
                 device=device,
             )
-        spent = os.times().user - before.user if todo.pending else None
+        gpu_bytes = torch.cuda.max_memory_allocated() if device != "cpu" else 0
+        spent = Spent(os.times().user - before.user, time.perf_counter() - began, gpu_bytes)
         scorecard = optkit.run(
             optkit.load_recipe(recipe), out=Path(out) / "measured", store=store, data=data, device=device
         )
     numbers = {row.metric.name: row.metric.value for row in scorecard.rows}
     bits = numbers.get("bits_per_quantized_weight")
-    return Found(numbers["perplexity"], numbers.get("kl_divergence"), numbers["size_bytes"], bits, spent)
+    return Found(
+        numbers["perplexity"],
+        numbers.get("kl_divergence"),
+        numbers["size_bytes"],
+        bits,
+        spent if todo.pending else None,
+    )
+
+
+def _with_bos(part: Any, bos: str) -> Any:
+    """Return a stage or an eval whose texts begin as asked."""
+    if not isinstance(part, dict):
+        return part
+    added = {"bos": bos} if "dataset" in part else {}
+    return {name: _with_bos(value, bos) for name, value in part.items()} | added
 
 
 def main() -> None:
@@ -157,34 +190,31 @@ def main() -> None:
     parser.add_argument("--store", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bos", choices=("tokenizer", "window", "text", "none"), default="tokenizer")
     asked = parser.parse_args()
     if asked.store:
         asked.store.mkdir(parents=True, exist_ok=True)
     names = [f"{what} {model.name}" for what in ("perplexity", "KL") for model in asked.models]
-    print("| method | bits |", " | ".join(names), "| size | user CPU |")
-    print("|---" * (len(names) + 4) + "|")
+    print("| method | bits |", " | ".join(names), "| size | user CPU | time | GPU |")
+    print("|---" * (len(names) + 6) + "|")
     for name in METHODS:
         if fnmatch(name, asked.only):
             try:
-                where = asked.store, asked.device, asked.seed
+                where = asked.store, asked.device, asked.seed, asked.bos
                 found = [measure(name, model, asked.data, *where) for model in asked.models]
             except optkit.OptkitError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
             cells = [name, _cell(found[0].bits, ".2f"), *(f"{each.perplexity:.3f}" for each in found)]
             cells += [*(_cell(each.divergence, ".4f") for each in found), f"{found[0].size_bytes / 1e6:.0f} MB"]
-            print(
-                "|",
-                " | ".join(
-                    [*cells, _cell(next((each.cpu_s for each in found if each.cpu_s is not None), None), ".0f", " s")]
-                ),
-                "|",
-                flush=True,
-            )
+            spent = next((each.spent for each in found if each.spent), None)
+            cells += [f"{spent.cpu_s:.0f} s", f"{spent.wall_s:.1f} s"] if spent else ["-", "-"]
+            cells += [f"{spent.gpu_bytes / 2**30:.2f} GiB" if spent and spent.gpu_bytes else "-"]
+            print("|", " | ".join(cells), "|", flush=True)
 
 
-def _cell(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
 if __name__ == "__main__":
