@@ -5,6 +5,7 @@ This is what it is asked for, and how it can end.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ WORKER = "optkit.onnx.build_worker"
 WHERE = "onnx"
 NAMES = {"genai": "ONNX Runtime GenAI's model builder", "torch": "torch.onnx.export"}
 """The exporters, as a sentence calls them."""
+SHORT_LENGTH = "original_max_position_embeddings"
+"""Key of Phi-3's config.json: where another length stands in it, positions are scaled by LongRoPE."""
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """Dtypes as the builder calls them."""
 ARCHITECTURES = (
@@ -97,7 +100,7 @@ def build(order: Order, task: Task) -> dict[str, Any]:
 
 def _request(order: Order, work: Path) -> dict[str, Any]:
     """Return what the worker reads.
-    `view` shows the builder a config without the quantization that it would look for.
+    `view` shows the builder a config of its own.
     """
     asked = {
         "exporter": order.exporter,
@@ -109,8 +112,7 @@ def _request(order: Order, work: Path) -> dict[str, Any]:
         return {**asked, "opset": order.opset, "kv_cache": order.kv_cache}
     view = work / "view"
     view.mkdir()
-    config = Checkpoint(order.source).config
-    write_config(view, {name: value for name, value in config.items() if name != "quantization_config"})
+    write_config(view, _shown(Checkpoint(order.source).config))
     for each in [*order.source.glob("generation_config.json"), *order.source.glob("*.py")]:
         (view / each.name).symlink_to(each.absolute())
     # Its graph of float16 for the CPU lacks the fused attention that the CPU has: it is asked for
@@ -131,6 +133,17 @@ def _request(order: Order, work: Path) -> dict[str, Any]:
         "shared_embedding": order.shared_embedding,
         "options": options,
     }
+
+
+def _shown(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the quantization that the builder would look for.
+    Two lengths of sequences are for LongRoPE alone: without it, it looks for its factors in vain.
+    """
+    shown = {name: value for name, value in config.items() if name != "quantization_config"}
+    rope = shown.get("rope_parameters") or shown.get("rope_scaling") or {}
+    if "long_factor" not in rope and SHORT_LENGTH in shown:
+        shown[SHORT_LENGTH] = shown["max_position_embeddings"]
+    return shown
 
 
 def _variables() -> dict[str, str]:

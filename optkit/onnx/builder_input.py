@@ -14,6 +14,8 @@ several of the same scale: 96 inputs are three groups of 32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from copy import copy
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ from optkit.progress import SilentProgress
 
 PACKED_TOGETHER = ("q_proj", "k_proj", "v_proj")
 """Layers that the builder makes one MatMulNBits of if they have the same bits."""
+FUSED = {"qkv_proj": PACKED_TOGETHER, "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers of several ones (Phi-3), and what the builder calls these; it cuts float weights alone."""
 
 
 class CodedLinear(nn.Module):
@@ -62,6 +66,15 @@ class CodedLinear(nn.Module):
             raise ValueError(f"groups of {self.group_size} inputs cannot be cut into groups of {group_size}")
         self.scales, self.zeros = (each.repeat_interleave(repeats, dim=1) for each in (self.scales, self.zeros))
         self.group_size = group_size
+
+    def cut(self, sizes: Sequence[int]) -> Iterator[CodedLinear]:
+        """Yield layers of so many outputs each, in order."""
+        parts = (each.split(list(sizes)) for each in (self._bytes, self.scales, self.zeros))
+        biases = self.bias.split(list(sizes)) if self.bias is not None else [None] * len(sizes)
+        for size, codes, scales, zeros, bias in zip(sizes, *parts, biases, strict=True):
+            part = copy(self)
+            part.out_features, part._bytes, part.scales, part.zeros, part.bias = size, codes, scales, zeros, bias
+            yield part
 
     @property
     def qweight(self) -> Tensor:
@@ -118,6 +131,7 @@ def handed_over(directory: Path, head_bits: int | None, trust_remote_code: bool)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data = parameter.data.float()
+    _take_apart_(model)
     for module in model.modules():
         _group_alike_([getattr(module, name, None) for name in PACKED_TOGETHER])
     if head_bits:
@@ -132,6 +146,19 @@ def rounded(weight: Tensor, bits: int) -> QuantizedWeight:
     grid = Grid(bits, head_group_size(weight.shape[1], bits), symmetric=False)
     scales, zeros = search_scales(weight.float(), grid)
     return round_to_nearest(weight.float(), scales, zeros, grid)
+
+
+def _take_apart_(model: PreTrainedModel) -> None:
+    """Put the layers that one layer of codes consists of in its place."""
+    heads, key_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+    for module in list(model.modules()):
+        for name, parts in FUSED.items():
+            if isinstance(layer := getattr(module, name, None), CodedLinear):
+                shares = (heads, key_heads, key_heads) if name == "qkv_proj" else (1, 1)
+                delattr(module, name)
+                sizes = [layer.out_features * share // sum(shares) for share in shares]
+                for part, made in zip(parts, layer.cut(sizes), strict=True):
+                    setattr(module, part, made)
 
 
 def _group_alike_(layers: list[Any]) -> None:

@@ -33,6 +33,7 @@ from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
 from tests.support.exported import attributes
 from tests.support.packed_models import save_packed
+from tests.zoo.models import save_model
 
 for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):
     pytest.importorskip(package)
@@ -107,6 +108,19 @@ def test_every_weight_is_the_sources_bit_for_bit(
     config = json.loads((tmp_path / "onnx" / "config.json").read_text())
     assert "quantization_config" not in config
     assert not (tmp_path / "onnx" / "quantize_config.json").exists()
+
+
+def test_layers_of_several_layers_are_cut_up(tmp_path: Path) -> None:
+    """And two lengths of sequences without LongRoPE, as in this config, are no LongRoPE."""
+    source = save_model("phi3", tmp_path / "phi3", num_key_value_heads=2, original_max_position_embeddings=256)
+    run(Rtn(group_size=32, symmetric=False), source, tmp_path / "packed")
+    report = run(Onnx(lm_head="keep", activations="float"), tmp_path / "packed", tmp_path / "onnx")
+    assert max(report.details["logits_apart"].values()) < 2e-6
+    found = weights_of_graph(tmp_path / "onnx")
+    for name in [name for name in found if name.endswith("gate_proj")]:
+        pair = found.pop(name), found.pop(name.replace("gate", "up"))
+        found[name.replace("gate_proj", "gate_up_proj")] = torch.cat(pair)
+    assert same(found, weights_of_source(tmp_path / "packed"))
 
 
 def test_awq_and_a_head_in_8_bits(tiny_model: TinyModel, tmp_path: Path) -> None:
