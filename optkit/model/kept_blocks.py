@@ -4,10 +4,12 @@ PLACE/kept.json                 how many, what was found in them, size and time 
 PLACE/block-00003.safetensors   the tensors that the stage made of a block
 PLACE/states-00003              the hidden states behind it, as they lie in memory; of the last block alone
 PLACE/encoded                   those behind the encoder of an encoder-decoder
+PLACE/spare                     states that are out of date, over which the next ones are written
 PLACE/NAME.json                 what was measured in front of the first block
 
 Of several processes each writes the states of its share, states-00003-1 and so on. The first writes
-all else, kept.json once the states of all are there.
+all else, kept.json once the states of all are there. To write over a file takes a tenth of the time of
+writing a new one, for which the disk has to find room.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from optkit.common.atomic import remember, write_text_atomically
 from optkit.common.byte_sizes import size_text
 from optkit.common.files import object_if_any
+from optkit.common.grouping import some
 from optkit.environment import PACKAGES, describe_environment
 from optkit.errors import ResourceError
 from optkit.model.together import ALONE, Together
@@ -35,11 +38,13 @@ if TYPE_CHECKING:
 
     from optkit.model.blocks import BlockInputs
 
-KEPT, ENCODED = "kept.json", "encoded"
+KEPT, ENCODED, SPARE = "kept.json", "encoded", "spare"
 DECIDING = "optkit", "device_name", "cuda", *PACKAGES
 """What decides, beside the key of a step, which bits come out of it."""
 WAIT_S = 120.0
 """How long the first process waits for the states of the others, once its own are written."""
+TELL_S = 10.0
+"""How long it waits before it says so."""
 T = TypeVar("T")
 
 
@@ -160,32 +165,47 @@ class KeptBlocks:
         files = {name: seen for name, seen in known.items() if not name.startswith(_states(number - 1))}
         # a copy, since the stage goes on to fill them
         self._kept = {"about": self._about, "done": number + 1, "facts": json.loads(json.dumps(facts)), "files": files}
-        reading = _beside_computing(next(iter(states.values()), None))
+        reading, spare = _beside_computing(next(iter(states.values()), None)), place / self._mine(SPARE)
 
         def write() -> None:
             with disk_space_for(place, needed), reading:
                 place.mkdir(parents=True, exist_ok=True)
-                if shutil.disk_usage(place).free < needed + self._reserved:
+                free = shutil.disk_usage(place).free + (spare.stat().st_size if spare.exists() else 0)
+                if free < needed + self._reserved:
                     what = f"no room for {size_text(needed)} beside what the stage writes"
                     raise ResourceError(what, where=str(place))
                 for name, hidden in states.items():
-                    _write_states(place / name, hidden)
+                    _write_states(place / name, hidden, spare)
                 if not self._together.first:
                     files.update(dict.fromkeys(states))
                     return
                 save_tensors(place / _block(number), tensors)
                 others = [f"{name}-{rank}" for name in states for rank in range(1, self._together.count)]
-                _wait_for([place / name for name in others])
+                self._wait_for([place / name for name in others])
                 files.update({name: _seen(place / name) for name in (_block(number), *states, *others)})
                 write_text_atomically(place / KEPT, json.dumps(self._kept))
                 for path in place.glob(f"{_states(number - 1)}*"):
-                    path.unlink()
+                    path.rename(place / path.name.replace(_states(number - 1), SPARE))
 
         self._writing = self._writer.submit(write)
 
     def _mine(self, name: str) -> str:
         """Return what this process calls its share of a file."""
         return name if self._together.first else f"{name}-{self._together.rank}"
+
+    def _wait_for(self, paths: Sequence[Path]) -> None:
+        """Wait until other processes have written their files. Raises ResourceError if they do not."""
+        started, told = time.monotonic(), False
+        while missing := [path for path in paths if not path.exists()]:
+            waited = time.monotonic() - started
+            ranks = some([f"process {path.name.rpartition('-')[2]} of {self._together.count}" for path in missing])
+            if waited > WAIT_S or not missing[0].parent.exists():
+                why = f"{ranks} did not write its hidden states within {waited:.0f} s"
+                raise ResourceError(why, where=str(missing[0]))
+            if waited > TELL_S and not told:
+                self._progress.say(f"{self._label}: waiting for hidden states of {ranks}")
+                told = True
+            time.sleep(0.01)
 
     def _settle(self) -> None:
         """Wait for the block that is being written."""
@@ -220,24 +240,18 @@ def _beside_computing(hidden: Tensor | None) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
-def _write_states(path: Path, hidden: Tensor) -> None:
+def _write_states(path: Path, hidden: Tensor, spare: Path) -> None:
     import torch
 
     passed = torch.empty(hidden.shape[1:], dtype=hidden.dtype, pin_memory=hidden.is_cuda)
     part = path.with_name(f"{path.name}.part")  # others look whether it is whole by its name
-    with part.open("wb") as file:
+    with suppress(FileNotFoundError):
+        spare.rename(part)
+    with part.open("r+b" if part.exists() else "wb") as file:
         for sequence in hidden:
             file.write(passed.copy_(sequence).view(torch.uint8).numpy().data)
+        file.truncate()
     part.rename(path)
-
-
-def _wait_for(paths: Sequence[Path]) -> None:
-    """Wait until other processes have written their files. Raises ResourceError if they do not."""
-    until = time.monotonic() + WAIT_S
-    while missing := [path for path in paths if not path.exists()]:
-        if time.monotonic() > until or not missing[0].parent.exists():
-            raise ResourceError("another process did not write its share", where=str(missing[0]))
-        time.sleep(0.01)
 
 
 def _read_states(path: Path, hidden: Tensor) -> None:

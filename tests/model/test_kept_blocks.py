@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from optkit.errors import ResourceError
 from optkit.model import kept_blocks
 from optkit.model.kept_blocks import KeptBlocks
+from optkit.model.together import Together
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report, Transform
 from optkit.stages.auto_bits import AutoBits
@@ -250,6 +252,35 @@ def test_states_that_a_kill_left_are_deleted(tiny_model: TinyModel, tmp_path: Pa
         (tmp_path / "work" / left).write_bytes(b"of a run before")
     work = interrupted(STAGES["prune"](few), tiny_model("llama"), tmp_path, 3)
     assert [path.name for path in work.iterdir() if path.name.startswith(("states", "encoded"))] == ["states-00002"]
+
+
+def test_states_are_written_over_those_that_are_out_of_date(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration
+) -> None:
+    seen: list[dict[str, int]] = []
+
+    def look(self: KeptBlocks, place: Path, *arguments: Any) -> None:
+        keep(self, place, *arguments)
+        self._settle()
+        seen.append({path.name: path.stat().st_ino for path in place.glob("states-*")})
+
+    keep = KeptBlocks._keep
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(KeptBlocks, "_keep", look)
+        run(STAGES["prune"](few), tiny_model("llama"), tmp_path / "made", tmp_path / "work")
+    (first,), (second,), (third,) = (each.values() for each in seen)
+    assert first == third != second
+
+
+def test_who_does_not_write_its_states_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two, lines = Together(), Lines()
+    two.count = 2
+    kept = KeptBlocks(None, "cpu", lines, "gptq", 0, two)
+    monkeypatch.setattr(kept_blocks, "WAIT_S", 0.05)
+    monkeypatch.setattr(kept_blocks, "TELL_S", 0.0)
+    with pytest.raises(ResourceError, match=r"states-00003-1: process 1 of 2 did not write its hidden states within"):
+        kept._wait_for([tmp_path / "states-00003-1"])
+    assert lines.lines == ["gptq: waiting for hidden states of process 1 of 2"]
 
 
 def test_rounding_to_nearest_keeps_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
