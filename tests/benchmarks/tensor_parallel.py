@@ -2,9 +2,9 @@
 one with half of its layers offloaded.
 
     python tests/benchmarks/tensor_parallel.py [--only PATTERN] [--weights 'int4, groups of 128'] \
-        [--model DIRECTORY] [--work DIRECTORY] [--out DIRECTORY] [--limit-s 170]
+        [--cells 1x128,32x128] [--model DIRECTORY] [--work DIRECTORY] [--out DIRECTORY] [--limit-s 170]
 
-Prefill of 8 x 512 tokens, decoding of 1 and 32 sequences behind 128 tokens: greedy, 16 new tokens
+Prefill of 8 x 512 tokens, decoding of 1 and 32 sequences behind 128 tokens (--cells): greedy, 16 new tokens
 (128 by `cuda_graphs`, 4 if weights are offloaded), the median of 3 repeats after a warm-up, by the clocks of the eval
 `throughput`. The logits of 2 x 64 tokens are compared with those of one
 GPU: the norm of the difference over that of the logits; 8 layers in float32 say whether they are
@@ -55,7 +55,6 @@ WAYS: dict[str, Sequence[Setting]] = {
     "two GPUs, cuda_graphs": (TensorParallel(devices=2), CudaGraphs()),
     "four GPUs, cuda_graphs": (TensorParallel(devices=4), CudaGraphs()),
 }
-CELLS = ((8, 512), (1, 128), (32, 128))
 NEW_TOKENS, FEW_TOKENS, MANY_TOKENS, REPEATS = 16, 4, 128, 3
 EXACT_LAYERS, MOST_ERROR = 8, 1e-4
 """What is exact is seen in float32, on so many layers: in bfloat16 the order of sums alone moves
@@ -71,11 +70,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--weights", choices=WEIGHTS, default="bfloat16", help="what the model is made into first")
     parser.add_argument("--only", default="")
+    parser.add_argument("--cells", default="8x512,1x128,32x128", help="batch x prompt")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--limit-s", type=float, default=170.0, help="no further way or batch begins after so many seconds"
     )
     given = parser.parse_args()
+    cells = [tuple(map(int, cell.split("x"))) for cell in given.cells.split(",")]
     begin = time.monotonic()
     given.work.mkdir(parents=True, exist_ok=True)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -89,7 +90,7 @@ def main() -> None:
         "made_s": round(time.monotonic() - begin, 1),
         "ways": {},
     }
-    logits_file = given.work / "logits.pt"
+    logits_file = given.work / f"logits of {given.weights}.pt"
     if not given.only:
         record["float32_error"] = _float32_error(given.work / "exact", given.device)
     for way, settings in WAYS.items():
@@ -98,7 +99,7 @@ def main() -> None:
         if time.monotonic() - begin > given.limit_s:
             record["ways"][way] = {"failure": f"left out: {given.limit_s:g} s were over"}
             continue
-        record["ways"][way] = _measured(way, model, settings, given.device, logits_file, begin + given.limit_s)
+        record["ways"][way] = _measured(way, model, settings, given.device, logits_file, cells, begin + given.limit_s)
         record["seconds"] = round(time.monotonic() - begin, 1)
         (given.out / "tensor_parallel.json").write_text(json.dumps(record, indent=1))
         (given.out / "tensor_parallel.md").write_text("\n".join(_markdown(record)) + "\n")
@@ -117,7 +118,13 @@ def _float32_error(place: Path, device: str) -> float:
 
 
 def _measured(
-    way: str, model: Path, settings: Sequence[Setting], device: str, logits_file: Path, until: float
+    way: str,
+    model: Path,
+    settings: Sequence[Setting],
+    device: str,
+    logits_file: Path,
+    cells: Sequence[tuple[int, ...]],
+    until: float,
 ) -> dict[str, Any]:
     """Return what one way gives; an error is part of it, so that the others are measured."""
     begin = time.monotonic()
@@ -132,7 +139,7 @@ def _measured(
         found |= _logits_checked(
             session.logits(random_tokens(session, 2, 64, seed=0)), logits_file, first=way.startswith("one GPU")
         )
-        for batch, prompt in CELLS:
+        for batch, prompt in cells:
             if time.monotonic() < until:
                 found["cells"].append(_timed(session, batch, prompt, new_tokens))
         found["notes"] = list(session.notes)
