@@ -40,7 +40,7 @@ class Awq(InputScaling, SharedText, Backed):
     which are gathered once a block. At most one block is in memory.
     """
 
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     kind: ClassVar[str] = "awq"
     example: ClassVar[str] = "- awq: {format: awq, group_size: 64, calibration: {dataset: c4}}"
     sees_images: ClassVar[bool] = True

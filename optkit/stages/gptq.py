@@ -57,7 +57,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
     kind: ClassVar[str] = "gptq"
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
@@ -134,7 +134,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
     def calibrated_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield each block's quantized layers, and count the zeros of pruned ones in the details."""
-        from optkit.stages.quantizing.calibration_products import in_codes, sequences_at_once
+        from optkit.stages.quantizing.calibration_products import in_codes, in_cpp, sequences_at_once
         from optkit.stages.quantizing.hessians import collect_hessians, read_text, tokens_of_experts, turns_of
         from optkit.stages.quantizing.input_ranges import FEW_TOKENS
 
@@ -174,7 +174,7 @@ class Gptq(GptqFields, SharedText, Backed):
                 if job.is_read(index) or (learner and index + 1 < len(skeleton.blocks)):
                     if earlier:
                         earlier.leave_(index, inputs)
-                    with in_codes(modules, quantized):
+                    with in_codes(modules, quantized), in_cpp(skeleton, index, inputs):
                         skeleton.advance_(index, inputs)
             yield quantized
         job.inputs = inputs

@@ -19,39 +19,13 @@ from optkit.kernels.cpu.coded_linear import CodedLinear
 from optkit.kernels.cpu.families import DECODES, why_not_family
 from optkit.kernels.cpu.native import library, why_not_native
 from optkit.kernels.cpu.prompts import PromptPass, products
+from optkit.kernels.cpu.structures import Structures
 
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not change with the length of the text."""
 LANES = 16
 CAPACITY_STEP = 128
 """A cache is as long as the next multiple of this, so that requests of like lengths share one."""
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = [
-        *[(name, ctypes.c_void_p) for name in ("weight", "scales", "shifts", "bias")],
-        *[(name, ctypes.c_int64) for name in ("bits", "outputs", "inputs", "groups")],
-    ]
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = [
-        *[(name, _Matrix) for name in ("queries", "keys", "values", "output", "gate", "up", "down")],
-        *[
-            (name, ctypes.c_void_p)
-            for name in ("input_norm", "output_norm", "query_norm", "key_norm", "key_cache", "value_cache")
-        ],
-    ]
-
-
-class _Model(ctypes.Structure):
-    _fields_ = [
-        ("layers", ctypes.POINTER(_Layer)),
-        *[(name, _Matrix) for name in ("embedding", "head")],
-        *[(name, ctypes.c_void_p) for name in ("norm", "cosines", "sines")],
-        *[(name, ctypes.c_int64) for name in ("count", "heads", "kv_heads", "size", "capacity", "batch")],
-        *[(name, ctypes.c_float) for name in ("epsilon", "scaling")],
-    ]
 
 
 def why_not_step(model: Any) -> str | None:
@@ -130,38 +104,20 @@ class Steps:
     def __init__(self, model: Any, batch: int, capacity: int) -> None:
         self.model, self.batch, self.capacity = model, batch, capacity
         self.position = 0
-        base, config = model.model, model.config
+        base = model.model
         attention = base.layers[0].self_attn
-        size, kv_heads = int(attention.head_dim), int(config.num_key_value_heads)
-        self._kept: list[Tensor] = []  # what the structures point to
-        self.cache = torch.zeros(len(base.layers), 2, batch, kv_heads, capacity, size)
+        sizes = (batch, int(model.config.num_key_value_heads), capacity, int(attention.head_dim))
+        self.cache = torch.zeros(len(base.layers), 2, *sizes)
         self.tokens = torch.zeros(batch, dtype=torch.int64)
         self.logits = torch.zeros(batch, model.lm_head.out_features)
         cosines, sines = base.rotary_emb(torch.zeros(1, 1), torch.arange(capacity)[None])
-        layers = (_Layer * len(base.layers))(
-            *[self._layer(block, self.cache[index]) for index, block in enumerate(base.layers)]
-        )
-        self._structure = _Model(
-            layers=layers,
-            embedding=self._matrix(base.embed_tokens),
-            head=self._matrix(model.lm_head),
-            norm=self._floats(base.norm.weight),
-            cosines=self._floats(cosines[0, :, : size // 2]),
-            sines=self._floats(sines[0, :, : size // 2]),
-            count=len(base.layers),
-            heads=int(config.num_attention_heads),
-            kv_heads=kv_heads,
-            size=size,
-            capacity=capacity,
-            batch=batch,
-            epsilon=float(base.norm.variance_epsilon),
-            scaling=float(attention.scaling),
-        )
-        self._step, self._prompts = _step_function(), PromptPass(model, self._structure)
+        self._structures = Structures(model, base.layers, self.cache, cosines[0], sines[0])
+        self._step, self._prompts = _step_function(), PromptPass(base.layers, self._structures)
 
     def prompt(self, tokens: Tensor) -> Tensor:
         """Return the first tokens behind prompts, int64 [batch], for int64 [batch, prompt]."""
-        hidden = self.model.model.norm(self._prompts.hidden(tokens)[:, -1])
+        base = self.model.model
+        hidden = base.norm(self._prompts.hidden(base.embed_tokens(tokens).float())[:, -1])
         self.logits.copy_(products((self.model.lm_head,), hidden)[0])
         self.position = tokens.shape[1]
         self.tokens.copy_(self.logits.argmax(-1))
@@ -171,7 +127,7 @@ class Steps:
         """Return the tokens behind those returned last, int64 [batch].
         `logits` are theirs, float32 [batch, vocabulary].
         """
-        self._step(ctypes.byref(self._structure), self.position, self.tokens.data_ptr(), self.logits.data_ptr())
+        self._step(self._structures.model, self.position, self.tokens.data_ptr(), self.logits.data_ptr())
         self.position += 1
         return self.tokens.clone()
 
@@ -180,44 +136,6 @@ class Steps:
         self.tokens.copy_(tokens)
         self.next()
         return self.logits.clone()
-
-    def _layer(self, block: Any, cache: Tensor) -> _Layer:
-        attention, mlp = block.self_attn, block.mlp
-        query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        return _Layer(
-            *[
-                self._matrix(layer)
-                for layer in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-            ],
-            *[self._matrix(layer) for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)],
-            self._floats(block.input_layernorm.weight),
-            self._floats(block.post_attention_layernorm.weight),
-            None if query_norm is None else self._floats(query_norm.weight),
-            None if key_norm is None else self._floats(key_norm.weight),
-            cache[0].data_ptr(),
-            cache[1].data_ptr(),
-        )
-
-    def _matrix(self, layer: nn.Module) -> _Matrix:
-        if isinstance(layer, CodedLinear):
-            shifts = None if layer.shifts is None else layer.shifts.data_ptr()
-            codes = (layer.codes.data_ptr(), layer.scales.data_ptr(), shifts)
-            return _Matrix(
-                *codes, self._bias(layer.bias), layer.bits, layer.out_features, layer.in_features, layer.scales.shape[1]
-            )
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
-        outputs, inputs = weight.shape
-        bias = self._bias(getattr(layer, "bias", None))
-        return _Matrix(weight.data_ptr(), None, None, bias, weight.element_size() * 8, outputs, inputs, 0)
-
-    def _bias(self, bias: Tensor | None) -> int | None:
-        return None if bias is None else self._floats(bias)
-
-    def _floats(self, values: Tensor) -> int:
-        """Return the address of the values in float32, which are kept as long as this."""
-        self._kept.append(values.detach().float().contiguous())
-        return self._kept[-1].data_ptr()
 
 
 def _step_function() -> Any:

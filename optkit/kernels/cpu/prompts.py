@@ -5,6 +5,7 @@ The residual stream and the KV cache are float32 whatever the model's dtype.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.kernels.cpu.native import library
+from optkit.kernels.cpu.structures import Structures
 
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 FUNCTIONS = {
@@ -23,34 +25,32 @@ FUNCTIONS = {
 
 
 class PromptPass:
-    """Runs the blocks of an opened model on prompts from their first token on."""
+    """Runs blocks on prompts from their first token on."""
 
-    def __init__(self, model: Any, structure: ctypes.Structure) -> None:
-        self.blocks, self.embedding = list(model.model.layers), model.model.embed_tokens
-        self.model = ctypes.byref(structure)
+    def __init__(self, blocks: Iterable[Any], structures: Structures) -> None:
+        self.blocks, self.structures = list(blocks), structures
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, length] -> what leaves the last block, float32 [batch, length, width].
+    def hidden(self, given: Tensor) -> Tensor:
+        """float32 [batch, length, width] -> what leaves the last block, of the same shape.
         The keys and values are in the cache then.
         """
-        batch, length = tokens.shape
-        hidden: Tensor = self.embedding(tokens.flatten()).float()
+        length, hidden = given.shape[1], given.flatten(0, 1).contiguous()
         for index, block in enumerate(self.blocks):
             attention, mlp = block.self_attn, block.mlp
             normed = self._normed(index, 0, hidden)
             queries, keys, values = products((attention.q_proj, attention.k_proj, attention.v_proj), normed)
             attended = torch.empty_like(queries)
             places = (each.data_ptr() for each in (queries, keys, values, attended))
-            _function("attend")(self.model, index, length, *places)
-            hidden += products((attention.o_proj,), attended)[0]
+            _function("attend")(self.structures.model, index, length, *places)
+            hidden = hidden + products((attention.o_proj,), attended)[0]
             gate, up = products((mlp.gate_proj, mlp.up_proj), self._normed(index, 1, hidden))
             _function("gate")(gate.data_ptr(), up.data_ptr(), gate.numel())
             hidden += products((mlp.down_proj,), gate)[0]
-        return hidden.view(batch, length, -1)
+        return hidden.view(given.shape)
 
     def _normed(self, index: int, last: int, hidden: Tensor) -> Tensor:
         normed = torch.empty_like(hidden)
-        _function("norm")(self.model, index, last, hidden.data_ptr(), len(hidden), normed.data_ptr())
+        _function("norm")(self.structures.model, index, last, hidden.data_ptr(), len(hidden), normed.data_ptr())
         return normed
 
 

@@ -1,4 +1,4 @@
-"""How a CPU multiplies while a block runs on the calibration text, which is most of what GPTQ does.
+"""How a CPU computes while a block runs on the calibration text, which is most of what GPTQ does.
 
 What Hessians are summed of may be off by a thousandth of itself, as such errors cancel over many tokens;
 what the next block is given may not.
@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
+from optkit.kernels.cpu.decoding import why_not_step
+from optkit.kernels.cpu.prompts import PromptPass
+from optkit.kernels.cpu.structures import Structures
 from optkit.kernels.packed_linear import PackedWeight
+from optkit.model.blocks import BlockInputs
 from optkit.model.replaced_forward import replaced_forward
+from optkit.model.skeleton import Skeleton
 
 if TYPE_CHECKING:
     from optkit.algorithms.grid import QuantizedWeight
@@ -45,6 +50,30 @@ def in_codes(layers: Mapping[str, nn.Module], quantized: Mapping[str, QuantizedW
     plain = {name: layers[name] for name in quantized if _is_plain(layers[name])}
     coded = {module: _coded(quantized[name], module) for name, module in plain.items()}
     return replaced_forward({module: each for module, each in coded.items() if each is not None})
+
+
+def in_cpp(skeleton: Skeleton, index: int, inputs: BlockInputs) -> AbstractContextManager[None]:
+    """Let a loaded float32 block on a CPU compute all beside its products in C++, as prompts are.
+    That is known of the Llama family; a call with a mask goes the model's own way.
+    """
+    block = skeleton.blocks[index].module
+    known = inputs.hidden.device.type == "cpu" and inputs.hidden.dtype == torch.float32
+    return replaced_forward({block: _as_prompt(block, skeleton)} if known and not why_not_step(skeleton.model) else {})
+
+
+def _as_prompt(block: nn.Module, skeleton: Skeleton) -> Callable[..., Any]:
+    own, config = block.forward, skeleton.model.config
+
+    def forward(hidden: Tensor, **beside: Any) -> Any:
+        cosines, sines = beside["position_embeddings"]
+        if beside["attention_mask"] is not None or len(cosines) > 1:
+            return own(hidden, **beside)
+        batch, length, _ = hidden.shape
+        cache = hidden.new_empty(1, 2, batch, config.num_key_value_heads, length, cosines.shape[-1])
+        structures = Structures(skeleton.model, [block], cache, cosines[0], sines[0])
+        return PromptPass([block], structures).hidden(hidden)
+
+    return forward
 
 
 def _is_plain(module: nn.Module) -> bool:

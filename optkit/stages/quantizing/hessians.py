@@ -29,7 +29,7 @@ from optkit.model.skeleton import Skeleton
 from optkit.model.together import Together
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
-from optkit.stages.quantizing.calibration_products import in_bfloat16
+from optkit.stages.quantizing.calibration_products import in_bfloat16, in_cpp
 from optkit.stages.quantizing.job import QuantizationJob
 
 
@@ -69,7 +69,7 @@ def collect_hessians(
     def start(given: Tensor) -> Hessian:
         return Hessian(given.shape[-1], given.device, equal_tokens, rounded=True)
 
-    with in_bfloat16(layers):
+    with in_bfloat16(layers), in_cpp(skeleton, index, inputs):
         return watch_inputs(skeleton, index, inputs, layers, start)
 
 
