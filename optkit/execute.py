@@ -166,13 +166,12 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
 
 
 def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context: Context) -> Report:
-    """Run one step into `target` and prove its effect.
-    Something changed, and what was written can be read.
-    """
+    """Run one step into `target`; something must have changed, and what was written can be read."""
     if step.stage is None or source is None:
         details = import_model(plan.recipe.model, target, context.progress)
         return Report(changed=len(Checkpoint(target).tensors), details=details)
-    with as_floats(source, context.trust_remote_code) if step.unpacks else nullcontext(source) as given:
+    floats = as_floats(source, context.trust_remote_code, context.device) if step.unpacks else nullcontext(source)
+    with floats as given:
         report = _transform(plan, step, step.stage, given, target, context)
     return replace(report, notes=(*notes(Checkpoint(source).shape), *report.notes)) if step.unpacks else report
 

@@ -260,7 +260,7 @@ def _plan_steps(
         key = make_step_key(entry, before.key, recipe.seed, unpacks)
         read, given = (float_shape(shape), Format.CHECKPOINT) if unpacks else (shape, before.format)
         cost, left = entry.value.predict_beside(read, device, origin)
-        cost = unpacking(cost, shape, left) if unpacks else cost
+        cost = unpacking(cost, shape, left, device) if unpacks else cost
         cost, shape = cost.noting(notes_on_size(steps[0].shape, read, left)), left
         made: dict[str, Any] = {"kind": entry.kind, "stage": entry.value, "key": key, "source_key": before.key}
         made |= {"format": entry.value.leaves(given), "cost": cost, "unpacks": unpacks}

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 
+from optkit.common.held_files import held_directory
 from optkit.errors import OptkitError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.cost import Cost
-from optkit.model.packed_floats import STALE, WORK_BYTES, float_dtype, float_shape, largest_weight, notes_on_floats
+from optkit.model.packed_floats import STALE, float_dtype, float_shape, notes_on_floats, unpacking_bytes
 from optkit.model.safetensors_file import SHARD_BYTES
 from optkit.model.shape import ModelShape
 from optkit.model.unpacked import PLACE, PREFIX
@@ -22,33 +23,36 @@ from optkit.model.writer import copy_companions, write_config, write_json
 
 
 @contextmanager
-def as_floats(packed: Path, trusted: bool = False) -> Iterator[Path]:
-    """Give a directory that `Checkpoint` opens as the float checkpoint of a packed one.
-    Raises what `packed_floats` raises. Errors within it name the packed one.
+def as_floats(packed: Path, trusted: bool = False, device: str = "cpu") -> Iterator[Path]:
+    """Give a directory that `Checkpoint` opens as the float checkpoint of a packed one, which the
+    device unpacks. Raises what `packed_floats` raises. Errors within it name the packed one.
     """
     shape = Checkpoint(packed).shape
-    with TemporaryDirectory(prefix=PREFIX) as name:
-        place = Path(name)
+    with held_directory(Path(gettempdir()), PREFIX) as home:
+        place = home / f"{PREFIX}weights"
+        place.mkdir()
         copy_companions(packed, place, trusted)
         for stale in STALE:
             (place / stale).unlink(missing_ok=True)
         write_config(place, float_shape(shape).config)
-        write_json(place / PLACE, {"directory": str(packed.absolute())})
+        write_json(place / PLACE, {"directory": str(packed.absolute()), "device": device})
         try:
             yield place
         except OptkitError as error:  # the place will be gone when it is read
             parts = (error.what, error.where, error.why, error.remedy)
-            what, where, why, remedy = (part.replace(name, str(packed)) for part in parts)
+            what, where, why, remedy = (part.replace(str(place), str(packed)) for part in parts)
             OptkitError.__init__(error, what, where=where, why=why, remedy=remedy)
             raise
 
 
-def unpacking(cost: Cost, packed: ModelShape, left: ModelShape) -> Cost:
+def unpacking(cost: Cost, packed: ModelShape, left: ModelShape, device: str) -> Cost:
     """Return what a step needs that reads packed weights as floats, and leaves `left`. A weight is unpacked
-    on the CPU before anything is done with it, while a shard waits to be written.
+    before anything is done with it, while a shard waits to be written.
     """
-    least = min(left.size_bytes, SHARD_BYTES) + largest_weight(packed) * WORK_BYTES
-    return cost.model_copy(update={"ram_bytes": max(cost.ram_bytes, least)}).noting(notes(packed))
+    ram, gpu = unpacking_bytes(packed, device)
+    most = {"ram_bytes": max(cost.ram_bytes, min(left.size_bytes, SHARD_BYTES) + ram)}
+    most["gpu_bytes"] = max(cost.gpu_bytes, gpu)
+    return cost.model_copy(update=most).noting(notes(packed))
 
 
 def notes(packed: ModelShape) -> tuple[str, ...]:

@@ -90,9 +90,10 @@ class Checkpoint:
         self.left_out: Mapping[str, str] = {}
         """Tensors of a packed checkpoint that have no place beside its floats -> the reason."""
         self._unpacked: Unpacked | None = None
-        if packed := packed_place(self.directory):
+        if place := packed_place(self.directory):
+            packed, device = place
             whole = Checkpoint(packed)
-            self._unpacked, self.unnamed, self.left_out = Unpacked(whole), whole.unnamed, left_out(whole.shape)
+            self._unpacked, self.unnamed, self.left_out = Unpacked(whole, device), whole.unnamed, left_out(whole.shape)
             self.files, self.tensors = self._unpacked.files, self._unpacked.tensors
             return
         index = self.directory / INDEX
@@ -170,9 +171,9 @@ class Checkpoint:
                 raise SourceError("the file was changed while it was in use", where=str(path), why=why, remedy=ANEW)
         return data
 
-    def read_finite(self, name: str) -> Tensor:
-        """Return one tensor; raises SourceError if it holds NaN or Inf."""
-        tensor = self.read(name)
+    def read_finite(self, name: str, member: int | None = None) -> Tensor:
+        """Return one tensor, or one of those stacked in it; raises SourceError if it holds NaN or Inf."""
+        tensor = self.read(name) if member is None else self.read_member(name, member)
         if tensor.is_floating_point() and DTYPE_BITS[self.tensors[name].dtype] >= 16 and not all_finite(tensor):
             bad = int((~tensor.isfinite()).sum())
             raise SourceError(

@@ -36,6 +36,8 @@ DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """What packed weights can become, and what safetensors calls it."""
 WORK_BYTES = 12
 """What unpacking a weight takes: its codes as integers, in float32, and rounded."""
+READ_BYTES = 4
+"""Of those, what is in main memory if a GPU unpacks it."""
 SCALES_OF_CODES = ("weight_scale", "weight_scale_inv", "SCB")
 CACHE_SCALES = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale"})
 
@@ -223,6 +225,14 @@ def largest_weight(shape: ModelShape) -> int:
     """Return the elements of the largest weight that is unpacked at once: of experts in one tensor, one."""
     sizes = [each.shape for each in packed_floats(shape).values()]
     return max(math.prod(size[1:] if len(size) == 3 else size) for size in sizes)
+
+
+def unpacking_bytes(shape: ModelShape, device: str) -> tuple[int, int]:
+    """Return what unpacking one weight takes of main memory, and of a GPU."""
+    largest = largest_weight(shape)
+    if device.startswith("cuda"):
+        return largest * READ_BYTES, largest * WORK_BYTES
+    return largest * WORK_BYTES, 0
 
 
 def notes_on_floats(shape: ModelShape, what: str) -> tuple[str, ...]:

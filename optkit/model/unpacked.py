@@ -27,18 +27,20 @@ PLACE = "packed.json"
 READER = "optkit.kernels.float_weights:float_weights"
 
 
-def packed_place(directory: Path) -> Path | None:
-    """Return the packed checkpoint that a directory of `as_floats` stands for; None for any other."""
+def packed_place(directory: Path) -> tuple[Path, str] | None:
+    """Return the packed checkpoint that a directory of `as_floats` stands for, and the device that
+    unpacks it; None for any other."""
     if not directory.name.startswith(PREFIX) or not (directory / PLACE).is_file():
         return None
-    return Path(str(read_object(directory / PLACE)["directory"]))
+    said = read_object(directory / PLACE)
+    return Path(str(said["directory"])), str(said["device"])
 
 
 class Unpacked:
     """The tensors of the float checkpoint that a packed one stands for."""
 
-    def __init__(self, packed: Checkpoint) -> None:
-        self.packed = packed
+    def __init__(self, packed: Checkpoint, device: str) -> None:
+        self.packed, self._device = packed, device
         floats, left = packed_floats(packed.shape), float_shape(packed.shape).tensors
         stands_for = {part: name for name, each in floats.items() for part in each.parts}
         names = dict.fromkeys(stands_for.get(name, name) for name in packed.tensors)
@@ -60,12 +62,14 @@ class Unpacked:
     def read(self, name: str) -> Tensor:
         """Return one tensor, on the CPU. Raises SourceError for parts that do not fit each other."""
         weight = self._weights.get(name)
-        return weight.dequantize(self._dtype, "cpu").contiguous() if weight else self.packed.read(name)
+        return weight.dequantize(self._dtype, self._device).contiguous().cpu() if weight else self.packed.read(name)
 
     def read_member(self, name: str, index: int) -> Tensor:
         """Return one of the tensors that are stacked in one; else as `read`."""
         experts = self._weights.get(name)
-        return experts.expert(index, self._dtype, "cpu") if experts else self.packed.read_member(name, index)
+        return (
+            experts.expert(index, self._dtype, self._device).cpu() if experts else self.packed.read_member(name, index)
+        )
 
 
 def _as_written(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -9,13 +9,12 @@ from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.packed_floats import (
     STALE,
-    WORK_BYTES,
     float_dtype,
     float_shape,
-    largest_weight,
     left_out,
     notes_on_floats,
     packed_floats,
+    unpacking_bytes,
 )
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
@@ -92,10 +91,8 @@ class Dequantize(Transform):
             (left.tensors[name].size_bytes for name, each in packed_floats(shape).items() if len(each.shape) == 3),
             default=0,
         )
-        largest = largest_weight(shape) * WORK_BYTES
-        on_gpu = device.startswith("cuda")
-        ram = min(left.size_bytes, SHARD_BYTES) + joined + (largest // 3 if on_gpu else largest)
-        gpu = largest if on_gpu else 0
+        largest, gpu = unpacking_bytes(shape, device)
+        ram = min(left.size_bytes, SHARD_BYTES) + joined + largest
         return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=gpu, notes=self._notes(shape)), left
 
     def _dtype(self, shape: ModelShape) -> str:

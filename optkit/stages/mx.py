@@ -131,14 +131,14 @@ class Mx(SharedText, LayerQuantizer):
         if self.calibration and shape.task is Task.UNKNOWN:
             raise refuse_unknown(f"{self.kind}.calibration", "Calibration opens", "Leave calibration out")
         if stacked := self._stacked(shape):
-            left = with_stacked(shape, stacked)
-            largest = max(info.elements // info.shape[0] for info in stacked.values())
-            work = Work(largest * 4 + WORK_BYTES[device.partition(":")[0]], streamed=True)
+            left, apart = with_stacked(shape, stacked), experts_of(shape, stacked)
             if self.calibration:
-                apart = experts_of(shape, stacked)
                 experts = {name: layer for name, layer in layers_of(apart).items() if EXPERTS in name}
-                work = self.working_memory(apart, experts, device)
-            return work.cost(shape, left, device), left
+                return self.working_memory(apart, experts, device).cost(shape, left, device), left
+            largest = max(info.elements // info.shape[0] for info in stacked.values())
+            codes = max(info.elements for info in stacked.values())  # of all experts, apart and then joined
+            work = Work(largest * 4 + WORK_BYTES[device.partition(":")[0]], held=codes, streamed=True)
+            return work.cost(apart, left, device), left
         return super().predict(shape, device)
 
     def _stacked(self, shape: ModelShape) -> Mapping[str, TensorInfo]:

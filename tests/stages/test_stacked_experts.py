@@ -44,6 +44,14 @@ def floats(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
     return target
 
 
+def test_one_expert_is_read_at_a_time(floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wholes: list[str] = []
+    read = Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name: wholes.append(name) or read(self, name))
+    stored = made(PACKED, floats, tmp_path / "packed")
+    assert sorted(wholes) == sorted(name for name in stored if not name.endswith(("_blocks", "_scales")))
+
+
 def test_engines_open_what_is_written_and_compute_the_same(floats: Path, tmp_path: Path) -> None:
     stored = made(PACKED, floats, tmp_path / "packed")
     cost = predicted(PACKED, floats, tmp_path / "packed")

@@ -55,7 +55,7 @@ def measure_model(
     with shelf.using([todo.steps[0].key]):
         place = materialize(todo, 0, shelf, context, set())
         packed = todo.steps[0].shape.quant_method
-        with as_floats(place, trust_remote_code) if packed else nullcontext(place) as floats:
+        with as_floats(place, trust_remote_code, todo.device) if packed else nullcontext(place) as floats:
             checkpoint = Checkpoint(floats)
             return _measure(model, checkpoint, calibration, choices, "rtn" if rounding == "rtn" else "gptq", context)
 

@@ -43,10 +43,16 @@ def pack_stacked(
 ) -> Report:
     """Fill `target` tensor by tensor, without a model. Raises StageError and SourceError as a quantizer."""
     started, shape = time.monotonic(), checkpoint.shape
-    with context.progress.task(KIND, len(stacked), "tensors") as task, CheckpointWriter(target) as writer:
+    with (
+        context.progress.task(KIND, len(stacked), "tensors") as task,
+        CheckpointWriter(target, beside=context.device.startswith("cuda")) as writer,
+    ):
         for name in shape.tensors:
-            tensor = checkpoint.read_finite(name)
-            for written, part in _parts(name, tensor, context.device, search) if name in stacked else [(name, tensor)]:
+            if name in stacked:
+                parts = joined(name, _rounded(checkpoint, name, context.device, search))
+            else:
+                parts = {name: checkpoint.read_finite(name)}
+            for written, part in parts.items():
                 writer.add(written, part)
             task.advance(int(name in stacked), name)
     return finished(checkpoint, target, context, stacked, started)
@@ -66,11 +72,13 @@ def finished(
     )
 
 
-def _parts(name: str, weight: Tensor, device: str, search: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield codes and scales of [experts, in, out], an expert at a time on the device."""
+def _rounded(checkpoint: Checkpoint, name: str, device: str, search: bool) -> Iterator[MicroscaledWeight]:
+    """Yield the experts of [experts, in, out]; one of them is in memory at a time."""
     from optkit.algorithms.microscaling import quantize_mxfp4
 
-    yield from joined(name, (quantize_mxfp4(expert.to(device).T.contiguous(), search) for expert in weight)).items()
+    for index in range(checkpoint.tensors[name].shape[0]):
+        expert = checkpoint.read_finite(name, index).to(device)
+        yield quantize_mxfp4(expert.T.contiguous(), search)
 
 
 def joined(name: str, experts: Iterable[MicroscaledWeight]) -> dict[str, Tensor]:

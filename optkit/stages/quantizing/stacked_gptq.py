@@ -78,7 +78,7 @@ def compensate_stacked(
     with context.progress.task(KIND, len(skeleton.blocks), "blocks") as task:
         kept = KeptBlocks(context.workspace, context.device, context.progress, KIND, checkpoint.shape.size_bytes)
         job = QuantizationJob(skeleton, source, Selection({}, {}), {}, context, task, kept, ALONE)
-        with CheckpointWriter(target) as writer:
+        with CheckpointWriter(target, beside=context.device.startswith("cuda")) as writer:
             for name in skeleton.outside_tensors:
                 writer.add(name, checkpoint.read_finite(name))
             for block, made in zip(skeleton.blocks, kept.each(blocks(job)), strict=True):

@@ -1,0 +1,26 @@
+"""Packed checkpoints that stages read as floats: what is left of the directories that stand for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from optkit.model.as_floats import as_floats
+from tests.conftest import TinyModel
+from tests.support.packed_models import save_packed
+
+
+def test_the_next_one_deletes_what_killed_processes_left(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (left := tmp_path / "optkit-floats-0123").mkdir()
+    (left / "tokenizer.json").touch()
+    packed, plain = tmp_path / "packed", tmp_path / "plain"
+    save_packed(tiny_model("llama"), packed, plain)
+    with as_floats(packed) as first:
+        with as_floats(packed) as second:  # of a process that runs beside it
+            assert {*tmp_path.iterdir()} == {packed, plain, first.parent, second.parent}
+        assert first.is_dir()
+    assert {*tmp_path.iterdir()} == {packed, plain}
