@@ -5,9 +5,9 @@
 SHAPE is one of tests/support/shapes.py, with random weights, or zeros that take no room on the disk
 (--holes, for stages without a text); STAGE is an entry of a recipe in which
 TEXT stands for a calibration on random letters. Each stage begins with that model, and each step of
-it prints one line of JSON. Of main memory it is the resident set, less what it was before the step:
-a tiny model has run through the same stage before, so that imports are no part of it. Of a GPU it is
-what torch allocated.
+it prints one line of JSON; how far it is goes to stderr. Of main memory it is the resident set, less
+what it was before the step: a tiny model has run through the same stage before, so that imports are
+no part of it. Of a GPU it is what torch allocated.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import gc
 import json
 import random
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from optkit_cli.progress import LineProgress
 
 from optkit.devices.peak_memory import watched_peak
 from optkit.errors import OptkitError
@@ -48,7 +50,8 @@ def measured(source: Path, stage: str, device: str, place: Path) -> Iterator[dic
     given = source
     for number, step in enumerate(plan.steps[1:]):
         (target := place / str(number)).mkdir()
-        context = Context(device, origin=source, workspace=place / f"work-{number}")
+        said = LineProgress(sys.stderr, interval_s=10)
+        context = Context(device, progress=said, origin=source, workspace=place / f"work-{number}")
         gc.collect()
         return_freed_memory(device)
         before, start = psutil.Process().memory_info().rss, time.perf_counter()
@@ -58,9 +61,9 @@ def measured(source: Path, stage: str, device: str, place: Path) -> Iterator[dic
             run_step(plan, step, given, target, context)
         taken = {"ram": (ram.size_bytes or 0) - before, "gpu": (gpu.size_bytes or 0) if gpu else 0}
         taken["disk"] = sum(file.stat().st_size for file in target.rglob("*.safetensors"))
-        said = {"ram": step.cost.ram_bytes, "gpu": step.cost.gpu_bytes, "disk": step.cost.disk_bytes}
+        cost = {"ram": step.cost.ram_bytes, "gpu": step.cost.gpu_bytes, "disk": step.cost.disk_bytes}
         yield {"step": step.kind, "seconds": round(time.perf_counter() - start, 1)} | {
-            name: {"plan": said[name], "measured": size, "ratio": round(said[name] / size, 3)}
+            name: {"plan": cost[name], "measured": size, "ratio": round(cost[name] / size, 3)}
             for name, size in taken.items()
             if size > 0
         }
