@@ -124,6 +124,17 @@ def test_two_processes_leave_what_one_does(
         assert floats < limit, name
 
 
+@on_linux
+@pytest.mark.usefixtures("warm_children")
+def test_nothing_but_the_order_of_sums_differs(tiny_model: TinyModel, tmp_path: Path, odd: Calibration) -> None:
+    for count in (1, 2):
+        stage = described(Gptq(group_size=32, calibration=odd, batch_size=1, devices=count))
+        runs = Runs(runs={"mixtral": (str(tiny_model("mixtral")), stage)}, exact=True)
+        (place := tmp_path / str(count)).mkdir()
+        launch(runs, tmp_path, place, Context(workspace=tmp_path / "work"), count, "test")
+    assert differing(tmp_path / "1" / "mixtral", tmp_path / "2" / "mixtral") == (0, 0)
+
+
 @pytest.mark.slow
 @on_linux
 @pytest.mark.usefixtures("warm_children")

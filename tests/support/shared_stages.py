@@ -21,11 +21,15 @@ class Runs(Transform):
     """Name -> model directory and stage, as `described` says it."""
     killed: tuple[int, int] | None = None
     """The process that ends behind so many kept blocks."""
+    exact: bool = False
+    """Sum and round in float64, where the order of sums changes no code."""
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         import torch
 
         torch.use_deterministic_algorithms(True)
+        if self.exact:
+            _in_float64()
         if self.killed and int(os.environ["RANK"]) == self.killed[0]:
             _end_behind(self.killed[1])
         found = {}
@@ -49,3 +53,21 @@ def _end_behind(blocks: int) -> None:
         keep(self, *arguments)
 
     KeptBlocks._keep = kept  # type: ignore[method-assign]
+
+
+def _in_float64() -> None:
+    from contextlib import nullcontext
+
+    from optkit.algorithms import hessian
+    from optkit.stages.quantizing import compensation, hessians
+
+    factors, float_weight, start = hessian.float_factors, compensation.float_weight, hessian.Hessian.__init__
+
+    def begin(self: hessian.Hessian, *arguments: Any, **fields: Any) -> None:
+        start(self, *arguments, **{**fields, "rounded": False})
+        self._sum = self._sum.double()
+
+    hessian.Hessian.__init__ = begin  # type: ignore[method-assign]
+    hessian.float_factors = lambda rows, equal: [(each.double(), each.double()) for each, _ in factors(rows, equal)]
+    compensation.float_weight = lambda module: float_weight(module).double()
+    hessians.in_bfloat16 = lambda layers: nullcontext()
