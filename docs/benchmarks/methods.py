@@ -1,8 +1,8 @@
 """Every quantization method of optkit by one protocol: perplexity, divergence, size and CPU time,
 as a Markdown table.
 
-    python docs/benchmarks/methods.py DATA MODEL... [--only PATTERN] [--store DIR] [--device DEVICE] [--seed N]
-        [--bos window]
+    python docs/benchmarks/methods.py DATA MODEL... [--only PATTERN] [--store DIR] [--device DEVICE]
+        [--seed N] [--bos window]
 
 DATA holds `wikitext2_raw/` and `c4_sample/`. Calibrated on 64 x 512 tokens of C4; perplexity on the
 first 15 windows of 2048 tokens of WikiText-2's test split, through optkit's session. What the store
@@ -133,7 +133,9 @@ class Spent:
     """The most that torch held on the GPU in this process."""
 
 
-def measure(name: str, model: Path, data: Path, store: Path | None, device: str, seed: int, bos: str) -> Found:
+def measure(
+    name: str, model: Path, data: Path, store: Path | None, device: str, seed: int = 0, bos: str = "tokenizer"
+) -> Found:
     """Run a method and measure what it leaves."""
     evals = [_with_bos(each, bos) for each in EVALS if METHODS[name] or "divergence" not in each]
     recipe = {
@@ -146,7 +148,8 @@ def measure(name: str, model: Path, data: Path, store: Path | None, device: str,
     }
     with tempfile.TemporaryDirectory() as out:
         todo = plan(optkit.load_recipe(recipe), store=store, data=data, device=device)
-        torch.cuda.reset_peak_memory_stats() if device != "cpu" else None
+        if device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
         before = os.times()
         began = time.perf_counter()
         if METHODS[name]:
