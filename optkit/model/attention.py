@@ -8,7 +8,7 @@ from typing import Any
 
 from optkit.errors import StageError
 from optkit.model.shape import WIDTHS
-from optkit.model.state_kernels import keeps_states
+from optkit.model.state_kernels import keeps_keys_and_values, keeps_states
 from optkit.model.text_config import first_number, text_config
 
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
@@ -67,13 +67,23 @@ def forgetting_layers(config: Mapping[str, Any]) -> str:
     others = {*(text.get("layer_types") or text.get("layers_block_type") or ())} - {"full_attention", "attention"}
     if _window(text) or any("attention" in kind and "linear" not in kind for kind in others):
         return "have windows of their own"
-    return "are not all of attention" if others or keeps_states(config) else ""
+    alone = keeps_keys_and_values(config) and not keeps_states(config)
+    return "are not all of attention" if others or not alone else ""
 
 
 def refuse_own_windows(config: Mapping[str, Any], where: str) -> None:
     """Raise StageError for a model that a window of tokens does not fit."""
     if why := forgetting_layers(config):
         raise StageError(f"the model's layers {why}", where=where, remedy="Take window out of the recipe")
+
+
+def refuse_other_states(config: Mapping[str, Any], where: str, why: str, remedy: str, beside: bool = False) -> None:
+    """Raise StageError for a model that keeps more of its tokens than keys and values.
+    `beside`: some of its layers may keep states in their place.
+    """
+    if not keeps_keys_and_values(config) or (keeps_states(config) and not beside):
+        what = f"{text_config(config).get('model_type')} keeps something else of its tokens than keys and values"
+        raise StageError(what, where=where, why=why, remedy=remedy)
 
 
 def _layer(text: Mapping[str, Any], heads: int, width: int, kind: str) -> AttentionLayer:

@@ -40,6 +40,15 @@ def keeps_states(config: Mapping[str, Any]) -> bool:
     return bool(re.search(r"\.update_(conv|recurrent)_state\(", _code(str(text_config(config).get("model_type")))))
 
 
+def keeps_keys_and_values(config: Mapping[str, Any]) -> bool:
+    """Say whether a model keeps keys and values of the tokens it has seen, and nothing of another kind.
+    States that some layers keep in their place are told by `keeps_states`.
+    """
+    code = _code(str(text_config(config).get("model_type")))
+    takes = re.search(r"\n +past_key_values: ", code)
+    return not code or bool(takes and not re.search(r"\.update_indexer\(|class \w+Cache\b", code))
+
+
 @cache
 def _packages(model_type: str) -> tuple[str, ...]:
     call = r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*(?:package=)?"(\w+)"'

@@ -15,6 +15,7 @@ OPSET = 21
 """Version of ONNX's operators that is written by default."""
 OPSETS = {"torch": range(18, 24), "optimum": range(14, 21)}
 """Exporter -> those that it can write and ONNX Runtime reads."""
+WITHOUT_CACHE = "Set kv_cache: false, and the graph computes whole sequences"
 
 ROUTED = "Its decoder needs to know which experts the encoder took"
 UNTRACED = {

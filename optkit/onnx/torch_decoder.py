@@ -25,7 +25,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import Experts
 from optkit.model.onnx_file import MODEL
 from optkit.model.skeleton import Skeleton
-from optkit.onnx.exporters import OPSET
+from optkit.onnx.exporters import OPSET, WITHOUT_CACHE
 from optkit.onnx.model_file import ModelFile
 from optkit.onnx.reference import EXACT
 from optkit.onnx.tracing import WHERE, name_by_modules_, trace
@@ -93,7 +93,6 @@ def _names(caches: int) -> tuple[list[str], list[str]]:
 @torch.no_grad()
 def _past(model: Any) -> list[Tensor]:
     """Return a KV cache to trace with: keys, values by layer, float32 [batch, heads, past, size]."""
-    remedy = "Set kv_cache: false, and the graph computes whole sequences"
     cache = model(torch.zeros(1, 2, dtype=torch.int64), use_cache=True).get("past_key_values")
     layers = getattr(cache, "layers", None)
     if not layers:
@@ -101,14 +100,14 @@ def _past(model: Any) -> list[Tensor]:
             f"{type(model).__name__} gives no KV cache of layers",
             where=WHERE,
             why=f"It gives {type(cache).__name__}",
-            remedy=remedy,
+            remedy=WITHOUT_CACHE,
         )
     if odd := next((layer for layer in layers if not isinstance(layer, DynamicLayer)), None):
         raise StageError(
             f"the cache of {type(model).__name__} has a {type(odd).__name__}",
             where=WHERE,
             why="Only keys and values of attention can be inputs and outputs of the graph",
-            remedy=remedy,
+            remedy=WITHOUT_CACHE,
         )
     shapes = [
         (TRACED[0], state.shape[1], TRACED[2], state.shape[3])

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from optkit.common.field_types import Amount, GroupSize, SequenceLength
 from optkit.errors import StageError
-from optkit.model.attention import head_sizes, refuse_own_windows
+from optkit.model.attention import head_sizes, refuse_other_states, refuse_own_windows
 from optkit.model.shape import ModelShape
 from optkit.settings.speculative import Speculative
 from optkit.stage import Setting
@@ -83,9 +83,10 @@ class KvCache(Setting):
         return ""
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError for a window beside layers that forget by themselves."""
+        """Raise StageError for a window beside layers that forget by themselves, and for other caches."""
         if self.window:
             refuse_own_windows(shape.config, "kv_cache.window")
+        refuse_other_states(shape.config, "kv_cache", "These alone can be coded", "Take kv_cache out", beside=True)
 
     def on_load(self, model: Any, device: str) -> Any:
         """Return the model; with a window its calls mask what lies outside. Raises StageError if

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from optkit.common.field_types import BatchSize
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
+from optkit.model.attention import refuse_other_states
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.calibration_memory import refuse_unreached
 from optkit.model.checkpoint import INDEX, Checkpoint
@@ -179,6 +180,7 @@ def _layers(shape: ModelShape) -> list[str]:
             why="vLLM finds the scales by the names of attention layers like those of Llama",
             remedy="Take the stage out of the recipe for this architecture",
         )
+    refuse_other_states(shape.config, "kv_scales", "States have no scales", "Take the stage out of the recipe")
     text = text_config(shape.config)
     unread = {
         "its config.json has no num_key_value_heads": "num_key_value_heads" not in text,

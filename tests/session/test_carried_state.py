@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,17 @@ from transformers import AutoModelForCausalLM
 
 from optkit.errors import SourceError, StageError
 from optkit.model.carried_state import CarriedState, needs_positions, state_name
+from optkit.model.shape import ModelShape, TensorInfo
 from optkit.session import open_session
 from optkit.session.step_bytes import cache_bytes
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
 from optkit.stage import Setting
+from optkit.stages.kv_scales import KvScales
+from optkit.stages.onnx import Onnx
 from optkit.training.generated import continued
 from tests.conftest import TinyModel
+from tests.zoo.configs import tiny_config
 
 TOKENS = torch.randint(1, 500, (2, 24), generator=torch.Generator().manual_seed(5))
 PROMPT = 13
@@ -113,6 +118,37 @@ def test_a_coded_cache_of_a_hybrid_codes_keys_and_values_alone(tiny_model: TinyM
 def test_a_cache_of_the_model_s_own_is_left_alone(setting: Any, tiny_model: TinyModel) -> None:
     with pytest.raises(StageError, match="MiniMaxForCausalLM has no KV cache. What it keeps .* its `MiniMaxCache`"):
         open_session(tiny_model("minimax"), [setting])
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        ("llama", ()),
+        ("gemma3_text", ()),
+        ("qwen3_5_text", ("onnx", "kv_scales")),
+        ("mamba2", ("onnx", "kv_scales", "kv_cache")),
+        ("minimax", ("onnx", "kv_scales", "kv_cache")),
+        ("deepseek_v32", ("onnx", "kv_scales", "kv_cache")),
+        ("openai-gpt", ("onnx", "kv_scales", "kv_cache")),
+    ],
+)
+def test_what_a_model_keeps_is_known_in_the_plan(kind: str, refused: tuple[str, ...]) -> None:
+    weights = {f"model.layers.0.self_attn.{name}_proj.weight": TensorInfo("F32", (32, 64)) for name in "kv"}
+    shape = ModelShape(tiny_config(kind, architectures=["XForCausalLM"]).to_dict(), weights)
+    checks = {
+        "onnx": lambda: Onnx(exporter="torch").predict(shape, "cpu"),
+        "kv_scales": lambda: KvScales(calibration={"dataset": "python-reference"}).predict(shape, "cpu"),
+        "kv_cache": lambda: KvCache(dtype="int8").check(shape, "cpu"),
+    }
+    for stage, check in checks.items():
+        with (
+            pytest.raises(StageError, match=f"^{stage}.*keeps something else of its tokens")
+            if stage in refused
+            else nullcontext()
+        ):
+            check()
+    if "onnx" in refused:
+        Onnx(exporter="torch", kv_cache=False).predict(shape, "cpu")
 
 
 def test_a_step_that_mixes_the_sequences_of_a_batch_is_refused(tiny_model: TinyModel) -> None:

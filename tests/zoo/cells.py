@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from optkit.errors import MissingPackageError, OptkitError, RecipeError
+from optkit.errors import MissingPackageError, OptkitError, RecipeError, SourceError
 from optkit.execute import execute
 from optkit.kernels.cpu.native import exact_products
 from optkit.model.prompts import placed
@@ -64,7 +64,7 @@ def _cell(source: Path, column: Column, place: Path) -> Cell:
         weights = execute(todo, store, Context()).weights
         session = open_session(weights, [entry.value for entry in recipe.settings], "cpu")
         with exact_products():
-            ours, continued = _ours(session, source)
+            ours, continued = _ours(session, source, column.of_steps)
         session.close()
     except MissingPackageError as error:
         return Cell(UNTRIED, str(error))
@@ -79,14 +79,19 @@ def _cell(source: Path, column: Column, place: Path) -> Cell:
         return Cell(CRASHED, f"transformers: {_told(error)}")
 
 
-def _ours(session: Any, source: Path) -> tuple[Tensor, Tensor | None]:
+def _ours(session: Any, source: Path, of_steps: bool) -> tuple[Tensor, Tensor | None]:
     if hasattr(session, "outputs"):
         return session.outputs(TOKENS, torch.ones_like(TOKENS)), None
     if hasattr(session, "logits_given"):
         given = given_to(AutoConfig.from_pretrained(source))
         return session.logits_given(placed(given, "cpu", session.model.dtype), TOKENS), None
-    logits = session.logits(TOKENS)
-    return logits.float(), session.generate(TOKENS[:, :PROMPT], NEW_TOKENS)
+    logits = session.logits(TOKENS).float()
+    try:
+        return logits, session.generate(TOKENS[:, :PROMPT], NEW_TOKENS)
+    except SourceError:  # nothing is carried from token to token, or that of one sequence alone
+        if of_steps:
+            raise
+        return logits, None
 
 
 def _compared(directory: Path, column: Column, ours: Tensor, continued: Tensor | None) -> Cell:

@@ -19,7 +19,7 @@ SPECIAL = 500
 """Tokens from here on mean something: the place of an image, say."""
 SIZES: dict[str, int] = {
     "*vocab_size*": VOCABULARY,
-    "max_source_positions": 32,
+    "max_source_positions": 50,
     "max_*position*": 512,
     "n_positions": 512,
     "max_target_positions": 512,
@@ -141,6 +141,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
     "kimi_linear": {"linear_num_heads": 4, "linear_head_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {
         "no_rope_layers": [1, 0],
@@ -155,6 +156,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "qwen2_vl_text": IN_THREE,
     "recurrent_gemma": {"num_hidden_layers": 3},
     "step3p5": {"sliding_window": 8},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3}
     | {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 2},

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import WhisperFeatureExtractor
 
 from optkit.model.prompts import placed
 from tests.support.tiny_models import save_tokenizer
@@ -47,7 +48,14 @@ def save_model(kind: str, directory: Path, **fields: Any) -> Path:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(directory)
     save_tokenizer(directory)
+    if hears(config):
+        WhisperFeatureExtractor(feature_size=config.num_mel_bins, chunk_length=1).save_pretrained(directory)
     return directory
+
+
+def hears(config: Any) -> bool:
+    """Say whether an encoder is given sounds."""
+    return bool(config.is_encoder_decoder and getattr(config, "num_mel_bins", None))
 
 
 def plain_logits(directory: Path) -> Tensor:
@@ -76,7 +84,7 @@ def plain_model(directory: Path) -> Any:
 
 def given_to(config: Any) -> dict[str, Tensor]:
     """Return what an encoder is given: `TOKENS`, or noise in place of sounds."""
-    if not getattr(config, "num_mel_bins", None):
+    if not hears(config):
         return {"input_ids": TOKENS}
     shape = len(TOKENS), config.num_mel_bins, 2 * config.max_source_positions
     return {"input_features": torch.randn(shape, generator=torch.Generator().manual_seed(0))}

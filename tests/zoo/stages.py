@@ -9,8 +9,13 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from tests.support.encoder_decoders import write_pairs
+from tests.zoo.models import hears
+
 TEXT = "{dataset: TEXT, samples: 4, sequence_length: 32}"
-TRAINING = "texts: [{dataset: TEXT}], tokens: 256, sequence_length: 32, batch_size: 4, held_out: 2"
+TRAINING = (
+    "texts: [{dataset: TEXT}], tokens: 1024, sequence_length: 32, batch_size: 4, held_out: 2, learning_rate: 0.001"
+)
 ROUNDED = 0.1
 """Of inputs that are rounded while the model computes: sums in another order round some of them otherwise, and
 transformers rounds none of experts."""
@@ -21,18 +26,23 @@ class Column:
     """What a recipe says, and how its result is compared."""
 
     recipe: str
-    """YAML; TEXT is a file of random letters, or of pairs for an encoder-decoder."""
+    """YAML; TEXT is a file of random letters, or of pairs for an encoder-decoder, with sounds if it hears."""
     tolerance: float = 1e-3
     """Largest difference of the logits, relative to them."""
     exact: bool = True
     """Whether greedy tokens are the same too."""
     against_source: bool = False
     """Whether the logits are those of the unmodified model: nothing is written that transformers opens."""
+    of_steps: bool = False
+    """Whether it is for models alone that can be run token by token."""
 
     def stages(self, source: Path, place: Path) -> str:
         """Return the stages of the recipe, and write the text that they read."""
         letters = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=4_000))
-        if AutoConfig.from_pretrained(source).is_encoder_decoder:
+        config = AutoConfig.from_pretrained(source)
+        if hears(config):
+            said = f"{write_pairs(place / 'sounds', hears=True)}, input: audio, field: text"
+        elif config.is_encoder_decoder:
             pairs = [
                 {"input": letters[at : at + 60], "target": letters[at + 60 : at + 100]} for at in range(0, 4_000, 100)
             ]
@@ -71,18 +81,18 @@ STAGES: dict[str, Column] = {
     "gguf": Column("- gguf", 0.01, exact=False, against_source=True),
     "onnx": Column("- onnx", 0.01, exact=False, against_source=True),
     "onnx of rtn": Column("- rtn: {group_size: 32}\n- onnx: {activations: float, lm_head: keep}", 0.5, False, True),
-    "onnx_optimize": Column("- onnx: {exporter: torch}\n- onnx_optimize: {level: basic}", 0.01, False, True),
+    "onnx_optimize": Column("- onnx: {exporter: torch}\n- onnx_optimize: {level: extended}", 0.01, False, True),
     "onnx_quantize": Column("- onnx\n- onnx_quantize: {bits: 8, block_size: 32}", 0.15, False, True),
     "onnx_provider": Column("- onnx\n- onnx_provider: {threads: 1}", 0.01, False, True),
     "attention": Column("- attention: eager"),
     "precision": Column("- precision: bf16", 0.05, exact=False),
-    "kv_cache": Column("- kv_cache: int8", 0.2, exact=False),
-    "kv_cache window": Column("- kv_cache: {window: 512}"),
-    "compile": Column("- compile: {devices: [cuda]}"),
-    "cpu_decoder": Column("- rtn: {group_size: 32}\n- cpu_decoder"),
-    "cuda_graphs": Column("- cuda_graphs"),
+    "kv_cache": Column("- kv_cache: int8", 0.2, exact=False, of_steps=True),
+    "kv_cache window": Column("- kv_cache: {window: 512}", of_steps=True),
+    "compile": Column("- compile: {devices: [cuda]}", of_steps=True),
+    "cpu_decoder": Column("- rtn: {group_size: 32}\n- cpu_decoder", of_steps=True),
+    "cuda_graphs": Column("- cuda_graphs", of_steps=True),
     "offload": Column("- offload: {gpu_memory: 1 GiB}"),
-    "speculative": Column("- speculative: {prompt_lookup: 2, tokens: 2}"),
+    "speculative": Column("- speculative: {prompt_lookup: 2, tokens: 2}", of_steps=True),
     "tensor_parallel": Column("- tensor_parallel: {devices: 2}", exact=False),
 }
 """Column of the table -> its recipe."""
