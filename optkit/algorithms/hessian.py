@@ -40,7 +40,7 @@ class Hessian:
         rows = inputs.flatten(0, -2)
         self.tokens += len(rows)
         if self.rounded and column_kernels.multiplies_bfloat16(rows):
-            column_kernels.add_gram_(self._sum, float_factors(rows, self.equal_tokens)[0][0])
+            column_kernels.add_gram_(self._sum, rows, self.equal_tokens)
         else:
             self._add(rows)
 

@@ -104,6 +104,14 @@ def code_bytes(shape: ModelShape, layers: Mapping[str, Layer]) -> int:
     return max(weights) * 9 // 8
 
 
+def waiting_bytes(shape: ModelShape, layers: Mapping[str, Layer], text: Text) -> int:
+    """Return the bytes of a text's activations that wait within a block, in float32: the residual stream
+    and the inputs of its widest layer.
+    """
+    widest, (samples, length) = max(layer.inputs for layer in layers.values()), text.size
+    return 4 * samples * length * ((shape.width or widest) + widest)
+
+
 def calibration_bytes(
     shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, devices: int = 1
 ) -> tuple[int, int]:

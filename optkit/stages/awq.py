@@ -97,11 +97,12 @@ class Awq(InputScaling, SharedText, Backed):
             refuse_unfit(selection, formats, self.kind)
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
-        from optkit.stages.quantizing.hessians import read_text
+        from optkit.stages.quantizing.hessians import notes_on_sums, read_text
 
         device, skeleton = job.context.device, job.skeleton
         tokens = read_text(skeleton, self.calibration, job.context, self.kind)
         job.calibrated_on = (self.calibration.identity(),)
+        job.notes += notes_on_sums(device)
         job.details |= {"losses": {}, "gains": {}, "unscaled": {}, "rounded_without_inputs": []}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             scaler = BlockScaler(skeleton, tokens, device, self, job.together)

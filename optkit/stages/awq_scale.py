@@ -61,7 +61,7 @@ class AwqScale(InputScaling, SharedText):
         ResourceError when memory runs out.
         """
         from optkit.model.skeleton import Skeleton
-        from optkit.stages.quantizing.hessians import read_text
+        from optkit.stages.quantizing.hessians import notes_on_sums, read_text
 
         if report := self.launched(source, target, context):
             return report
@@ -99,7 +99,11 @@ class AwqScale(InputScaling, SharedText):
         write_config(target, skeleton.checkpoint.config)
         details["seconds"] = round(time.monotonic() - started, 2)
         return Report(
-            len(set(changed)), {**refused, **skeleton.fused}, details, calibrated_on=(self.calibration.identity(),)
+            len(set(changed)),
+            {**refused, **skeleton.fused},
+            details,
+            notes_on_sums(context.device),
+            calibrated_on=(self.calibration.identity(),),
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:

@@ -10,7 +10,8 @@ from pydantic import Field, model_validator
 
 from optkit.common.field_types import Amount
 from optkit.common.out_of_resources import out_of_memory
-from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes
+from optkit.kernels.cpu.families import why_not_family
+from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes, waiting_bytes
 from optkit.model.linear_layers import EXPERTS, Layer, by_block
 from optkit.model.linear_layers import stacks as sharing_input
 from optkit.model.output_layer import HEAD
@@ -35,9 +36,10 @@ from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.quantizing.stacks import HEAD_ROWS, work_bytes
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from optkit.algorithms.grid import QuantizedWeight
+    from optkit.algorithms.hessian import Hessian
     from optkit.model.blocks import BlockInputs
     from optkit.stages.quantizing.compensation import Compensation
     from optkit.stages.quantizing.earlier_errors import EarlierErrors
@@ -134,19 +136,24 @@ class Gptq(GptqFields, SharedText, Backed):
 
     def calibrated_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield each block's quantized layers, and count the zeros of pruned ones in the details."""
-        from optkit.stages.quantizing.calibration_products import in_codes, in_cpp, sequences_at_once
-        from optkit.stages.quantizing.hessians import collect_hessians, read_text, tokens_of_experts, turns_of
+        from optkit.stages.quantizing.calibration_products import in_codes, in_cpp, is_prompt, sequences_at_once
+        from optkit.stages.quantizing.hessians import notes_on_sums, read_text, tokens_of_experts
         from optkit.stages.quantizing.input_ranges import FEW_TOKENS
+        from optkit.stages.quantizing.one_pass import one_pass
 
         device, skeleton = job.context.device, job.skeleton
         tokens = read_text(skeleton, self.calibration, job.context, self.kind)
         job.calibrated_on = (self.calibration.identity(),)
+        job.notes += notes_on_sums(device)
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}, "expert_tokens": {}}
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             fewer = sequences_at_once(self.batch_size, self.calibration.size[1], device)
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size if self.learn else fewer, job.together)
         learner = block_learner(job, inputs, self.learning_steps or 0) if self.learn else None
         compensation, earlier = self._compensation(job), self._earlier(job, inputs)
+        once = self._in_one_pass and all(is_prompt(skeleton, index, inputs) for index in range(len(skeleton.blocks)))
+        if once and self.true_sequential == "auto":
+            job.notes.append("gptq: each layer makes up for errors of those before it (true_sequential on this CPU)")
         for index in job.resume(inputs):
             with skeleton.loaded(skeleton.blocks[index], device, LESS_MEMORY):
                 modules = job.modules(index)
@@ -155,15 +162,12 @@ class Gptq(GptqFields, SharedText, Backed):
                 if earlier:
                     earlier.enter_(index, inputs, modules)
                 quantized: dict[str, QuantizedWeight] = {}
-                whole = [list(modules)]
-                in_turn = self.true_sequential or earlier
-                for turn in turns_of(skeleton, index, inputs, modules) if in_turn else whole:
-                    layers = {name: modules[name] for name in turn}
-                    hessians = (
-                        earlier.move_(index, inputs, layers)
-                        if earlier
-                        else collect_hessians(skeleton, index, inputs, layers, self.equal_tokens)
-                    )
+                if once:
+                    advance = job.is_read(index)
+                    turns = one_pass(skeleton, index, inputs, modules, quantized, self.equal_tokens, advance)
+                else:
+                    turns = self._turns(job, index, inputs, modules, earlier)
+                for layers, hessians in turns:
                     job.details["expert_tokens"] |= tokens_of_experts(layers, hessians)
                     quantized |= compensation.round_(layers, hessians)
                     del hessians  # before the next turn's are made
@@ -171,7 +175,7 @@ class Gptq(GptqFields, SharedText, Backed):
                     stay = {name for name in quantized if self._rounds_to_nearest(name)}
                     stay |= set(job.details["rounded_to_nearest"])
                     quantized |= learned_block(job, learner, index, inputs, quantized, stay, self.keep_zeros)
-                if job.is_read(index) or (learner and index + 1 < len(skeleton.blocks)):
+                if (not once and job.is_read(index)) or (learner and index + 1 < len(skeleton.blocks)):
                     if earlier:
                         earlier.leave_(index, inputs)
                     with in_codes(modules, quantized), in_cpp(skeleton, index, inputs):
@@ -188,6 +192,30 @@ class Gptq(GptqFields, SharedText, Backed):
                 f" ({name}: {tokens}); raise gptq.calibration.samples"
                 + (", or set gptq.calibration.experts: all" if EXPERTS in name else "")
             )
+
+    @property
+    def _in_one_pass(self) -> bool:
+        """Whether a block may run through the text once; `is_prompt` says if it can."""
+        return self.true_sequential is not False and not self.learn and not self.earlier_errors
+
+    def _turns(
+        self,
+        job: QuantizationJob,
+        index: int,
+        inputs: BlockInputs,
+        modules: Mapping[str, nn.Module],
+        earlier: EarlierErrors | None,
+    ) -> Iterator[tuple[dict[str, nn.Module], dict[str, Hessian]]]:
+        """Yield layers of a loaded block that are rounded together, and their Hessians."""
+        from optkit.stages.quantizing.hessians import collect_hessians, turns_of
+
+        skeleton, in_turn = job.skeleton, self.true_sequential is True or earlier
+        for turn in turns_of(skeleton, index, inputs, modules) if in_turn else [list(modules)]:
+            layers = {name: modules[name] for name in turn}
+            if earlier:
+                yield layers, earlier.move_(index, inputs, layers)
+            else:
+                yield layers, collect_hessians(skeleton, index, inputs, layers, self.equal_tokens)
 
     def _earlier(self, job: QuantizationJob, inputs: BlockInputs) -> EarlierErrors | None:
         if not self.earlier_errors:
@@ -232,8 +260,10 @@ class Gptq(GptqFields, SharedText, Backed):
         work += max(work_bytes(stack, len(block), wide) for block in blocks for stack in block)
         if device.startswith("cuda"):
             work += 4 * 3 * max(layer.inputs for layer in layers.values()) ** 2  # within torch's operations
-        text = self.calibration
-        found = calibrated_work(shape, layers, text, self.batch_size, hessian_bytes(shape, layers), work, self.devices)
+        text, sums = self.calibration, hessian_bytes(shape, layers)
+        if self._in_one_pass and device == "cpu" and _is_known(shape):
+            sums += waiting_bytes(shape, layers, text) // self.devices
+        found = calibrated_work(shape, layers, text, self.batch_size, sums, work, self.devices)
         if self.earlier_errors:
             refuse_encoder_decoder(shape.config, "earlier_errors")
             found = with_unmodified(found, shape, layers, text, self.batch_size)
@@ -242,3 +272,9 @@ class Gptq(GptqFields, SharedText, Backed):
         sizes = [(layer, getattr(self.layer_format(layer), "group_size", None)) for layer in layers.values()]
         scales = sum(layer.outputs * (layer.inputs // (size or layer.inputs)) for layer, size in sizes)
         return with_learning(found, shape, layers, text, self.batch_size, scales, device)
+
+
+def _is_known(shape: ModelShape) -> bool:
+    """Whether `one_pass` knows a model's blocks, by its shape."""
+    dtypes = {info.dtype for info in shape.tensors.values()}
+    return dtypes == {"F32"} and why_not_family(shape.config.get("model_type")) is None

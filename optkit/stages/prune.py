@@ -180,7 +180,7 @@ class Prune(SharedText):
         from optkit.model.skeleton import Skeleton
         from optkit.model.skeleton_layers import layers_of_skeleton
         from optkit.stages.pruning.blocks import FEW_TOKENS, BlockPruner, PruneOptions
-        from optkit.stages.quantizing.hessians import read_text
+        from optkit.stages.quantizing.hessians import notes_on_sums, read_text
 
         if report := self.launched(source, target, context):
             return report
@@ -225,11 +225,12 @@ class Prune(SharedText):
             "raised_damping": pruner.raised_damping,
             "seconds": round(time.monotonic() - started, 2),
         }
+        notes = notes_on_sums(context.device) if self.method == "sparsegpt" else ()
         return Report(
             changed=len(selection.layers),
             skipped={**selection.skipped, **skeleton.fused},
             details=details,
-            notes=(engines_note(self._pattern, counted["sparsity"], len(selection.layers)),),
+            notes=(engines_note(self._pattern, counted["sparsity"], len(selection.layers)), *notes),
             calibrated_on=(self.calibration.identity(),) if self.calibration else (),
         )
 

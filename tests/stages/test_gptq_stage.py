@@ -123,7 +123,7 @@ def test_blocks_behind_the_last_chosen_layer_are_not_run(
     )
     for include, expected in (("model.layers.1.*", [0]), ("*", [0, 1])):
         run.clear()
-        quantize(tiny_model("llama"), tmp_path / str(len(expected)), Gptq(calibration=text, include=(include,)))
+        quantize(tiny_model("gemma3"), tmp_path / str(len(expected)), Gptq(calibration=text, include=(include,)))
         assert run == expected
 
 
@@ -182,7 +182,7 @@ def test_hessians_are_gone_before_the_next_ones_are_made(
 
     monkeypatch.setattr(layer_inputs, "Hessian", Seen)
     monkeypatch.setattr(layer_inputs, "collect_hessians", counted)
-    quantize(tiny_model("llama"), tmp_path / "out", Gptq(calibration=text, true_sequential=true_sequential))
+    quantize(tiny_model("gemma3"), tmp_path / "out", Gptq(calibration=text, true_sequential=true_sequential))
     assert left == [0] * len(left)
     assert len(left) == (15 if true_sequential else 3)
 

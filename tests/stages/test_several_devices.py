@@ -118,8 +118,8 @@ def test_two_processes_leave_what_one_does(
         assert two.get("losses", {}) == pytest.approx(one.get("losses", {}), rel=0.25)
         codes, floats = differing(tmp_path / "one" / name, place / name)
         # sums in another order: a code that lies between two numbers goes to the other one, and what follows it
-        # moves too; activations that are rounded, or routed, carry that on
-        limit = 0.3 if name in ("llama-fp8", "llama-smoothquant") else 0.05
+        # moves too; layers that are rounded in turn, and activations that are rounded, or routed, carry that on
+        limit = 0.3 if name in ("llama", "llama-fp8", "llama-smoothquant") else 0.05
         assert codes < limit, name
         assert floats < limit, name
 

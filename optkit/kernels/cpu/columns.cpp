@@ -2,6 +2,7 @@
 //
 // Outputs do not depend on each other: a strip of them walks over the inputs of a block, and what it needs stays in the first cache.
 
+#include <cfloat>
 #include <tuple>
 
 #include "vectors.h"
@@ -152,18 +153,16 @@ std::tuple<Tensor, Tensor> search_groups(Tensor grouped, Tensor importance, Tens
 #ifdef __AVX512BF16__
 constexpr int64_t PANEL = 32, TOGETHER = 8, TOKEN_PAIRS = 128;  // inputs of a panel, those of another it is multiplied with at once, and tokens / 2
 
-inline __m512i rounded_up(const float* from) {  // bfloat16 in the upper half
-  const __m512i bits = _mm512_loadu_si512(from), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+inline __m512i rounded_up(WideFloats numbers) {  // bfloat16 in the upper half
+  const __m512i bits = (__m512i)numbers, odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
 }
 
-// Two tokens of a panel's inputs, in bfloat16.
-inline void pack_pair(const float* one, const float* two, int64_t count, uint32_t* to) {
-  float held[2][PANEL] = {};
-  std::memcpy(held[0], one, count * sizeof(float));
-  if (two) std::memcpy(held[1], two, count * sizeof(float));
+// Two tokens of a panel's inputs, times a factor each, in bfloat16.
+inline void pack_pair(const float* one, const float* two, const float* factors, int64_t count, uint32_t* to) {
   for (int64_t at = 0; at < PANEL; at += LANES) {
-    const __m512i low = _mm512_srli_epi32(rounded_up(held[0] + at), 16), high = rounded_up(held[1] + at);
+    const __m512i low = _mm512_srli_epi32(rounded_up(some(one + at, count - at) * factors[0]), 16);
+    const __m512i high = two ? rounded_up(some(two + at, count - at) * factors[1]) : _mm512_setzero_si512();
     _mm512_storeu_si512(to + at, _mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi32(0xffff0000))));
   }
 }
@@ -190,7 +189,8 @@ void add_tile(const uint32_t* left, const uint32_t* right, int64_t pairs, int64_
 }
 
 // Add x x^T over rows x, float32 [tokens, inputs] rounded to bfloat16, to a sum [inputs, inputs]: its lower triangle, and more of no meaning.
-void add_gram_(Tensor sum, Tensor rows) {
+// `equal`: each is divided by its root mean square first.
+void add_gram_(Tensor sum, Tensor rows, bool equal) {
   const int64_t tokens = rows.size(0), inputs = rows.size(1), panels = (inputs + PANEL - 1) / PANEL;
   const float* given = floats_of(rows);
   floats_of(sum);
@@ -198,6 +198,18 @@ void add_gram_(Tensor sum, Tensor rows) {
   std::vector<std::pair<int64_t, int64_t>> tiles;
   for (int64_t row = 0; row < panels; row++)
     for (int64_t column = 0; column <= row; column++) tiles.emplace_back(row, column);
+  std::vector<float> factors(tokens + 1, 1.0f);
+  if (equal)
+    torch::stable::parallel_for(0, tokens, std::max<int64_t>(1, BYTES_OF_SHARE / inputs), [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; token++) {
+        WideFloats squares{};
+        for (int64_t at = 0; at < inputs; at += WIDTH) {
+          const WideFloats held = some(given + token * inputs + at, inputs - at);
+          squares += held * held;
+        }
+        factors[token] = 1 / std::sqrt(std::max(::total((Floats)squares) / inputs, FLT_MIN));
+      }
+    });
   std::vector<uint32_t> packed(panels * TOKEN_PAIRS * PANEL);
   for (int64_t token = 0; token < tokens; token += 2 * TOKEN_PAIRS) {
     const int64_t pairs = std::min(TOKEN_PAIRS, (tokens - token + 1) / 2);
@@ -206,7 +218,7 @@ void add_gram_(Tensor sum, Tensor rows) {
         for (int64_t pair = 0; pair < pairs; pair++) {
           const int64_t at = token + 2 * pair;
           const float* one = given + at * inputs + panel * PANEL;
-          pack_pair(one, at + 1 < tokens ? one + inputs : nullptr, std::min(PANEL, inputs - panel * PANEL), packed.data() + (panel * TOKEN_PAIRS + pair) * PANEL);
+          pack_pair(one, at + 1 < tokens ? one + inputs : nullptr, factors.data() + at, std::min(PANEL, inputs - panel * PANEL), packed.data() + (panel * TOKEN_PAIRS + pair) * PANEL);
         }
     });
     torch::stable::parallel_for(0, tiles.size(), 16, [&](int64_t begin, int64_t end) {
@@ -226,7 +238,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(optkit_cpu, library) {
   library.def("descend_block(Tensor gradient, Tensor codes, Tensor scales, Tensor hessian, int top) -> (Tensor, Tensor)");
   library.def("search_groups(Tensor grouped, Tensor importance, Tensor tried, Tensor exact, int shifts, int top) -> (Tensor, Tensor)");
 #ifdef __AVX512BF16__
-  library.def("add_gram_(Tensor(a!) sum, Tensor rows) -> ()");
+  library.def("add_gram_(Tensor(a!) sum, Tensor rows, bool equal) -> ()");
 #endif
 }
 

@@ -5,7 +5,7 @@ The residual stream and the KV cache are float32 whatever the model's dtype.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from functools import cache
 from typing import Any
 
@@ -34,24 +34,50 @@ class PromptPass:
         """float32 [batch, length, width] -> what leaves the last block, of the same shape.
         The keys and values are in the cache then.
         """
-        length, hidden = given.shape[1], given.flatten(0, 1).contiguous()
-        for index, block in enumerate(self.blocks):
-            attention, mlp = block.self_attn, block.mlp
-            normed = self._normed(index, 0, hidden)
-            queries, keys, values = products((attention.q_proj, attention.k_proj, attention.v_proj), normed)
-            attended = torch.empty_like(queries)
-            places = (each.data_ptr() for each in (queries, keys, values, attended))
-            _function("attend")(self.structures.model, index, length, *places)
-            hidden = hidden + products((attention.o_proj,), attended)[0]
-            gate, up = products((mlp.gate_proj, mlp.up_proj), self._normed(index, 1, hidden))
-            _function("gate")(gate.data_ptr(), up.data_ptr(), gate.numel())
-            hidden += products((mlp.down_proj,), gate)[0]
+        for index in range(len(self.blocks)):
+            given = left_by(self.inputs_in_turn(index, given))
+        return given
+
+    def inputs_in_turn(self, index: int, given: Tensor) -> Generator[Tensor, None, Tensor]:
+        """Run one block: yield what its layers are given, float32 [batch * length, in], in front of those
+        of queries, keys and values, of the output, of gate and up, and of down. Return what leaves it.
+        """
+        attention, mlp, length = self.blocks[index].self_attn, self.blocks[index].mlp, given.shape[1]
+        hidden = given.flatten(0, 1).contiguous()
+        rows = self._normed(index, 0, hidden)
+        yield rows
+        rows = self._attended(index, length, products((attention.q_proj, attention.k_proj, attention.v_proj), rows))
+        yield rows
+        hidden = hidden + products((attention.o_proj,), rows)[0]
+        rows = self._normed(index, 1, hidden)
+        yield rows
+        rows, up = products((mlp.gate_proj, mlp.up_proj), rows)
+        _function("gate")(rows.data_ptr(), up.data_ptr(), rows.numel())
+        del up  # whoever waits in front of a layer holds as little as can be
+        yield rows
+        hidden += products((mlp.down_proj,), rows)[0]
         return hidden.view(given.shape)
+
+    def _attended(self, index: int, length: int, projected: list[Tensor]) -> Tensor:
+        attended = torch.empty_like(projected[0])
+        places = (each.data_ptr() for each in (*projected, attended))
+        _function("attend")(self.structures.model, index, length, *places)
+        return attended
 
     def _normed(self, index: int, last: int, hidden: Tensor) -> Tensor:
         normed = torch.empty_like(hidden)
         _function("norm")(self.structures.model, index, last, hidden.data_ptr(), len(hidden), normed.data_ptr())
         return normed
+
+
+def left_by(run: Generator[Tensor, None, Tensor]) -> Tensor:
+    """Run a block to its end, and return what leaves it."""
+    while True:
+        try:
+            next(run)
+        except StopIteration as ended:
+            left: Tensor = ended.value
+            return left
 
 
 def products(layers: tuple[nn.Module, ...], rows: Tensor) -> list[Tensor]:

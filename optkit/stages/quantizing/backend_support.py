@@ -59,7 +59,7 @@ OFFERS: Mapping[tuple[str, str], Offer] = {
     ("gptq", "gptqmodel"): _offer(
         "gptqmodel",
         passed=("damping", "activation_order", "true_sequential", "batch_size"),
-        values=GPTQ_LAYOUT,
+        values={**GPTQ_LAYOUT, "true_sequential": (True, False)},
         defaults={"format": "gptq", "true_sequential": True, "batch_size": 1},
     ),
     ("gptq", "llmcompressor"): _offer(

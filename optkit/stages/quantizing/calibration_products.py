@@ -19,7 +19,7 @@ from optkit.kernels.cpu.decoding import why_not_step
 from optkit.kernels.cpu.prompts import PromptPass
 from optkit.kernels.cpu.structures import Structures
 from optkit.kernels.packed_linear import PackedWeight
-from optkit.model.blocks import BlockInputs
+from optkit.model.blocks import BlockInputs, Call
 from optkit.model.replaced_forward import replaced_forward
 from optkit.model.skeleton import Skeleton
 
@@ -47,33 +47,48 @@ def in_codes(layers: Mapping[str, nn.Module], quantized: Mapping[str, QuantizedW
     """Let float32 linear layers on a CPU compute with their codes, by the kernels of the finished model.
     These round activations to 16 bits, a scale for each group.
     """
-    plain = {name: layers[name] for name in quantized if _is_plain(layers[name])}
+    plain = {name: module for name, module in layers.items() if name in quantized and _is_plain(module)}
     coded = {module: _coded(quantized[name], module) for name, module in plain.items()}
     return replaced_forward({module: each for module, each in coded.items() if each is not None})
 
 
 def in_cpp(skeleton: Skeleton, index: int, inputs: BlockInputs) -> AbstractContextManager[None]:
-    """Let a loaded float32 block on a CPU compute all beside its products in C++, as prompts are.
-    That is known of the Llama family; a call with a mask goes the model's own way.
-    """
+    """Let a loaded block on a CPU compute all beside its products in C++, if `is_prompt`."""
+    if not is_prompt(skeleton, index, inputs):
+        return replaced_forward({})
     block = skeleton.blocks[index].module
+    return replaced_forward(
+        {block: lambda hidden, **beside: prompt_pass(skeleton, block, hidden, beside).hidden(hidden)}
+    )
+
+
+def is_prompt(skeleton: Skeleton, index: int, inputs: BlockInputs) -> bool:
+    """Whether a block on a CPU computes what the C++ of prompts does: one of the Llama family, in float32,
+    without a mask of its own.
+    """
     known = inputs.hidden.device.type == "cpu" and inputs.hidden.dtype == torch.float32
-    return replaced_forward({block: _as_prompt(block, skeleton)} if known and not why_not_step(skeleton.model) else {})
+    return (
+        known and not why_not_step(skeleton.model) and all(_is_plain_call(each.calls[index]) for each in inputs.batches)
+    )
 
 
-def _as_prompt(block: nn.Module, skeleton: Skeleton) -> Callable[..., Any]:
-    own, config = block.forward, skeleton.model.config
+def prompt_pass(skeleton: Skeleton, block: nn.Module, hidden: Tensor, beside: Mapping[str, Any]) -> PromptPass:
+    """Return what runs a block on hidden states, float32 [batch, length, width], called with this beside them."""
+    (batch, length, _), (cosines, sines) = hidden.shape, beside["position_embeddings"]
+    sizes = batch, skeleton.model.config.num_key_value_heads, length, cosines.shape[-1]
+    structures = Structures(skeleton.model, [block], hidden.new_empty(1, 2, *sizes), cosines[0], sines[0])
+    return PromptPass([block], structures)
 
-    def forward(hidden: Tensor, **beside: Any) -> Any:
-        cosines, sines = beside["position_embeddings"]
-        if beside["attention_mask"] is not None or len(cosines) > 1:
-            return own(hidden, **beside)
-        batch, length, _ = hidden.shape
-        cache = hidden.new_empty(1, 2, batch, config.num_key_value_heads, length, cosines.shape[-1])
-        structures = Structures(skeleton.model, [block], cache, cosines[0], sines[0])
-        return PromptPass([block], structures).hidden(hidden)
 
-    return forward
+def _is_plain_call(call: Call) -> bool:
+    mask, embeddings = (call.keywords.get(name) for name in ("attention_mask", "position_embeddings"))
+    return (
+        not call.arguments
+        and call.added is None
+        and mask is None
+        and embeddings is not None
+        and len(embeddings[0]) == 1
+    )
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -19,9 +19,10 @@ class GptqFields(Frozen):
     """
     activation_order: bool = True
     """Round the inputs with the largest activations first."""
-    true_sequential: bool = False
-    """Let each layer of a block see the errors of those before it in the block: more time, no
-    better perplexity as a rule.
+    true_sequential: bool | Literal["auto"] = "auto"
+    """Let each layer of a block see the errors of those before it in the block: no better perplexity
+    as a rule. `auto`: where that saves time, which is on CPUs, with float32 models of the Llama family;
+    elsewhere it takes more.
     """
     scale_search: Literal["hessian", "mse", "minmax"] = "hessian"
     """`hessian`: the scale with the least rounding error, each input weighted by its activations.

@@ -12,9 +12,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from optkit.algorithms.column_kernels import multiplies_bfloat16
 from optkit.algorithms.hessian import Hessian
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
@@ -71,6 +73,13 @@ def collect_hessians(
 
     with in_bfloat16(layers), in_cpp(skeleton, index, inputs):
         return watch_inputs(skeleton, index, inputs, layers, start)
+
+
+def notes_on_sums(device: str) -> tuple[str, ...]:
+    """Say in the report what the fields do not: that a CPU rounds what Hessians are summed of."""
+    if device != "cpu" or why_not_native() or not multiplies_bfloat16(torch.empty(0)):
+        return ()
+    return ("Hessians are summed of bfloat16 on this CPU: other processors may leave other weights",)
 
 
 def read_text(skeleton: Skeleton, text: Calibration, context: Context, stage: str) -> Tensor | Any:

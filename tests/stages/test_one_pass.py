@@ -1,0 +1,81 @@
+"""GPTQ of blocks that run through the text once, beside what transformers gives their layers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales, round_to_nearest
+from optkit.kernels.cpu.native import why_not_native
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.replaced_forward import hooked
+from optkit.model.skeleton import Skeleton
+from optkit.source.calibration import Calibration
+from optkit.stage import Context, Report
+from optkit.stages.gptq import Gptq
+from optkit.stages.quantizing.calibration_products import is_prompt
+from optkit.stages.quantizing.one_pass import one_pass
+from tests.conftest import TinyModel
+
+pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
+
+
+def rounded_(module: nn.Module) -> QuantizedWeight:
+    """Round a layer to nearest in 4 bits, put it there and return it."""
+    assert isinstance(module, nn.Linear)
+    grid = Grid(4, 16, symmetric=False)
+    found = round_to_nearest(module.weight, *minmax_scales(module.weight, grid), grid)
+    module.weight = nn.Parameter(found.dequantize(), requires_grad=False)
+    return found
+
+
+@pytest.mark.parametrize("left_out", ["", "gate_proj", "self_attn"])
+def test_layers_see_the_errors_of_those_before_them(tiny_model: TinyModel, left_out: str) -> None:
+    skeleton = Skeleton(Checkpoint(tiny_model("llama")))
+    tokens = torch.randint(0, 90, (5, 37), generator=torch.Generator().manual_seed(0))
+    inputs = skeleton.capture_inputs(tokens, "cpu", 2)
+    skeleton.load_(skeleton.blocks[0].name, "cpu")
+    modules = skeleton.linears(skeleton.blocks[0])
+    chosen = {name: each for name, each in modules.items() if not left_out or left_out not in name}
+    expected, seen, turns = inputs.hidden.clone(), dict[str, list[Tensor]](), []
+    assert is_prompt(skeleton, 0, inputs)
+
+    hessians, quantized = {}, dict[str, QuantizedWeight]()
+    for layers, found in one_pass(skeleton, 0, inputs, chosen, quantized, equal_tokens=False, advance=True):
+        turns.append([name.rpartition(".")[2] for name in layers])
+        hessians |= {name: each.matrix() for name, each in found.items()}
+        quantized |= {name: rounded_(each) for name, each in layers.items()}
+
+    def keep(name: str, _module: nn.Module, given: tuple[Any, ...]) -> None:
+        seen.setdefault(name, []).append(given[0].flatten(0, 1))
+
+    with hooked(each.register_forward_pre_hook(partial(keep, name)) for name, each in chosen.items()):
+        skeleton.advance_(0, inputs, expected)
+    torch.testing.assert_close(inputs.hidden, expected, rtol=1e-3, atol=1e-4)  # products of codes round rows to 16 bits
+    for name, given in seen.items():
+        rows = torch.cat(given).double()
+        exact = rows.T @ rows / len(rows)
+        sizes = exact.diagonal().sqrt()
+        assert ((hessians[name] - exact).abs() <= 0.02 * sizes.outer(sizes)).all(), name
+    all_turns = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+    names = {name.rpartition(".")[2] for name in chosen}
+    assert turns == [[leaf for leaf in turn if leaf in names] for turn in all_turns if names & {*turn}]
+
+
+def quantize(source: Path, target: Path, text: Calibration, **fields: Any) -> Report:
+    target.mkdir()
+    return Gptq(group_size=32, calibration=text, **fields).run(source, target, Context())
+
+
+def test_the_report_says_that_layers_were_rounded_in_turn(
+    tiny_model: TinyModel, text: Calibration, tmp_path: Path
+) -> None:
+    for kind, fields, said in (("llama", {}, 1), ("llama", {"true_sequential": False}, 0), ("gemma", {}, 0)):
+        report = quantize(tiny_model(kind), tmp_path / f"{kind}{len(fields)}", text, **fields)
+        assert len([note for note in report.notes if "true_sequential" in note]) == said
+        assert len([note for note in report.notes if "bfloat16" in note]) == torch.cpu._is_avx512_bf16_supported()
