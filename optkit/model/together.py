@@ -1,4 +1,4 @@
-"""The processes that run a stage together, each on its share of a calibration text.
+"""The processes that run a stage together, each on its share of a text.
 
 What decides how a stage goes on is the same in all of them: sums over the text are those of all
 shares, and what could differ by a bit is made by one process and told to the others.
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optkit.model.prompts import Prompts
-
 T = TypeVar("T")
 R = TypeVar("R")
+Rows = TypeVar("Rows")
+"""Tokens, prompts with images, or numbers of rows."""
 
 
 class Together:
@@ -31,10 +31,10 @@ class Together:
         """Whether this process writes, and speaks for all."""
         return self.rank == 0
 
-    def share(self, prompts: Tensor | Prompts) -> Tensor | Prompts:
-        """Return this process's share of a text: every so many of its sequences."""
-        every: Any = prompts
-        found: Tensor | Prompts = every if self.count == 1 else every[self.rank :: self.count]
+    def share(self, rows: Rows) -> Rows:
+        """Return this process's share of sequences, every so many of them; perhaps none."""
+        every: Any = rows
+        found: Rows = every if self.count == 1 else every[self.rank :: self.count]
         return found
 
     def part(self, length: int) -> slice:

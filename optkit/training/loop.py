@@ -123,7 +123,7 @@ class Loop:
                 losses = self._losses(self.ranks.share(rows))
                 (losses.total / options.accumulation).backward()
             total += losses.total.detach() / options.accumulation
-        norm = self.ranks.whole(nn.utils.clip_grad_norm_(list(self.trainable.values()), options.clip))
+        norm = self.ranks.complete(nn.utils.clip_grad_norm_(list(self.trainable.values()), options.clip))
         loss = float(self.ranks.mean(total))
         if not (math.isfinite(loss) and math.isfinite(float(norm))):
             raise self._not_finite(self.data.rows(first, options.batch_size * options.accumulation), loss)
@@ -170,13 +170,13 @@ class Loop:
         sums: dict[str, float] = {}
         for start in range(0, len(self.data.held_out), size):
             among = self.data.held_out[start : start + size]
-            rows = self.ranks.deal(among)
+            rows = self.ranks.share(among)
             losses = self._losses(rows or among[:1])  # every process takes part in every forward pass
             for name, value in {"total": losses.total, **losses.parts}.items():
                 sums[name] = sums.get(name, 0.0) + float(value) * len(rows)
         self.ranks.forget_gathered(self.module)
-        totals = zip(sums, self.ranks.sums(list(sums.values())), strict=True)
-        means = {name: value / len(self.data.held_out) for name, value in totals}
+        shares = self.ranks.gather(sums)
+        means = {name: sum(each[name] for each in shares) / len(self.data.held_out) for name in sums}
         if not math.isfinite(means["total"]):
             raise self._not_finite(self.data.held_out, means["total"])
         least = min((each["total"] for each in course.held_out), default=math.inf)
@@ -187,7 +187,7 @@ class Loop:
         self._clock()
 
     def _clock(self) -> None:
-        self.course.seconds = self.ranks.agree(self._before + time.perf_counter() - self._started)
+        self.course.seconds = self.ranks.tell(self._before + time.perf_counter() - self._started)
 
     def _checkpoint_due(self) -> bool:
         options = self.options
@@ -195,7 +195,7 @@ class Loop:
             return False
         if options.checkpoint_steps and self.course.step % options.checkpoint_steps == 0:
             return True
-        waited = self.ranks.agree(time.perf_counter() - self._saved_at)
+        waited = self.ranks.tell(time.perf_counter() - self._saved_at)
         return bool(options.checkpoint_minutes and waited >= 60 * options.checkpoint_minutes)
 
     def save(self) -> None:

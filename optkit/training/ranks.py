@@ -7,7 +7,7 @@ large. Whatever decides how the training goes on is the first process's word.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -16,30 +16,15 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from optkit.model.blocks import find_blocks
+from optkit.model.together import Processes, Together
 from optkit.training.objective import Objective
 from optkit.training.student import ZerosStay
 
 Parallel = Literal["ddp", "fsdp"]
 
 
-class Ranks:
+class Ranks(Together):
     """A training by one process alone; whatever would be exchanged stays as it is."""
-
-    rank: int = 0
-    count: int = 1
-
-    @property
-    def first(self) -> bool:
-        """Whether this process writes, and speaks for all."""
-        return self.rank == 0
-
-    def share(self, rows: Sequence[int]) -> list[int]:
-        """Return this process's rows of those of a forward pass; all shares are equally large."""
-        return list(rows)
-
-    def deal(self, rows: Sequence[int]) -> list[int]:
-        """Return the rows that this process judges of those of a forward pass; perhaps none."""
-        return list(rows)
 
     def prepare(self, objective: Objective) -> nn.Module:
         """Return the module to call in place of the objective; its parameters are to be trained."""
@@ -55,19 +40,7 @@ class Ranks:
         """Return the mean of a scalar over the processes."""
         return number
 
-    def sums(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sum of each number over the processes."""
-        return list(numbers)
-
-    def most(self, number: int) -> int:
-        """Return the largest of a number over the processes."""
-        return number
-
-    def agree(self, number: float) -> float:
-        """Return the first process's number."""
-        return number
-
-    def whole(self, tensor: Tensor) -> Tensor:
+    def complete(self, tensor: Tensor) -> Tensor:
         """Return a tensor of which this process holds a part.
         Every process has to ask for it at the same time.
         """
@@ -91,24 +64,17 @@ class Ranks:
         """Leave plain parameters at the first process, which alone may use the model afterwards."""
 
 
-class Group(Ranks):
+class Group(Processes, Ranks):
     """One of several processes, with a copy of the model (`ddp`) or a part of each weight (`fsdp`)."""
 
     def __init__(self, parallel: Parallel) -> None:
+        super().__init__()
         self.parallel = parallel
-        self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
         self.device = (
             torch.device("cuda", torch.cuda.current_device())
             if distributed.get_backend() == "nccl"
             else torch.device("cpu")
         )
-
-    def share(self, rows: Sequence[int]) -> list[int]:
-        size = len(rows) // self.count
-        return list(rows[self.rank * size : (self.rank + 1) * size])
-
-    def deal(self, rows: Sequence[int]) -> list[int]:
-        return list(rows[self.rank :: self.count])
 
     def prepare(self, objective: Objective) -> nn.Module:
         if self.parallel == "ddp":
@@ -134,25 +100,10 @@ class Group(Ranks):
 
     def mean(self, number: Tensor) -> Tensor:
         total = number.detach().clone()
-        distributed.all_reduce(total)
+        self.sum_(total)
         return total / self.count
 
-    def sums(self, numbers: Sequence[float]) -> list[float]:
-        total = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
-        distributed.all_reduce(total)
-        return [float(number) for number in total]
-
-    def most(self, number: int) -> int:
-        largest = torch.tensor(number, dtype=torch.int64, device=self.device)
-        distributed.all_reduce(largest, distributed.ReduceOp.MAX)
-        return int(largest)
-
-    def agree(self, number: float) -> float:
-        told = torch.tensor(number, dtype=torch.float64, device=self.device)
-        distributed.broadcast(told, 0)
-        return float(told)
-
-    def whole(self, tensor: Tensor) -> Tensor:
+    def complete(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def part_of(self, parameter: Tensor, whole: Tensor) -> Tensor:
@@ -183,7 +134,7 @@ class Group(Ranks):
                 if parameter is None:
                     continue
                 if id(parameter) not in plain:  # tied weights stay tied
-                    whole = self.whole(parameter.detach())
+                    whole = self.complete(parameter.detach())
                     plain[id(parameter)] = nn.Parameter(
                         whole.cpu() if self.first else whole.new_empty(0), parameter.requires_grad
                     )
@@ -233,7 +184,7 @@ def copied(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """
     found = {}
     for name, tensor in tensors.items():
-        whole = ranks.whole(tensor.detach())
+        whole = ranks.complete(tensor.detach())
         if ranks.first:
             found[name] = whole.to("cpu", copy=True)
     return found

@@ -27,11 +27,6 @@ class RecordedStep:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._given: tuple[Tensor, ...] = ()
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether further calls replay."""
-        return self._graph is not None
-
     def __call__(self, *tensors: Tensor) -> None:
         """Do the step."""
         if not self._graph and tensors[0].is_cuda and self._plain_calls == PLAIN_CALLS:

@@ -71,8 +71,8 @@ def account(
     """Return the record; every process has to ask for it at the same time."""
     course = result.course
     step_tokens = result.tokens // course.step
-    peak = ranks.most(spent.peak_bytes or 0)
-    energy = ranks.sums([spent.energy_j or 0.0])[0]
+    peak = max(ranks.gather(spent.peak_bytes or 0))
+    energy = sum(ranks.gather(spent.energy_j or 0.0))
     rates = [0.0] * (len(course.curve) - len(course.rates)) + course.rates
     points = [
         Point(step=step, tokens=step * step_tokens, loss=loss, learning_rate=rate)

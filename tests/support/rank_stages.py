@@ -26,7 +26,7 @@ class Together(Transform):
         sys.stdout.write(f"a line of rank {ranks.rank}\n")
         sys.stdout.flush()
         with context.progress.task("together", 2, "steps") as task:
-            total = ranks.sums([ranks.rank + 1.0])[0]
+            total = sum(ranks.gather(ranks.rank + 1.0))
             task.advance(note=f"sum {total:g}")
             context.progress.say(f"on {context.device}")
         if self.how == "refuse":
@@ -39,7 +39,7 @@ class Together(Transform):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how != "sum":
             time.sleep(600 if self.how == "sleep" else 0)
-            ranks.sums([1.0])
+            ranks.gather(1.0)
         return Report(changed=int(total), skipped={"a": "b"}, details={"seed": context.seed}, notes=("a note",))
 
 
