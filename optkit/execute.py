@@ -181,11 +181,12 @@ def _transform(plan: Plan, step: Step, stage: Transform, source: Path, target: P
     try:
         report = stage.run(source, target, context)
     except MemoryError as error:
-        raise ResourceError(
-            "memory ran out", where=step.kind, remedy="Lower the samples or the sequence length"
-        ) from error
+        remedy = "Lower the samples or the sequence length"
+        raise ResourceError("memory ran out", where=step.kind, remedy=remedy) from error
     if report.changed == 0:
-        why, remedy = f"{len(report.skipped)} modules were skipped", "Take it out, or change its include and exclude"
+        choosing = " and ".join(name for name in ("include", "exclude") if name in type(stage).model_fields)
+        why, remedy = f"{len(report.skipped)} modules were skipped", "Take it out"
+        remedy += choosing and f", or change its {choosing}"
         raise StageError("the stage changed nothing", where=step.kind, why=why, remedy=remedy)
     step.format.check(target)
     reader = Reader(source, context.data, context.trust_remote_code)

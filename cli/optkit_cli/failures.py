@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from optkit.common.out_of_resources import NO_ROOM, errno_of, is_out_of_memory
+from optkit.common.out_of_resources import NO_ROOM, errno_of, is_out_of_memory, more_room
 from optkit.common.visible import visible
 from optkit.errors import OptkitError, Problem
 from optkit.processes.child_program import one_line
@@ -79,10 +79,7 @@ def failure_of(error: BaseException) -> Failure:
             remedy = "Run on a machine with more of it, or a recipe with smaller batches."
             return Failure("ResourceError", failed, f"out of memory. {remedy}", remedy=remedy)
         case _ if (number := errno_of(error)) in NO_ROOM:
-            where, remedy = (
-                str(getattr(error, "filename", None) or "the output"),
-                "Free some space and run the same command again.",
-            )
+            where, remedy = str(getattr(error, "filename", None) or "the output"), f"{more_room(number)}."
             return Failure("ResourceError", failed, f"{where}: {NO_ROOM[number]}. {remedy}", where, remedy=remedy)
         case OSError() if error.filename is not None:
             return Failure("OSError", failed, f"{error.filename}: {error.strerror}.", str(error.filename))

@@ -37,6 +37,13 @@ UNNUMBERED = re.compile(r"problem writing element \d+ to file|\d+ requested and 
 """What `numpy.ndarray.tofile` says of a failed write; it drops the system's number."""
 
 
+def more_room(number: int | None, elsewhere: str = "use another disk") -> str:
+    """Return what to do about a failed write."""
+    if number == errno.EFBIG:
+        return "Raise that limit, e.g. by `ulimit -f unlimited`"
+    return f"Free some space, or {elsewhere}"
+
+
 def room_error(error: BaseException, path: Path) -> OSError | None:
     """Return the OSError behind what a library says of a failed write of `path`.
     None if it says nothing of room.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from optkit.common.atomic import write_text_atomically
-from optkit.common.out_of_resources import NO_ROOM, errno_of, room_error
+from optkit.common.out_of_resources import NO_ROOM, errno_of, more_room, room_error
 from optkit.errors import ResourceError, StageError
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import INDEX, SINGLE
@@ -230,7 +230,7 @@ def disk_space_for(path: Path, size_bytes: int) -> Iterator[None]:
         raise ResourceError(
             f"{NO_ROOM[number]}: {size_bytes:,} bytes were to be written and {free:,} are free",
             where=str(path),
-            remedy="Free some space, or use another disk",
+            remedy=more_room(number),
         ) from error
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optkit.common.out_of_resources import NO_ROOM, errno_of, is_out_of_memory
+from optkit.common.out_of_resources import NO_ROOM, errno_of, is_out_of_memory, more_room
 from optkit.errors import OptkitError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import write_config
@@ -155,8 +155,8 @@ def _variables() -> dict[str, str]:
 
 def _failure(error: ChildError, order: Order) -> OptkitError:
     where = f"{WHERE}: exporter {order.exporter}"
-    if errno_of(error) in NO_ROOM:
-        return ResourceError("the disk is full", where=str(order.target), remedy="Free some space, or use another disk")
+    if (number := errno_of(error)) in NO_ROOM:
+        return ResourceError(NO_ROOM[number], where=str(order.target), remedy=more_room(number))
     if is_out_of_memory(error):
         how = f"Its process {error.how}" if isinstance(error, ChildEndedError) else ""
         return ResourceError(

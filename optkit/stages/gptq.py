@@ -97,6 +97,8 @@ class Gptq(GptqFields, SharedText, Backed):
                 self.__dict__[name] = steps
             if getattr(self, name) is not None and not self.learn:
                 raise ValueError(f"{name} would not be read: take it out, or set learn: blocks")
+        if self.learn and not (self.learning_steps or self.scale_steps):
+            raise ValueError("learning_steps and scale_steps are 0: nothing would learn. Raise one, or leave out learn")
         if self.earlier_errors and self.devices > 1:
             raise ValueError(
                 "earlier_errors are summed on one device, beside the unmodified model. "

@@ -36,7 +36,7 @@ from typing import Any
 
 from optkit.common.files import read_json, read_text
 from optkit.common.held_files import ALIVE, clear, delete_abandoned, held_directory, hold
-from optkit.common.out_of_resources import NO_ROOM
+from optkit.common.out_of_resources import NO_ROOM, more_room
 from optkit.errors import ResourceError, StoreError
 from optkit.processes.signals import take_lock
 from optkit.store.files import describe_file, is_unchanged, list_files, make_readable, sealed, unsealed
@@ -283,7 +283,7 @@ def explain_os_error(
             f"{NO_ROOM[error.errno]} while writing {what}",
             where=str(place),
             why=free,
-            remedy=f"Free some space, or {elsewhere}",
+            remedy=more_room(error.errno, elsewhere),
         )
     return StoreError(
         f"cannot write {what}",

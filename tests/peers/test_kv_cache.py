@@ -18,7 +18,12 @@ from optkit.stage import Context
 from optkit.stages.kv_scales import KvScales
 from optkit.stages.rtn import Rtn
 
-pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
+PYTHON = os.environ.get("OPTKIT_VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON, reason="set OPTKIT_VLLM_PYTHON to an interpreter"),
+]
 PROGRAM = """
 import json, sys
 
@@ -35,13 +40,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def python() -> str:
-    return os.environ.get("OPTKIT_VLLM_PYTHON") or pytest.skip("set OPTKIT_VLLM_PYTHON to an interpreter")
-
-
 @pytest.mark.parametrize("weights", ["float", "packed"])
-def test_vllm_reads_the_scales_and_writes_sensible_text(python: str, smol: Path, tmp_path: Path, weights: str) -> None:
+def test_vllm_reads_the_scales_and_writes_sensible_text(smol: Path, tmp_path: Path, weights: str) -> None:
     source, target = smol, tmp_path / "scaled"
     if weights == "packed":
         source = tmp_path / "packed"
@@ -58,7 +58,7 @@ def test_vllm_reads_the_scales_and_writes_sensible_text(python: str, smol: Path,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    command = [python, str(tmp_path / "program.py"), str(target), str(tmp_path / "said.json")]
+    command = [PYTHON, str(tmp_path / "program.py"), str(target), str(tmp_path / "said.json")]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     said = json.loads((tmp_path / "said.json").read_text())

@@ -61,7 +61,7 @@ def test_an_error_of_optkit_survives_as_json() -> None:
         (OSError(errno.ENOSPC, "No space left on device"), "the output: the disk is full."),
         (
             OSError(errno.EFBIG, "File too large", "model.safetensors"),
-            "larger than this process may write (ulimit -f).",
+            "larger than this process may write (ulimit -f). Raise that limit, e.g. by `ulimit -f unlimited`.",
         ),
         (ValueError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full."),
     ],

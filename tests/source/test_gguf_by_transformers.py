@@ -68,6 +68,7 @@ def test_an_import_is_what_transformers_reads(gemma3: Path, tiny_model: TinyMode
     assert AutoTokenizer.from_pretrained(tmp_path)(TEXT).input_ids == here(TEXT).input_ids
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize("told", [True, False])
 def test_experts_have_the_sizes_of_the_file(tmp_path: Path, told: bool) -> None:
     """transformers leaves their width at the default of its config, and saves them joined."""

@@ -119,7 +119,7 @@ def test_another_version_of_the_library_makes_other_weights(monkeypatch: pytest.
         (
             Rtn,
             {"backend": "llmcompressor", "scale_search": "mse"},
-            "it has bits, exclude, format, group_size, include, overrides, symmetric",
+            "llmcompressor reads bits, exclude, format, group_size, include, overrides, symmetric",
         ),
     ],
 )

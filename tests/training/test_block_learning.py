@@ -192,6 +192,8 @@ def test_steps_of_no_learning_are_refused(few: Calibration) -> None:
     for steps in ("learning_steps", "scale_steps"):
         with pytest.raises(ValidationError, match=f"{steps} would not be read: take it out, or set learn: blocks"):
             Gptq(calibration=few, **{steps: 4})
+    with pytest.raises(ValidationError, match="learning_steps and scale_steps are 0: nothing would learn"):
+        Gptq(calibration=few, learn="blocks", learning_steps=0, scale_steps=0)
 
 
 def test_effort_picks_fields_and_is_in_no_key(few: Calibration) -> None:

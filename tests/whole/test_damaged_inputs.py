@@ -143,7 +143,7 @@ sys.exit(main(["run", "r.yaml", "--device", "cpu", "--quiet", "--store", "store"
 @pytest.mark.parametrize(
     ("limit", "most", "said"),
     [
-        ("RLIMIT_FSIZE", 50_000, "the file is larger than this process may write (ulimit -f)"),
+        ("RLIMIT_FSIZE", 50_000, "free. Raise that limit, e.g. by `ulimit -f unlimited`."),
         ("RLIMIT_AS", 450 << 20, "error: out of memory."),
     ],
 )

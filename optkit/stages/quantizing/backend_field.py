@@ -55,7 +55,7 @@ class Backed(WeightQuantizer):
         if without := sorted(self.model_fields_set - offer.fields):
             raise ValueError(
                 f"`{'`, `'.join(without)}`: {offer.library} has nothing like it. Leave it out, or take backend: {OWN}; "
-                f"it has {', '.join(sorted(offer.fields - {'backend'}))}"
+                f"{offer.library} reads {', '.join(sorted(offer.fields - {'backend'}))}"
             )
         if (calibration := getattr(self, "calibration", None)) and (why := calibration.unread_by(offer.library)):
             raise ValueError(f"calibration.{why}. Leave it out, or take backend: {OWN}")
