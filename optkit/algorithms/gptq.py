@@ -8,6 +8,7 @@ result is refined by turns of least-squares scales and coordinate descent (`refi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -69,9 +70,9 @@ def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions, held
     return GptqResult(_quantized(*_rounded(weight, parts, grid, options, held), grid), damping)
 
 
-def gptq_together(weights: Tensor, hessians: Tensor, grid: Grid, options: GptqOptions) -> list[GptqResult]:
+def gptq_together(weights: Tensor, hessians: Sequence[Tensor], grid: Grid, options: GptqOptions) -> list[GptqResult]:
     """Quantize layers of equal shape, float32 [layers, out, in], each against its own Hessian,
-    float32 [layers, in, in]: what `gptq` makes of each, up to the order of sums.
+    float32 [in, in]: what `gptq` makes of each, up to the order of sums.
 
     Raises ValueError as `gptq`.
     """

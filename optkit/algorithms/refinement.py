@@ -56,9 +56,10 @@ def _exact_product(hessian: Tensor, groups: int) -> Product:
     Steps are small integers, and three bfloat16 parts of the Hessian are all of it, so no product is
     rounded.
     """
-    parts = torch.stack(bfloat16_parts(hessian, 3)).unflatten(-1, (groups, -1))
-    columns = parts.movedim((-2, 0), (0, -2)).flatten(-2)  # [groups, ..., in, 3 * width]
     multiply, width = torch.mm if hessian.dim() == 2 else torch.bmm, hessian.shape[-1] // groups
+    columns = hessian.new_empty(groups, *hessian.shape[:-1], 3 * width, dtype=torch.bfloat16)
+    for place, part in zip(columns.split(width, -1), bfloat16_parts(hessian, 3), strict=True):
+        place.copy_(part.unflatten(-1, (groups, width)).movedim(-2, 0))
     return lambda group, steps: multiply(
         columns[group][..., : (group + 1) * width, :],
         torch.cat([steps.bfloat16()] * 3, dim=-2),

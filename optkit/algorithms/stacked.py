@@ -5,13 +5,14 @@ One matrix takes torch's operators for one, which sum in their own order.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
 def taken(matrix: Tensor, order: Tensor) -> Tensor:
     """Return the rows of [..., rows, columns] in an order, int64 [..., taken]."""
-    return matrix[order] if order.dim() == 1 else torch.take_along_dim(matrix, order.unsqueeze(-1), -2)
+    if order.dim() == 1:
+        return matrix[order]
+    return matrix.gather(-2, order.unsqueeze(-1).expand(*order.shape, matrix.shape[-1]))
 
 
 def symmetric_taken(matrix: Tensor, order: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ less in proportion for fewer. So long sums are made of several.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -45,10 +47,11 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += torch.bmm(left, right, out_dtype=torch.float32)
 
 
-def bfloat16_parts(tensor: Tensor, count: int) -> list[Tensor]:
-    """Return bfloat16 tensors whose sum is float32 [...] to 8 bits for each; three are exact."""
-    parts: list[Tensor] = []
-    for _ in range(count):
-        parts.append(tensor.to(torch.bfloat16))
-        tensor = tensor - parts[-1]
-    return parts
+def bfloat16_parts(tensor: Tensor, count: int) -> Iterator[Tensor]:
+    """Yield bfloat16 tensors whose sum is float32 [...] to 8 bits for each; three are exact."""
+    yield (part := tensor.to(torch.bfloat16))
+    rest = tensor - part
+    for _ in range(count - 2):
+        yield (part := rest.to(torch.bfloat16))
+        rest -= part
+    yield rest.to(torch.bfloat16)

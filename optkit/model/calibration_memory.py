@@ -16,7 +16,7 @@ from optkit.model.read_weights import Read, reads_of
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
-from optkit.model.writer import SHARD_BYTES
+from optkit.model.writer import AHEAD, SHARD_BYTES
 
 
 class Text(Protocol):
@@ -49,6 +49,8 @@ class Work:
     """In main memory, whatever computes."""
     streamed: bool = False
     """What it makes waits to be written as soon as it is made, and not when its block is done."""
+    processes: int = 1
+    """That do it together: each holds what it works on, one of them what waits to be written."""
 
     def cost(self, shape: ModelShape, left: ModelShape, device: str) -> Cost:
         """Return what turning one model into another costs; what is outside of blocks is written first."""
@@ -61,10 +63,13 @@ class Work:
         entering, block, gpu = self.entering, self.block, 0
         if device.startswith("cuda"):
             entering, block, gpu = 0, 0, max(self.entering, self.block)
-            waiting = min(2 * SHARD_BYTES, made)  # a shard is written while the next one is made
+            # a shard is written while the next one is made, before a block that takes longer is done
+            waiting = min(SHARD_BYTES + (SHARD_BYTES // AHEAD if self.streamed else 0), made)
             inside += 0 if self.streamed else shape.block_bytes  # read ahead
         needed = max(
-            outside + max(entering, beyond), waiting + self.held + max(block, inside), min(SHARD_BYTES, left.size_bytes)
+            outside + self.processes * max(entering, beyond),
+            waiting + self.held + self.processes * max(block, inside),
+            min(SHARD_BYTES, left.size_bytes),
         )
         # states behind a block are written before those behind the one before it go
         kept = 0 if self.streamed else left.size_bytes - left.outside_bytes + 2 * self.states
@@ -89,7 +94,8 @@ def calibrated_work(
     hidden, running = calibration_bytes(shape, layers, text, batch, devices)
     head = shape.tensors.get(f"{HEAD}.weight")
     outside = shape.outside_bytes - (head.size_bytes if head else 0)
-    return Work(hidden + shape.block_bytes + sums + max(running, work), hidden + outside, devices * hidden)
+    block = hidden + shape.block_bytes + sums + max(running, work)
+    return Work(block, hidden + outside, devices * hidden, processes=devices)
 
 
 def hessian_bytes(shape: ModelShape, layers: Mapping[str, Layer]) -> int:

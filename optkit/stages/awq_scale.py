@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from optkit.common.field_types import CodeBits, GroupSize
 from optkit.common.out_of_resources import out_of_memory
+from optkit.devices.enough import refuse_devices
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Layer, layers_of, select
@@ -108,8 +109,9 @@ class AwqScale(InputScaling, SharedText):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""
+        refuse_devices(self.devices, device, self.kind)
         work = self.working_bytes(shape, self._layers(shape), self.rounding, self.devices)
-        return self.shared_cost(work.cost(shape, shape, device), device), shape
+        return work.cost(shape, shape, device), shape
 
     def _layers(self, shape: ModelShape) -> Mapping[str, Layer]:
         layers = select(layers_of(shape), (), ("*",), (), STAGE).layers

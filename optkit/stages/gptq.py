@@ -33,7 +33,7 @@ from optkit.stages.quantizing.learning import (
 )
 from optkit.stages.quantizing.pruned_zeros import held_zeros, tell_zeros
 from optkit.stages.quantizing.shared_text import SharedText
-from optkit.stages.quantizing.stacks import HEAD_ROWS, work_bytes
+from optkit.stages.quantizing.stacks import EXPERTS_AT_ONCE, HEAD_ROWS, work_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -248,7 +248,7 @@ class Gptq(GptqFields, SharedText, Backed):
             held = [held_zeros([each], self.keep_zeros) for each in rows]
             compensation = self._compensation(job)
             found = [
-                compensation.rounded([HEAD], [each], [hessian], [zeros])[0]
+                compensation.rounded([HEAD], each[None], [hessian], [zeros])[0]
                 for each, zeros in zip(rows, held, strict=True)
             ]
             compensation.tell_damping(HEAD, max(damping for _, _, damping in found))
@@ -257,11 +257,10 @@ class Gptq(GptqFields, SharedText, Backed):
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         names = [sharing_input(block) for block in by_block(shape, layers)]
         blocks = [[[layers[name] for name in stack] for stack in block] for block in names]
-        wide = "cuda" if device.startswith("cuda") or self.calibration.experts == "all" else "cpu"
+        kind = device.partition(":")[0]
+        room = EXPERTS_AT_ONCE["cuda" if self.calibration.experts == "all" else kind]
         work = code_bytes(shape, layers)
-        work += max(work_bytes(stack, len(block), wide) for block in blocks for stack in block)
-        if device.startswith("cuda"):
-            work += 4 * 3 * max(layer.inputs for layer in layers.values()) ** 2  # within torch's operations
+        work += max(work_bytes(stack, len(block), kind, room) for block in blocks for stack in block)
         text, sums = self.calibration, hessian_bytes(shape, layers)
         if self._in_one_pass and device == "cpu" and _is_known(shape):
             sums += waiting_bytes(shape, layers, text) // self.devices

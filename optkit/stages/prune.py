@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_v
 
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.common.field_types import AtLeastOne, BatchSize, Count, Damping, Distinct, Name, Share
+from optkit.devices.enough import refuse_devices
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
@@ -236,9 +237,10 @@ class Prune(SharedText):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""
+        refuse_devices(self.devices, device, self.kind)
         selection = self._select(layers_of(shape), outside_of(shape))
         work = pruning_memory(shape, selection.layers, self.method, self.calibration, self.batch_size, self.devices)
-        cost = self.shared_cost(work.cost(shape, shape, device), device)
+        cost = work.cost(shape, shape, device)
         if self.calibration and self.sensitivity_samples:
             windows, length = self.calibration.size
             seen = min(self.sensitivity_samples, windows) * length

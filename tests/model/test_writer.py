@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -43,6 +44,22 @@ def test_one_shard_has_the_plain_name_and_the_format(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_little_waits_while_a_shard_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting: list[int] = []
+
+    def save(path: Path, *_: object) -> None:
+        time.sleep(0.05)
+        waiting.append(writer._pending_bytes)
+        path.touch()
+
+    monkeypatch.setattr(writer_module, "save_tensors", save)
+    with CheckpointWriter(tmp_path, shard_bytes=4000, beside=True) as writer:
+        for index in range(40):
+            writer.add(str(index), torch.zeros(100))
+    assert len(waiting) == 4
+    assert max(waiting) <= 1000
 
 
 @pytest.mark.parametrize("beside", [False, True])

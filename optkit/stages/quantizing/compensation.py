@@ -58,13 +58,12 @@ class Compensation:
     def rounded(
         self,
         names: Sequence[str],
-        weights: Sequence[Tensor],
+        weights: Tensor,
         hessians: Sequence[Hessian | None],
         held: Sequence[Tensor | None],
     ) -> list[tuple[QuantizedWeight, Tensor | None, float]]:
-        """Return float32 [out, in] of layers on their grid, the errors of their outputs, as `row_errors`
-        has them, and the damping; several layers have one shape and form. Without errors the weight was
-        rounded to nearest.
+        """Return float32 [layers, out, in] on their grid, layer by layer, the errors of its outputs, as
+        `row_errors` has them, and the damping. Without errors the weight was rounded to nearest.
         """
         grid, seen = packed_grid(self.job, names[0]), [each for each in hessians if each and each.tokens >= FEW_TOKENS]
         damping = self.fields.damping
@@ -77,7 +76,7 @@ class Compensation:
         results: list[GptqResult] = []
         if len(names) > 1 and all(zeros is None for zeros in held):
             with suppress(ValueError):  # alone, the layer whose Hessian fails is known
-                results = gptq_together(torch.stack(list(weights)), torch.stack(matrices), grid, options)
+                results = gptq_together(weights, matrices, grid, options)
         for name, weight, matrix, zeros in () if results else zip(names, weights, matrices, held, strict=True):
             try:
                 results.append(gptq(weight, matrix, grid, options, zeros))
@@ -112,13 +111,12 @@ class Compensation:
         by_stack = len(several) >= shared.count
         mine = several[shared.part(len(several))] if by_stack else several
         parts = [[float_weight(layers[name]) for name in stack] for stack in mine]
-        weights, held = (
-            [torch.cat(part) for part in parts],
-            [held_zeros(part, self.fields.keep_zeros) for part in parts],
-        )
+        held = [held_zeros(part, self.fields.keep_zeros) for part in parts]
+        weights = torch.cat([each for part in parts for each in part]).unflatten(0, (len(mine), -1))
+        del parts  # `weights` has a copy
         if not by_stack:
-            rows = shared.part(len(weights[0]))
-            weights = [each[rows] for each in weights]
+            rows = shared.part(weights.shape[1])
+            weights = weights[:, rows]
             held = [each if each is None else each[rows] for each in held]
         names = [stack[0] for stack in mine]
         found = self.rounded(names, weights, [hessians.get(name) for name in names], held)

@@ -48,11 +48,6 @@ class SharedText(Transform):
         return launch(self, source, target, context, self.devices, self.kind)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return what each device needs; processes on a CPU share its memory."""
-        cost, left = super().predict(shape, device)
-        return self.shared_cost(cost, device), left
-
-    def shared_cost(self, cost: Cost, device: str) -> Cost:
-        """Return what all processes need of what one does. Raises StageError for more than there are."""
+        """Return what all processes need together. Raises StageError for more devices than there are."""
         refuse_devices(self.devices, device, self.kind)
-        return cost.model_copy(update={"ram_bytes": self.devices * cost.ram_bytes}) if device == "cpu" else cost
+        return super().predict(shape, device)

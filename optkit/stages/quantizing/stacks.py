@@ -15,6 +15,12 @@ EXPERTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Weights of experts of one shape that are quantized at a time."""
 
 
+HELD = {"cpu": ((4.0, 9.0),), "cuda": ((5.0, 10.5), (7.5, 6.5))}
+"""Matrices of the Hessian's size, and of the weight's, that are held at once while codes improve, and on
+GPUs while the Hessian is cut up for tensor cores.
+"""
+
+
 def together(
     stacks: Sequence[list[str]],
     layers: Mapping[str, Layer],
@@ -50,12 +56,13 @@ def parts_of(layers: Mapping[str, Layer]) -> list[list[str]]:
     return parts
 
 
-def work_bytes(stack: Sequence[Layer], stacks: int, device: str) -> int:
+def work_bytes(stack: Sequence[Layer], stacks: int, device: str, room: int) -> int:
     """Return the bytes that GPTQ works with on layers that share their input, of a block with so many
-    `stacks`: four matrices of the Hessian's size, ten of the weights'.
+    `stacks`; experts of one shape come together up to `room` weights.
     """
     outputs, inputs = sum(layer.outputs for layer in stack), stack[0].inputs
     if stack[0].name == HEAD:
         outputs = min(outputs, HEAD_ROWS)
-    most = EXPERTS_AT_ONCE[device] // (outputs * inputs) if EXPERTS in stack[0].name else 1
-    return 4 * (4 * inputs**2 + 10 * outputs * inputs) * max(1, min(stacks, most))
+    most = room // (outputs * inputs) if EXPERTS in stack[0].name else 1
+    held = max(hessian * inputs**2 + weight * outputs * inputs for hessian, weight in HELD[device])
+    return int(4 * held) * max(1, min(stacks, most))

@@ -1,0 +1,46 @@
+"""What GPTQ holds at once, beside what plans say."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+
+from optkit.algorithms.grid import Grid
+from optkit.algorithms.hessian import Hessian
+from optkit.model.linear_layers import EXPERTS, Layer
+from optkit.model.together import ALONE
+from optkit.stages.gptq import Gptq
+from optkit.stages.quantizing import compensation
+from optkit.stages.quantizing.compensation import Compensation
+from optkit.stages.quantizing.stacks import EXPERTS_AT_ONCE, work_bytes
+from tests.support.allocated import Allocated
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "outputs", "inputs"),
+    [("mlp.down_proj", 1, 256, 1024), ("mlp.up_proj", 1, 1024, 512), (f"mlp{EXPERTS}0.up_proj", 4, 512, 512)],
+)
+def test_plans_know_what_rounding_holds(
+    monkeypatch: pytest.MonkeyPatch, name: str, count: int, outputs: int, inputs: int
+) -> None:
+    torch.manual_seed(0)
+    stage: Any = Gptq(group_size=128)
+    names = [f"model.layers.{index}.{name}" for index in range(count)]
+    layers = {each: Layer(each, outputs, inputs, False) for each in names}
+    hessians = {each: Hessian(inputs) for each in names}
+    for each in hessians.values():
+        each.add(torch.randn(2 * inputs, inputs))
+    job = Mock(together=ALONE, formats={each: stage.layer_format(layers[each]) for each in names})
+    job.selection.layers, job.context.device = layers, "cpu"
+    job.details = {"losses": {}, "rounded_to_nearest": {}}
+    monkeypatch.setattr(compensation, "packed_grid", lambda *_: Grid(4, 128, True))
+    modules = {each: nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16) for each in names}
+    with torch.no_grad(), Allocated() as allocated:
+        Compensation(job, stage, lambda _: False, counts_zeros=False).round_(modules, hessians)
+    assert len(job.details["losses"]) == count
+    planned = work_bytes([layers[names[0]]], count, "cpu", EXPERTS_AT_ONCE["cpu"])
+    assert planned == pytest.approx(allocated.peak, rel=0.1)
