@@ -134,6 +134,7 @@ def _kept(model: Any) -> list[str]:
 
 
 def _imported(order: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
+    import gguf as files
     import torch
     import transformers.modeling_gguf_pytorch_utils as reader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -141,7 +142,7 @@ def _imported(order: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     from optkit.model.gguf_file import read_gguf
-    from optkit.source.gguf_tokenizer import describe_
+    from optkit.source.gguf_tokenizer import describe_, found_by_hash
 
     def watched(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
         with parent.task("import by transformers", len(tensors), "tensors") as task:
@@ -150,9 +151,10 @@ def _imported(order: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
                 task.advance(note=tensor.name)
 
     reader.tqdm = watched  # its only bar, in a process that does nothing else
+    files.GGUFReader = cache(files.GGUFReader)  # config, weights, tokenizer: each would read all of it, for seconds
     path, gguf = Path(order["path"]), read_gguf(Path(order["path"]))
     place = {"gguf_file": path.name, "local_files_only": True}
-    with reading(path, "transformers cannot read it"):
+    with reading(path, "transformers cannot read it"), found_by_hash():
         model, report = AutoModelForCausalLM.from_pretrained(
             path.parent,
             **place,

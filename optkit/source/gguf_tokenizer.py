@@ -44,7 +44,7 @@ def import_tokenizer(gguf: Gguf, config: Mapping[str, Any], target: Path, progre
     """Write the tokenizer with the special tokens that `config` names and its chat template. Raises
     SourceError if it cannot be read.
     """
-    with quiet_transformers(), _found_by_hash():
+    with quiet_transformers(), found_by_hash():
         from transformers import AutoTokenizer
 
         with reading(gguf.path, "the tokenizer in the file cannot be read"):
@@ -73,7 +73,7 @@ def describe_(target: Path, names: Mapping[str, str]) -> None:
     file.write_text(json.dumps(described, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
-class _Tokens(list[str]):
+class Vocabulary(list[str]):
     """A vocabulary in which a token is found at once."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
@@ -85,7 +85,7 @@ class _Tokens(list[str]):
 
 
 @contextmanager
-def _found_by_hash() -> Iterator[None]:
+def found_by_hash() -> Iterator[None]:
     """Let transformers find the parts of a SentencePiece token by their hash.
     It goes through the whole list for each, for minutes.
     """
@@ -94,7 +94,7 @@ def _found_by_hash() -> Iterator[None]:
     plain = ggml.GGUFTokenizerSkeleton
 
     def skeleton(found: Mapping[str, Any]) -> Any:
-        return plain({**found, "tokens": _Tokens(found["tokens"])} if "tokens" in found else found)
+        return plain({**found, "tokens": Vocabulary(found["tokens"])} if "tokens" in found else found)
 
     ggml.GGUFTokenizerSkeleton = skeleton
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
+from optkit.processes.child_program import Parent
+from optkit.source.gguf_by_transformers import work
+from optkit.source.gguf_tokenizer import Vocabulary
 from optkit.source.models import ModelSource, import_model, model_shape, pin_model
 from tests.conftest import TinyModel
 from tests.support.fresh_python import imported_by
@@ -66,6 +71,30 @@ def test_an_import_is_what_transformers_reads(gemma3: Path, tiny_model: TinyMode
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, theirs(tokens).logits)
     here = AutoTokenizer.from_pretrained(gemma3.parent, gguf_file=gemma3.name)
     assert AutoTokenizer.from_pretrained(tmp_path)(TEXT).input_ids == here(TEXT).input_ids
+
+
+def test_a_large_vocabulary_is_read_once_and_its_tokens_found_by_hash(
+    gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils
+    from transformers.integrations import ggml
+
+    calls: list[Any] = []
+
+    def noted(plain: Any) -> Any:
+        return lambda *given: (calls.append(given), plain(*given))[1]
+
+    for place, name in ((gguf, "GGUFReader"), (ggml, "GGUFTokenizerSkeleton")):
+        monkeypatch.setattr(place, name, noted(getattr(place, name)))
+    monkeypatch.setattr(modeling_gguf_pytorch_utils, "tqdm", None)  # restored behind the test
+    parent = Parent(io.StringIO())
+    monkeypatch.setattr(parent, "order", lambda: {"path": str(gemma3), "target": str(tmp_path)})
+    work(parent)
+    assert [given[0] for given in calls if isinstance(given[0], str)] == [str(gemma3)]
+    described = [given[0]["tokens"] for given in calls if isinstance(given[0], dict)]
+    assert described
+    assert all(isinstance(tokens, Vocabulary) for tokens in described)
 
 
 @pytest.mark.usefixtures("warm_children")

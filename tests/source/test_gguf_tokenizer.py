@@ -9,7 +9,7 @@ from optkit.model.gguf_file import read_gguf
 from optkit.progress import SilentProgress
 from optkit.source.calibration import load_tokenizer
 from optkit.source.gguf_llama import checkpoint_shape
-from optkit.source.gguf_tokenizer import _found_by_hash, import_tokenizer
+from optkit.source.gguf_tokenizer import found_by_hash, import_tokenizer
 from tests.conftest import Warnings
 from tests.support.gguf_files import save_gguf
 
@@ -86,7 +86,7 @@ class TestTokenizer:
             import_tokenizer(header, checkpoint_shape(header).config, tmp_path, SilentProgress())
 
 
-def test_merges_of_sentencepiece_are_those_of_transformers_and_their_parts_found_by_hash():
+def test_merges_of_sentencepiece_are_those_of_transformers_and_their_partsfound_by_hash():
     from transformers.integrations import ggml
 
     letters = random.Random(0)
@@ -96,7 +96,7 @@ def test_merges_of_sentencepiece_are_those_of_transformers_and_their_parts_found
     tokens = list(dict.fromkeys(tokens))
     described = {"tokens": tokens, "scores": [-float(place) for place in range(len(tokens))]}
     plain = ggml.GGUFTokenizerSkeleton(described)
-    with _found_by_hash():
+    with found_by_hash():
         quick = ggml.GGUFTokenizerSkeleton(described)
     assert len(plain.merges) > 100
     assert quick.merges == plain.merges
@@ -111,6 +111,6 @@ def test_merges_of_sentencepiece_are_those_of_transformers_and_their_parts_found
 
         __hash__ = str.__hash__
 
-    with _found_by_hash():
+    with found_by_hash():
         ggml.GGUFTokenizerSkeleton({**described, "tokens": [Counted(token) for token in tokens]})
     assert Counted.compared < 100 * len(tokens)  # and not once for each token and each part
