@@ -56,7 +56,7 @@ LIBRARIES: Mapping[str, Library] = {
             "auto_round",
             "auto-round",
             "AutoRound itself, and its AWQ rounded to nearest; writes GPTQ's format or AutoAWQ's GEMM layout",
-            (*TRANSFORMERS_5, "auto-round==0.15.1", "datasets==5.2.0"),
+            (*TRANSFORMERS_5, "auto-round==0.16.1", "datasets==5.2.0"),
         ),
         Library(
             "gptqmodel",

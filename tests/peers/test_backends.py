@@ -49,7 +49,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("gptq", {"backend": "gptqmodel", "calibration": CALIBRATION}, "gptq"),
         (
             "gptq",
-            {"backend": "gptqmodel", "calibration": CALIBRATION, **MIXED},
+            {"backend": "gptqmodel", "calibration": CALIBRATION, "earlier_errors": 0.25, **MIXED},
             "gptq",
         ),
         ("gptq", {"backend": "llmcompressor", "calibration": CALIBRATION, "symmetric": False}, "compressed-tensors"),

@@ -43,7 +43,8 @@ def test_only_what_decides_the_result_is_in_the_fields() -> None:
     assert Gptq(backend="optkit").model_dump() == Gptq().model_dump()
     assert "backend" not in Rtn().model_dump(mode="json")
     dumped = Gptq(backend="gptqmodel", damping=0.05).model_dump(mode="json")
-    assert set(dumped) == offers.OFFERS["gptq", "gptqmodel"].fields
+    assert {*dumped, "earlier_errors"} == offers.OFFERS["gptq", "gptqmodel"].fields
+    assert Gptq(backend="gptqmodel", earlier_errors=0.25).model_dump()["earlier_errors"] == 0.25  # its GPTAQ
     assert (dumped["backend"], dumped["damping"], dumped["format"], dumped["true_sequential"]) == (
         "gptqmodel",
         0.05,
@@ -107,8 +108,8 @@ def test_another_version_of_the_library_makes_other_weights(monkeypatch: pytest.
         (Awq, {"backend": "gptqmodel", "bits": 8}, "bits: gptqmodel has 4, not 8"),
         (
             Gptq,
-            {"backend": "llmcompressor", "bits": 3},
-            "llmcompressor has 4 or 8, not 3. Set bits to 4 or 8, or take backend: optkit",
+            {"backend": "llmcompressor", "bits": 5},
+            "llmcompressor has 2, 3, 4 or 8, not 5. Set bits to 2, 3, 4 or 8, or take backend: optkit",
         ),
         (
             Gptq,

@@ -1,4 +1,4 @@
-"""Worker of auto-round 0.15: AutoRound itself in GPTQ's layout, and its AWQ in AutoAWQ's GEMM layout.
+"""Worker of auto-round 0.16: AutoRound itself in GPTQ's layout, and its AWQ in AutoAWQ's GEMM layout.
 Of AWQ weights are rounded to nearest after the scaling.
 """
 

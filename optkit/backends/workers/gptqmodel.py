@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from gptqmodel import BACKEND, GPTQModel
-from gptqmodel.quantization.config import AWQConfig, GPTQConfig
+from gptqmodel.quantization.config import AWQConfig, GPTAQConfig, GPTQConfig
 
 if TYPE_CHECKING:
     from optkit.backends.workers.launch import Job
@@ -23,12 +23,14 @@ def quantize(job: Job) -> dict[str, Any]:
     backend = BACKEND.AWQ_TORCH if job.device == "cpu" else BACKEND.AUTO
     shared = {**_grid(scheme), "dynamic": dynamic or None, "offload_to_disk": False, "device": job.device}
     if job.method == "gptq":
+        share = job.fields.get("earlier_errors")
         config: Any = GPTQConfig(
             **shared,
             desc_act=False,
             act_group_aware=job.fields["activation_order"],
             true_sequential=job.fields["true_sequential"],
             damp_percent=job.fields["damping"],
+            gptaq=GPTAQConfig(alpha=share) if share else None,
         )
         model = GPTQModel.load(str(job.source), config, dtype=job.torch_dtype())
     else:

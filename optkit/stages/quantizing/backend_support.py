@@ -58,14 +58,14 @@ OFFERS: Mapping[tuple[str, str], Offer] = {
     ),
     ("gptq", "gptqmodel"): _offer(
         "gptqmodel",
-        passed=("damping", "activation_order", "true_sequential", "batch_size"),
+        passed=("damping", "activation_order", "true_sequential", "batch_size", "earlier_errors"),
         values={**GPTQ_LAYOUT, "true_sequential": (True, False)},
-        defaults={"format": "gptq", "true_sequential": True, "batch_size": 1},
+        defaults={"format": "gptq", "true_sequential": True, "batch_size": 1, "earlier_errors": 0.0},
     ),
     ("gptq", "llmcompressor"): _offer(
         "llmcompressor",
         passed=("damping", "activation_order", "batch_size"),
-        values={"format": ("compressed-tensors",), "bits": (4, 8)},
+        values={"format": ("compressed-tensors",), "bits": (2, 3, 4, 8)},
         defaults={"batch_size": 1},
     ),
     ("rtn", "llmcompressor"): _offer(
