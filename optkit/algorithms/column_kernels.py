@@ -38,6 +38,11 @@ def usable(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and _compiled is not None
 
 
+def usable_for_floats(tensor: Tensor) -> bool:
+    """Say whether the kernels can round to E2M1 where a tensor is: on a CUDA device with Triton installed."""
+    return tensor.is_cuda and usable(tensor)
+
+
 def multiplies_bfloat16(tensor: Tensor) -> bool:
     """Say whether `add_gram_` can run where a tensor is: on a CPU with products of bfloat16."""
     return tensor.device.type == "cpu" and hasattr(_compiled, "add_gram_")
@@ -54,8 +59,11 @@ def add_gram_(total: Tensor, rows: Tensor, equal_tokens: bool) -> None:
     _compiled.add_gram_(total, rows.float().contiguous(), equal_tokens)
 
 
-def round_block(values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Return codes and errors, float [..., inputs, out], of one block of GPTQ.
+def round_block(
+    values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return codes and errors, float [..., inputs, out], of one block of GPTQ. Without a `top` code
+    they are numbers of E2M1.
 
     values, scales, zeros: float [..., inputs, out]; factor: the block's part of the inverse
     Hessian's upper Cholesky factor [..., inputs, inputs].
@@ -69,8 +77,11 @@ def round_block(values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, t
     return codes, errors
 
 
-def descend_block(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Descend one block: return new codes and each weight's move, float [..., inputs, out].
+def descend_block(
+    gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int | None
+) -> tuple[Tensor, Tensor]:
+    """Descend one block: return new codes, or numbers as `round_block`, and each weight's move, float
+    [..., inputs, out].
 
     gradient, codes, scales: float [..., inputs, out]; hessian: the block's part of it, float [...,
     inputs, inputs].
@@ -110,7 +121,7 @@ def search_groups(
     return scales, zeros
 
 
-def _launch(kernel: object, tensors: tuple[Tensor, ...], top: int) -> None:
+def _launch(kernel: object, tensors: tuple[Tensor, ...], top: int | None) -> None:
     first = tensors[0]
     inputs, outputs = first.shape[-2:]
     padded = 1 << (inputs - 1).bit_length()
@@ -118,7 +129,9 @@ def _launch(kernel: object, tensors: tuple[Tensor, ...], top: int) -> None:
     held = _contiguous(*tensors)
     # Triton launches on the current device, whichever device the tensors are on.
     with torch.cuda.device_of(first):
-        kernel[grid](*held, inputs, outputs, float(top), padded=padded, width=OUTPUTS, num_warps=4)  # type: ignore[index]
+        kernel[grid](  # type: ignore[index]
+            *held, inputs, outputs, float(top or 0), floats=top is None, padded=padded, width=OUTPUTS, num_warps=4
+        )
 
 
 def _contiguous(*tensors: Tensor) -> list[Tensor]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from optkit.algorithms import column_kernels
 from optkit.algorithms.block_refinement import descend_scales_, descend_values_
 from optkit.algorithms.gptq import HELD_STEP
 from optkit.algorithms.pruning import zeros_of_pruning
@@ -135,7 +136,9 @@ def compensated(weight: Tensor, rounded: MicroscaledWeight, hessian: Tensor) -> 
     weight: float32 [out, in]; hessian: float32 [in, in]. Raises ValueError as `compensated_codes`.
     """
     width = weight.shape[1] // rounded.scales.shape[1]
-    codes = compensated_codes(weight, hessian, rounded.float_scales(), (1, width), round_to_e2m1)
+    in_kernels = column_kernels.usable_for_floats(weight)
+    round_block, descend_block = (_round_block, _descend_block) if in_kernels else (None, None)
+    codes = compensated_codes(weight, hessian, rounded.float_scales(), (1, width), round_to_e2m1, round_block)
     values, target, stored, damped = codes.T.contiguous(), weight.T, rounded.scales.T, hessian.clone()
     damped.diagonal().add_(DAMPING * hessian.diagonal().mean())
     zeros = zeros_of_pruning(weight)
@@ -148,11 +151,19 @@ def compensated(weight: Tensor, rounded: MicroscaledWeight, hessian: Tensor) -> 
         descend_scales_(scales, values, target, damped, best)
         steps = scales.repeat_interleave(width, 0)
         held = steps if zeros is None else steps.masked_fill(zeros.T, HELD_STEP)
-        descend_values_(values, target, damped, held, round_to_e2m1)
+        descend_values_(values, target, damped, held, round_to_e2m1, descend_block)
     values = values.T.contiguous()
     return replace(
         rounded, codes=_codes(values, values < 0), scales=_stored(scales.T.contiguous(), rounded.global_scale)
     )
+
+
+def _round_block(values: Tensor, steps: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    return column_kernels.round_block(values, steps, steps, factor, None)
+
+
+def _descend_block(gradient: Tensor, values: Tensor, steps: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+    return column_kernels.descend_block(gradient, values, steps, hessian, None)
 
 
 def _as_float(stored: Tensor, global_scale: Tensor | None) -> Tensor:

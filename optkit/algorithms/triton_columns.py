@@ -8,9 +8,20 @@ import triton.language as tl
 
 
 @triton.jit
+def nearest(value, top, floats: tl.constexpr):
+    """Return the nearest code from 0 to top; with `floats` the nearest number of E2M1, ties to the even code."""
+    if floats:
+        value = tl.minimum(tl.maximum(value, -6.0), 6.0)
+        size = tl.abs(value)
+        step = tl.where(size < 2.0, 0.5, tl.where(size < 4.0, 1.0, 2.0))
+        return ((value / step + 12582912.0) - 12582912.0) * step  # 1.5 * 2^23 leaves no place for fractions
+    return tl.minimum(tl.maximum(tl.floor(value + 0.5), 0.0), top)
+
+
+@triton.jit
 def round_kernel(
     values, scales, zeros, factor, codes, errors, inputs, outputs, top,
-    padded: tl.constexpr, width: tl.constexpr,
+    floats: tl.constexpr, padded: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Round each input of a block, compensate in those after it (GPTQ, algorithm 1)."""
     row = tl.arange(0, padded)
@@ -27,10 +38,9 @@ def round_kernel(
         here = (row == index)[:, None]
         value = tl.sum(tl.where(here, rest, 0.0), 0)
         step = tl.sum(tl.where(here, scale, 0.0), 0)
-        shift = tl.sum(tl.where(here, zero, 0.0), 0)
+        shift = tl.zeros((width,), tl.float32) if floats else tl.sum(tl.where(here, zero, 0.0), 0)
         pull = tl.load(factor + index * inputs + row, mask=(row > index) & (row < inputs), other=0.0)
-        code = tl.floor(value / step + shift + 0.5)
-        code = tl.minimum(tl.maximum(code, 0.0), top)
+        code = nearest(value / step + shift, top, floats)
         off = (value - (code - shift) * step) / tl.load(factor + index * inputs + index)
         rest -= pull[:, None] * off[None, :]
         rounded = tl.where(here, code[None, :], rounded)
@@ -42,7 +52,7 @@ def round_kernel(
 @triton.jit
 def descend_kernel(
     gradient, codes, scales, hessian, better, moved, inputs, outputs, top,
-    padded: tl.constexpr, width: tl.constexpr,
+    floats: tl.constexpr, padded: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Move each input's code to the best one while all others stay (QuantEase, algorithm 1)."""
     row = tl.arange(0, padded)
@@ -60,8 +70,7 @@ def descend_kernel(
         step = tl.sum(tl.where(here, scale, 0.0), 0)
         old = tl.sum(tl.where(here, code, 0.0), 0)
         pull = tl.load(hessian + index * inputs + row, mask=(row > index) & (row < inputs), other=0.0)
-        best = tl.floor(wanted / (step * tl.load(hessian + index * inputs + index)) + old + 0.5)
-        best = tl.minimum(tl.maximum(best, 0.0), top)
+        best = nearest(wanted / (step * tl.load(hessian + index * inputs + index)) + old, top, floats)
         distance = (best - old) * step
         ahead -= pull[:, None] * distance[None, :]
         code = tl.where(here, best[None, :], code)
