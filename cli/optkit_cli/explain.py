@@ -7,6 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import click
@@ -167,19 +168,25 @@ def found_by(words: str) -> list[Message]:
     """Return the messages that have these words; else the one that the words hold as a whole, with values in the
     place of `‹name›`; of several the longest.
     """
-    from optkit_cli.messages import messages
-
-    words = words.lower()
-    known = {each.text: each for each in reversed(messages())}.values()
-    if found := [each for each in known if words in re.sub(r"‹.*?›", "…", each.text).lower()]:
+    words, known = words.lower(), _pieces()
+    if found := [each for each, pieces in known.items() if words in "…".join(pieces)]:
         return found
     lengths = {}
-    for each in known:
-        parts = [part for part in re.split(r"‹.*?›|…", each.text.lower()) if part.strip()]
+    for each, pieces in known.items():
+        parts = [part for part in pieces if part.strip()]
         there = (length := len("".join(parts))) >= LEAST_LETTERS and all(part in words for part in parts)
         if there and re.search(".*".join(map(re.escape, parts)), words):
             lengths[each] = length
     return [each for each, length in lengths.items() if length == max(lengths.values())]
+
+
+@cache
+def _pieces() -> dict[Message, list[str]]:
+    """Return what stands between the values of each message, in small letters."""
+    from optkit_cli.messages import messages
+
+    known = {each.text: each for each in reversed(messages())}
+    return {each: re.split(r"‹.*?›|…", text.lower()) for text, each in known.items()}
 
 
 def _status(name: str) -> Iterator[str]:

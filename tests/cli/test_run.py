@@ -110,6 +110,7 @@ def test_an_artifact_is_measured_from_anywhere_and_without_its_calibration_text(
     assert err.startswith("error: ../other.txt: the model was calibrated on mine.txt (all).")
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_json_is_one_document_on_stdout_and_the_rest_is_elsewhere(desk: Path) -> None:
     done = apart(desk, "-m", "optkit_cli.main", "run", "tiny.yaml", "--json", "--device", "cpu", "--out", "here")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,8 @@ class TestDocuments:
         tokenizer = load_tokenizer(smol_tokenizer)
         lines = (shared_data / "c4_sample" / "c4_rp1.jsonl").read_text(encoding="utf-8").splitlines()
         encoded = (tokenizer.backend_tokenizer.encode(json.loads(line)["text"]).ids for line in lines)
-        assert windows.tolist() == [list(tokens[:512]) for tokens in encoded if len(tokens) >= 512][:64]
+        long = (list(tokens[:512]) for tokens in encoded if len(tokens) >= 512)
+        assert windows.tolist() == list(islice(long, 64))
 
 
 class TestJoined:
