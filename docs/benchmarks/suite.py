@@ -37,6 +37,10 @@ RECENT = 10
 """Earlier runs that are looked at."""
 
 
+BUSY = 0.5
+"""Programs that run, for each core, from which on the user is warned."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One thing that is timed."""
@@ -51,7 +55,11 @@ class Row:
 
 QUIET = "--json --quiet --store SCRATCH/store --out SCRATCH/made --set gates={}"
 ONE_BLOCK = "--set 'stages.0.gptq.include=[\"*.layers.0.*\"]'"
-SPEED = "--set 'evals=[{throughput: {batch_sizes: [1], prompts: [128], new_tokens: 64}}]'"
+SPEED = (
+    "--set 'evals=[{throughput: {batch_sizes: [1], prompts: [128], new_tokens: 64, processes: 2, repeats: 2, "
+    "warmup: 1, interval: 0.2, limit_s: 10}}]'"
+)
+"""Short: how far runs of the suite are apart says more than how far repeats of one of them are."""
 ROWS = (
     Row("help", "optkit --help"),
     Row("plan", "optkit plan llama_int4"),
@@ -117,8 +125,11 @@ def measured(
     """
     chosen = [row for row in rows if row.device in about]
     samples: dict[str, list[float]] = {row.name: [] for row in chosen}
-    for _ in range(repeats):
-        outputs = {command: timer(command) for command in dict.fromkeys(row.command for row in chosen)}
+    for turn in range(1, repeats + 1):
+        outputs: dict[str, tuple[float, str]] = {}
+        for command in dict.fromkeys(row.command for row in chosen):
+            print(f"turn {turn} of {repeats}: {command}", file=sys.stderr, flush=True)
+            outputs[command] = timer(command)
         for row in chosen:
             samples[row.name].append(seconds(row, *outputs[row.command]))
     lines = history.read_text(encoding="utf-8").splitlines() if history.exists() else []
@@ -132,9 +143,9 @@ def measured(
         print(
             f"{row.name}: {mean(samples[row.name]):.4g} s"
             + (
-                f", {ratio.value:.2f}x [{low:.2f}, {high:.2f}] of earlier runs: {len(earlier)}"
+                f", {ratio.value:.2f} times [{low:.2f}, {high:.2f}] what it took before; earlier runs: {len(earlier)}"
                 if ratio
-                else ", new here"
+                else ", the first run here"
             )
         )
         if low > LEAST:
@@ -163,7 +174,7 @@ def main() -> None:
     """Print each row, and exit with 1 if one is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help=f"rows, as a glob pattern: {'; '.join(row.name for row in ROWS)}")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each row, 2 or more")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each row, 2 or more")
     parser.add_argument("--history", type=Path, default=HISTORY, help="the file of earlier runs")
     parser.add_argument("--accept", action="store_true", help="write down what is slower too")
     asked = parser.parse_args()
@@ -177,8 +188,11 @@ def main() -> None:
         parser.error(f"--only: no row for {' or '.join(sorted(about))} is named {asked.only}. There are: {names}.")
     if waiting := [row.name for row in ROWS if row not in here and fnmatch(row.name, asked.only)]:
         print(f"not timed, for there is no NVIDIA GPU here: {'; '.join(waiting)}")
+    if (load := os.getloadavg()[0]) > BUSY * (os.cpu_count() or 1):
+        print(f"note: {load:.1f} programs wait for {os.cpu_count()} cores. Times of a busy machine say little.")
     if slower := measured(rows, asked.repeats, asked.history, about, asked.accept, timed):
         raise SystemExit(f"slower than before: {'; '.join(slower)}. If it is meant, --accept writes it down.")
+    print(f"nothing is slower than before; written to {asked.history}")
 
 
 if __name__ == "__main__":
