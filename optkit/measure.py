@@ -315,11 +315,9 @@ class TimedEval(Eval):
     """
 
     def turns(self) -> int:
-        """Return `processes`."""
         return self.processes
 
     def apart(self) -> bool:
-        """Return `isolated`."""
         return self.isolated
 
     def turns_text(self) -> str:

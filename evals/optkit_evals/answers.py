@@ -45,17 +45,14 @@ class Answers(ConditionedText, Eval):
     """Compare in lower case, without punctuation, white space made one space; false: as written."""
 
     def longest_sequence(self) -> int:
-        """Return the tokens of an answer."""
         return self.new_tokens
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse texts without inputs, and too few pairs."""
         self.check_task(place)
         if self.is_local(place.data):
             self.first_examples(place.data, self.pairs)
 
     def working_bytes(self, model: SessionMemory) -> int:
-        """Return what an answer needs."""
         return model.forward(1, self.new_tokens) + model.logits(1) + model.cache(1, self.new_tokens)
 
     def run(self, session: ConditionalSession, context: EvalContext) -> Iterator[Metric | Attachment]:

@@ -84,15 +84,12 @@ class Encoding(TimedEval):
         return [Cell(*each) for each in product(self.batch_sizes, self.lengths)]
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
-        """Return batch and length of each configuration."""
         return tuple(cell.labels for cell in self.cells())
 
     def longest_sequence(self) -> int:
-        """Return the tokens of the longest sequence."""
         return max(self.lengths)
 
     def working_bytes(self, model: SessionMemory) -> int:
-        """Return what the largest batch needs."""
         return max(model.forward(cell.batch, cell.length) for cell in self.cells())
 
     def run(self, session: EncoderSession, context: EvalContext) -> list[Metric]:

@@ -82,7 +82,6 @@ class Generation(Eval):
             yield ("prompts",), str(error)
 
     def working_bytes(self, model: SessionMemory) -> int:
-        """Return what a prompt and its answer need."""
         return model.forward(1, USUAL_PROMPT) + 2 * model.logits(1) + model.cache(1, USUAL_PROMPT + self.new_tokens)
 
     def run(self, session: Session, context: EvalContext) -> Iterator[Metric | Attachment]:

@@ -111,7 +111,6 @@ class LmEval(Eval):
         return found
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
-        """Return a row for each task and filter."""
         rows = [row for rows in self.rows().values() for row in rows]
         return tuple(row for index, row in enumerate(rows) if row not in rows[:index])
 
@@ -147,7 +146,6 @@ class LmEval(Eval):
             owners.update(dict.fromkeys(names, each.name))
 
     def check(self, device: str) -> None:
-        """Refuse to run without the harness, or without the engine."""
         check_harness(self.kind)
         if self.engine == "vllm":
             check_vllm(device)
@@ -228,7 +226,6 @@ class LmEval(Eval):
         return loaded
 
     def contrast(self, found: Found, baseline: Found) -> Iterable[Metric | Attachment]:
-        """Return what turned between two models, and which items."""
         return contrasts(found, baseline)
 
     def _asking(self) -> Asking:

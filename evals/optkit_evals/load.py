@@ -70,15 +70,12 @@ class Load(TimedEval):
     """
 
     def turns(self) -> int:
-        """Return `processes`, or `repeats` if these are fewer."""
         return min(self.processes, self.repeats)
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
-        """Return rate, prompt, new tokens and batching of each rate."""
         return tuple(self._labels(rate) for rate in self.rates)
 
     def longest_sequence(self) -> int:
-        """Return the tokens of a prompt with its answer."""
         return self.prompt + self.new_tokens
 
     def working_bytes(self, model: SessionMemory) -> int:

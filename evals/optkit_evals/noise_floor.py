@@ -61,7 +61,6 @@ class NoiseFloor(WindowedText, Eval):
         return batch + model.logits(self.window) + SLICES * SLICE_BYTES
 
     def circumstances(self, device: str) -> dict[str, Any]:
-        """Return the device and torch, whose kernels are what differs."""
         return {"device": device_name(device), "torch": package_version("torch")}
 
     def predict(self, model: SessionMemory, beside: SessionMemory | None = None) -> Cost:

@@ -79,17 +79,14 @@ class Perplexity(PromptedText, Eval):
         }
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
-        """Return a row for each text if there are several, and say which is of images."""
         rows = [(name, super(Perplexity, text).row_labels()[0]) for name, text in self.texts().items()]
         return tuple({"text": name, **labels} if self.also else labels for name, labels in rows)
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse what `PromptedText.check_texts` refuses, of each text."""
         for text in self.texts().values():
             super(Perplexity, text).check_texts(place)
 
     def working_bytes(self, model: SessionMemory) -> int:
-        """Return the logits of a window, and the softmax of a slice."""
         return model.forward(1, self.window) + model.logits(self.window) + SLICE_BYTES
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:

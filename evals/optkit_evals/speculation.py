@@ -51,15 +51,12 @@ class Speculation(WindowedText, TimedEval):
     """Tokens generated after each prompt."""
 
     def turns(self) -> int:
-        """Return `processes`, or `windows` if these are fewer."""
         return min(self.processes, self.windows or self.processes)
 
     def longest_sequence(self) -> int:
-        """Return the tokens of a prompt with its answer."""
         return self.window + self.new_tokens
 
     def working_bytes(self, model: SessionMemory) -> int:
-        """Return what a prompt with its answer needs."""
         return model.forward(1, self.window) + 2 * model.logits(1) + model.cache(1, self.longest_sequence())
 
     def run(self, session: Session, context: EvalContext) -> list[Metric]:

@@ -105,7 +105,6 @@ class Throughput(TimedEval):
             check_vllm(device)
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
-        """Return batch, prompt and new tokens of each configuration."""
         return tuple(cell.labels for cell in self.cells())
 
     def unmeasured(self, device: str) -> Mapping[str, str]:
@@ -114,7 +113,6 @@ class Throughput(TimedEval):
         return {"energy_per_token_j": why, "peak_reserved_bytes": why} if device == "cpu" else {}
 
     def longest_sequence(self) -> int:
-        """Return the tokens of the longest prompt with its answer."""
         return max(cell.prompt + cell.new_tokens for cell in self.cells())
 
     def working_bytes(self, model: SessionMemory) -> int:

@@ -76,12 +76,10 @@ class SeveralGpus(GpuWatch):
     parts: tuple[GpuWatch, ...] = ()
 
     def read(self) -> None:
-        """Note the state of each."""
         for part in self.parts:
             part.read()
 
     def energy_j(self) -> float | None:
-        """Return the energy that they have used so far together, None if one does not tell."""
         each = [part.energy_j() for part in self.parts]
         return None if None in each else sum(value for value in each if value is not None)
 
@@ -93,12 +91,10 @@ class SeveralGpus(GpuWatch):
         )
 
     def warnings(self) -> Iterator[str]:
-        """Yield what the user must know of each."""
         for part in self.parts:
             yield from (f"{part.device}: {warning}" for warning in part.warnings())
 
     def note(self) -> str:
-        """Return one line on all of them."""
         return "; ".join(f"{part.device}: {note}" for part in self.parts if (note := part.note()))
 
 

@@ -32,7 +32,6 @@ class FourBitLayer(StoredLayer):
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors that its weight is made of."""
         return self.present((*self.leaves, self._state_leaf))
 
     @property

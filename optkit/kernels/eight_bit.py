@@ -44,12 +44,10 @@ class _EightBitLayer(StoredLayer):
 
     @classmethod
     def reads(cls, scheme: Mapping[str, Any]) -> bool:
-        """Whether this class knows everything that a group of `config_groups` says."""
         return cls.reads_weights(scheme) and _rounding(scheme, cls.number) in cls.inputs_rounded
 
     @classmethod
     def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:
-        """Whether this class knows what a group of `config_groups` says of weights."""
         weights = scheme.get("weights") or {}
         fits = weights.get("num_bits") == 8 and weights.get("type") == cls.number and weights.get("symmetric", True)
         return bool(fits) and weights.get("strategy") in cls.strategies
@@ -100,7 +98,6 @@ class FloatQuantizedLayer(_EightBitLayer):
 
     @classmethod
     def reads(cls, scheme: Mapping[str, Any]) -> bool:
-        """Whether this class knows everything that a group of `config_groups` says."""
         blocks_and_one_input_scale = (scheme.get("weights") or {}).get("strategy") == "block" and _rounding(
             scheme, "float"
         ) == "tensor"

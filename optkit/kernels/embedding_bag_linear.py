@@ -84,7 +84,6 @@ class BagLinear(RowsLinear):
         return weight.view(self.in_features, self.out_features)
 
     def products(self, rows: Tensor) -> Tensor:
-        """See `RowsLinear`."""
         if len(rows) > BAG_ROWS:
             return rows @ self.dequantize().to(self.dtype)
         return self._bags(rows.float()).to(self.dtype)

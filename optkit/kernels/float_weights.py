@@ -120,7 +120,6 @@ class NaiveLayer(StoredLayer):
 
     @classmethod
     def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:
-        """Whether one of the two knows what a group of `config_groups` says of weights."""
         return _eight_bits(scheme).reads_weights(scheme)
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:

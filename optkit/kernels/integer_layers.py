@@ -31,7 +31,6 @@ class PackQuantizedLayer(IntegerLayer):
         return outputs, inputs
 
     def integers(self, device: str) -> PackedWeight:
-        """See `IntegerLayer`."""
         parts = self.read(self.leaves, device, required=("weight_scale", "weight_shape"))
         words, scales, packed = parts["weight_packed"], parts["weight_scale"], parts.get("weight_zero_point")
         outputs, inputs = self.shape
@@ -61,7 +60,6 @@ class GptqLayer(IntegerLayer):
         return outputs, words * 32 // int(self.scheme["bits"])
 
     def integers(self, device: str) -> PackedWeight:
-        """See `IntegerLayer`."""
         parts = self.read(self.leaves, device, required=("qzeros", "scales"))
         words, scales = parts["qweight"].T.contiguous(), parts["scales"].T.contiguous()
         outputs, inputs = self.shape
@@ -90,7 +88,6 @@ class AwqLayer(IntegerLayer):
         return words * AWQ_CODES_PER_WORD, inputs
 
     def integers(self, device: str) -> PackedWeight:
-        """See `IntegerLayer`."""
         parts = self.read(self.leaves, device, required=("qzeros", "scales"))
         outputs, inputs = self.shape
         groups = len(parts["scales"])

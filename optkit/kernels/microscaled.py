@@ -80,7 +80,6 @@ class MicroscaledLayer(StoredLayer):
 
     @classmethod
     def reads(cls, scheme: Mapping[str, Any]) -> bool:
-        """Whether this class knows everything that a group of `config_groups` says."""
         inputs, weights = scheme.get("input_activations"), scheme.get("weights") or {}
         same = ("num_bits", "type", "symmetric", "strategy", "group_size")
         dynamic = "local" if scheme.get("format") == "nvfp4-pack-quantized" else True

@@ -47,7 +47,6 @@ class NamedSkeleton(Skeleton):
         self.fused = dict.fromkeys(joined, "not a matrix, and nobody knows the code that reads it")
 
     def linears(self, block: Block) -> dict[str, Any]:
-        """Return the layers of a block by their names, in order."""
         inside = f"{block.name}."
         return {name: module for name, module in self.model.named_modules() if name.startswith(inside) and _is(module)}
 

@@ -123,7 +123,6 @@ class _EveryExpert(Experts):
     """
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
         return _in_turn(hidden, chosen, weights, (expert for expert in self))
 
 

@@ -54,7 +54,6 @@ class OnnxEncoderDecoder(TorchEncoderDecoder):
         self.hidden_memory = "" if device == "cpu" else HIDDEN_MEMORY
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes of weights that a decode step reads: the decoder's and lm_head's."""
         return decode_bytes(self._graphs, batch, 0)
 
 

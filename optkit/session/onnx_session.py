@@ -94,11 +94,6 @@ class OnnxSession(GeneratingSession):
         return self.runner.logits(tokens)
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield `new_tokens` greedy tokens, int64 [batch], each when the device has finished it.
-        All prompts are of one length.
-
-        Raises EvalError for more tokens than positions, ResourceError without memory.
-        """
         self._check_length(tokens, new_tokens)
         if self._genai:
             found = self._genai.stream(tokens.cpu().numpy().astype(np.int32), new_tokens)

@@ -252,7 +252,6 @@ class TorchSession(GeneratingSession, TorchModel):
         return found[0] if found[0] == found[1] else f"{found[0]} in prompts, {found[1]} in steps"
 
     def close(self) -> None:
-        """Give the memory back; the session cannot be used afterwards."""
         delete_offloaded(self._opened)
         self._opened = self._proposer = self._decoder = None
         self._static.close()

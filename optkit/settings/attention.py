@@ -61,7 +61,6 @@ class Attention(Setting):
         return self.implementation != "sdpa"
 
     def foreign_code(self) -> str:
-        """Return the kernel of the hub."""
         return f"the kernel {self.implementation} of the hub" if self._kernel else ""
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:

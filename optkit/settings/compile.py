@@ -48,7 +48,6 @@ class Compile(Setting):
     """
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError or MissingPackageError if there is no compiler."""
         if self.applies(device):
             _require_tools(_kind(device))
 
@@ -97,11 +96,9 @@ class Compile(Setting):
         return model
 
     def applies(self, device: str) -> bool:
-        """Say whether the model is compiled on a device."""
         return _kind(device) in self.devices
 
     def step_mode(self, device: str) -> str:
-        """Return the mode on devices where it is applied."""
         return self.mode if self.applies(device) else ""
 
     @classmethod

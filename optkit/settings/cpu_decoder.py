@@ -31,7 +31,6 @@ class CpuDecoder(Setting):
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError for a family whose step the kernels do not know."""
         if self.applies(device) and (reason := why_not_family(shape.config.get("model_type"))):
             raise _refused(reason)
 
@@ -47,7 +46,6 @@ class CpuDecoder(Setting):
         return ""
 
     def applies(self, device: str) -> bool:
-        """Say whether decoding changes on a device."""
         return device == "cpu"
 
     def on_open(self, session: Any) -> Any:
@@ -66,7 +64,6 @@ class CpuDecoder(Setting):
         return session
 
     def step_mode(self, device: str) -> str:
-        """Return `cpu_decoder` on the CPU."""
         return self.kind if self.applies(device) else ""
 
 

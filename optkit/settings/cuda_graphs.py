@@ -46,7 +46,6 @@ class CudaGraphs(Setting):
         return ""
 
     def applies(self, device: str) -> bool:
-        """Say whether decoding changes on a device."""
         return device.startswith("cuda")
 
     def on_load(self, model: Any, device: str) -> Any:
@@ -90,5 +89,4 @@ class CudaGraphs(Setting):
         return session
 
     def step_mode(self, device: str) -> str:
-        """Return `cuda_graphs` on GPUs."""
         return self.kind if self.applies(device) else ""

@@ -46,7 +46,6 @@ class Precision(Setting):
         return self
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        """Raise StageError if the device has no such numbers, or autocast has nothing to cast."""
         self._check_device(device)
         if self.mode == "autocast":
             self._check_autocast(shape)

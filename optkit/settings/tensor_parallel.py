@@ -98,7 +98,6 @@ class TensorParallel(Setting):
             )
 
     def excludes(self, other: Setting, device: str) -> str:
-        """Return why it cannot be honoured beside settings that decide themselves how a step runs."""
         return next((why for kind, why in EXCLUDED.items() if isinstance(other, kind)), "")
 
     def open(self, opening: Opening) -> Any:

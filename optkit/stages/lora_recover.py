@@ -81,7 +81,6 @@ class LoraRecover(TrainingStage):
 
     @classmethod
     def leaves(cls, given: Format) -> Format:
-        """Return a checkpoint for a checkpoint, and packed weights with an adapter for packed ones."""
         return Format.ADAPTED if given is Format.QUANTIZED else given
 
     @model_validator(mode="after")

@@ -45,7 +45,6 @@ class SharedStore(Store):
         return found
 
     def put_json(self, key: str, value: Any) -> None:
-        """Keep a JSON value, here and for the others."""
         super().put_json(key, value)
         self._try("push", lambda: self.remote.write(METRICS, key, value))
 
@@ -59,15 +58,12 @@ class SharedStore(Store):
             raise
 
     def fetch(self, key: str) -> Path | None:
-        """Take a finished step that another machine made."""
         return self._try("fetch", lambda: fetch_step(self, self.remote, key, self._progress))
 
     def push(self, key: str) -> None:
-        """Give a finished step to the others."""
         self._try("push", lambda: push_step(self, self.remote, key, self._progress))
 
     def is_remote(self, key: str) -> bool:
-        """Say whether the remote store has a step."""
         return self._try("fetch", lambda: self.remote.record(key)) is not None
 
     def check(self) -> None:

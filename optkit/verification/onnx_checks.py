@@ -40,11 +40,9 @@ class OnnxFiles(ModelFiles):
     """An ONNX directory."""
 
     def checks(self) -> tuple[Check, ...]:
-        """Check files, numbers, graph, versions and configs."""
         return check_onnx(self.directory)
 
     def weights(self) -> Weights:
-        """Return what the config says, and whether operations round their inputs."""
         found = OnnxDirectory(self.directory)
         task = task_of(found.config) or Task.GENERATION
         return Weights(self.format, found.config, task, activation_bits=8 * rounds_inputs(found.graph))

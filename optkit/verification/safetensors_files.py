@@ -29,7 +29,6 @@ class SafetensorsFiles(ModelFiles):
     """A checkpoint."""
 
     def checks(self) -> tuple[Check, ...]:
-        """Check files, layers, blocks, ties and an adapter."""
         return _check(self.directory)
 
     def weights(self) -> Weights:

@@ -55,7 +55,6 @@ class CodedLinear(RowsLinear):
         )
 
     def products(self, rows: Tensor) -> Tensor:
-        """See `RowsLinear`."""
         return packed_linear(rows, self.codes, self.scales, self.shifts, self.bits, self.out_features)
 
 

@@ -31,11 +31,9 @@ class FloatCheckpoint(Format):
     verification: ClassVar[str] = "optkit.verification.safetensors_files:SafetensorsFiles"
 
     def detects(self, names: Collection[str]) -> bool:
-        """Say whether there are safetensors."""
         return any(self.holds_weights(name) for name in names)
 
     def holds_weights(self, name: str) -> bool:
-        """Say whether it is a safetensors file."""
         return name.endswith(SUFFIX)
 
     def narrowed(self, config: Mapping[str, Any], directory: Path | None) -> Format:
@@ -51,12 +49,10 @@ class FloatCheckpoint(Format):
         return (*dict.fromkeys(checkpoint.files.values()), *([adapter.weights] if adapter else []))
 
     def published(self, directory: Path) -> set[str]:
-        """Return every safetensors file and index that lies in the directory."""
         wanted = (SUFFIX, f"{SUFFIX}.index.json")
         return {name for name, path in files_of(directory) if name.endswith(wanted) and lies_inside(directory, path)}
 
     def shape(self, directory: Path) -> ModelShape:
-        """Return config.json and the headers of the safetensors."""
         return Checkpoint(directory).shape
 
     def layer_sizes(self, directory: Path) -> list[LayerSize]:

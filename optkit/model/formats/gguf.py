@@ -30,11 +30,9 @@ class GgufModel(Format):
     verification: ClassVar[str] = "optkit.verification.model_files:GgufFiles"
 
     def detects(self, names: Collection[str]) -> bool:
-        """Say whether there is a model.gguf."""
         return MODEL in names
 
     def holds_weights(self, name: str) -> bool:
-        """Say whether it is a GGUF file."""
         return name.endswith(".gguf")
 
     def check(self, directory: Path) -> tuple[Path, ...]:

@@ -35,19 +35,15 @@ class OnnxModel(Format):
     verification: ClassVar[str] = "optkit.verification.onnx_checks:OnnxFiles"
 
     def detects(self, names: Collection[str]) -> bool:
-        """Say whether there is a model.onnx, or a part of an encoder-decoder."""
         return not {MODEL, *PARTS}.isdisjoint(names)
 
     def holds_weights(self, name: str) -> bool:
-        """Say whether it is a graph or external data of one."""
         return FILES.search(name) is not None
 
     def check(self, directory: Path) -> tuple[Path, ...]:
-        """Return the graphs and their external data."""
         return tuple(dict.fromkeys(path for graph in read_graphs(directory) for path in graph.files))
 
     def shape(self, directory: Path) -> ModelShape:
-        """Return config and initializers."""
         from optkit.model.onnx_shape import onnx_shape
 
         return onnx_shape(directory)

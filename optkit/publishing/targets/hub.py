@@ -54,16 +54,13 @@ class Hub(Target):
 
     @property
     def place(self) -> str:
-        """Return the repository's page and the branch."""
         return f"{self.endpoint}/{self.repository}, branch {self.revision}"
 
     @property
     def opened_as(self) -> str:
-        """How transformers and vLLM name it."""
         return self.repository
 
     def secrets(self) -> tuple[str, ...]:
-        """Return the token, of the environment or of `hf auth login`."""
         from huggingface_hub import get_token
 
         return tuple(filter(None, (*super().secrets(), get_token())))

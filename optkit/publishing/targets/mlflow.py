@@ -60,17 +60,14 @@ class Mlflow(Target):
 
     @property
     def place(self) -> str:
-        """Return server, experiment and registered name."""
         registered = f", registered as {self.model}" if self.model else ""
         return f"{self.server or '$MLFLOW_TRACKING_URI is not set'}, experiment {self.experiment}{registered}"
 
     def secrets(self) -> tuple[str, ...]:
-        """Return those of the environment, with a password in the server's address."""
         password = urlsplit(os.environ.get("MLFLOW_TRACKING_URI", "")).password
         return tuple(filter(None, (*super().secrets(), password)))
 
     def uploads(self, shipment: Shipment) -> tuple[Upload, ...]:
-        """Return the artifact in a folder of its own, and the recipe beside it."""
         recipe = Upload.of("recipe.yaml", yaml_text(shipment.scorecard.recipe).encode())
         inside = (Upload(f"{MODEL}/{each.name}", each.size_bytes, each.sha256, each.source) for each in shipment.files)
         return (*inside, recipe)

@@ -58,7 +58,6 @@ class Oci(Target):
 
     @property
     def place(self) -> str:
-        """Return the registry's address, repository and tag."""
         return f"{address_of(self.host)}, repository {self.repository}, tag {self.tag}"
 
     @cached_property
@@ -67,7 +66,6 @@ class Oci(Target):
         return login_of(self.host)
 
     def secrets(self) -> tuple[str, ...]:
-        """Return the password, of the environment or of Docker's settings."""
         return tuple(filter(None, (*super().secrets(), self.login[1] if self.login else "")))
 
     def upload(self, shipment: Shipment, files: tuple[Upload, ...], progress: Progress) -> dict[str, str]:

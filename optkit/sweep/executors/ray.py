@@ -106,7 +106,6 @@ class RayExecutor(NodesExecutor):
         return {self._tasks.pop(each): _result(each) for each in done}
 
     def lines(self) -> Iterable[tuple[str, str]]:
-        """Return what came through the queue."""
         found: list[tuple[str, str]] = self._queue.get_nowait_batch(self._queue.qsize())
         return found
 

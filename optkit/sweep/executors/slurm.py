@@ -126,7 +126,6 @@ class SlurmExecutor(NodesExecutor):
             file.seek(place)  # a line may be half there
 
     def cancel(self) -> None:
-        """Cancel the jobs."""
         for job in self._jobs.values():
             job.cancel(check=False)
         self._jobs.clear()
