@@ -44,7 +44,6 @@ class Cell:
 
     @property
     def labels(self) -> dict[str, int | str]:
-        """What tells its rows from others."""
         return {"batch": self.batch, "length": self.length}
 
     def __str__(self) -> str:

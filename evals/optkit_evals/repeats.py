@@ -42,7 +42,6 @@ class Cell:
 
     @property
     def labels(self) -> dict[str, int | str]:
-        """What tells its rows from others."""
         other: dict[str, int | str] = {"engine": self.engine} if self.engine else {}
         return {"batch": self.batch, "prompt": self.prompt, "new_tokens": self.new_tokens} | other
 

@@ -133,11 +133,9 @@ class PhasedProgress:
         return _PhasedTask(self.progress.task(label, total, unit), self.watch, TURN.sub("", label))
 
     def say(self, line: str) -> None:
-        """Print one line of information."""
         self.progress.say(line)
 
     def warn(self, line: str) -> None:
-        """Print one line that the user must not miss."""
         self.progress.warn(line)
 
 

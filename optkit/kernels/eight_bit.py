@@ -54,7 +54,6 @@ class _EightBitLayer(StoredLayer):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
         outputs, inputs = self.checkpoint.tensors[f"{self.name}.weight"].shape
         return outputs, inputs
 

@@ -53,7 +53,6 @@ class GptqLayer(IntegerLayer):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
         words, outputs = self.checkpoint.tensors[f"{self.name}.qweight"].shape
         if order := self.info("g_idx"):
             return outputs, order.shape[0]
@@ -83,7 +82,6 @@ class AwqLayer(IntegerLayer):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
         inputs, words = self.checkpoint.tensors[f"{self.name}.qweight"].shape
         return words * AWQ_CODES_PER_WORD, inputs
 

@@ -89,7 +89,6 @@ class MicroscaledLayer(StoredLayer):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
         outputs, half = self.checkpoint.tensors[f"{self.name}.weight_packed"].shape
         return outputs, half * 2
 

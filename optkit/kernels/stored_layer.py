@@ -98,12 +98,10 @@ class StoredLayer:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors that its weight is made of."""
         return self.present(self.leaves)
 
     @property
     def where(self) -> str:
-        """Directory and layer, for errors."""
         return f"{self.checkpoint.directory}: {self.name}"
 
     def integers(self, device: str) -> PackedWeight | None:

@@ -38,7 +38,9 @@ class Opened(Protocol):
 
 
 class Session(Opened, Protocol):
-    """An opened causal language model: its evals see nothing else."""
+    """An opened causal language model: its evals see nothing else. What computes raises EvalError for
+    more tokens than positions, ResourceError without memory.
+    """
 
     def encode(self, text: str) -> Tensor:
         """Return a text's token ids, int64 [tokens], with the tokenizer's own special tokens."""

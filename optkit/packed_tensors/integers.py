@@ -107,7 +107,6 @@ class PackQuantized(_Grid):
         return {"weights": weights, "input_activations": None, "output_activations": None, "format": "pack-quantized"}
 
     def pack(self, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of one layer by their last name."""
         from optkit.algorithms.packing import pack_compressed_tensors
 
         return pack_compressed_tensors(weight, self.symmetric, scale_dtype)
@@ -131,7 +130,6 @@ class IntQuantized(EightBitFormat):
         return weight_dtype
 
     def pack(self, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of one layer by their last name."""
         from optkit.algorithms.packing import signed_codes
 
         return {"weight": signed_codes(weight), "weight_scale": weight.scales.to(scale_dtype).contiguous()}

@@ -67,7 +67,6 @@ class EarlyExit:
         return torch.cat(found, dim=1)
 
     def read_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes read to propose a token for `batch` rows of `context` tokens."""
         with self._shortened():
             return weight_bytes(self._model, batch) + cache_bytes(self._probe.held, batch, context)
 

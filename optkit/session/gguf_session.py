@@ -40,10 +40,6 @@ class GgufSession(GeneratingSession):
         return read_gguf(self.directory / MODEL)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary].
-
-        Raises EvalError for more tokens than positions, ResourceError without memory.
-        """
         self._check_length(tokens, 0)
         model, found = self._in_use(self._model), []
         for row in tokens.tolist():
@@ -52,11 +48,6 @@ class GgufSession(GeneratingSession):
         return torch.stack(found).to(self.device)
 
     def stream(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield `new_tokens` greedy tokens, int64 [batch], each when it is computed.
-        All prompts are of one length.
-
-        Raises EvalError for more tokens than positions, ResourceError without memory.
-        """
         self._check_length(tokens, new_tokens)
         return self._stream(tokens, new_tokens)
 
@@ -75,11 +66,6 @@ class GgufSession(GeneratingSession):
                 last = torch.from_numpy(model.append([(t, position, row) for row, t in enumerate(chosen.tolist())]))
 
     def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary].
-        The tokens behind the prompt are fed one at a time.
-
-        Raises EvalError for more tokens than positions, ResourceError without memory.
-        """
         self._check_length(tokens, 0)
         model, found = self._in_use(self._model), []
         for row in tokens.tolist():
@@ -100,7 +86,6 @@ class GgufSession(GeneratingSession):
         return int(weights + 2 * 2 * batch * context * heads * header.get("attention.key_length"))
 
     def close(self) -> None:
-        """Give the memory back; the session cannot be used afterwards."""
         if self._model:
             self._model.close()
             self._model = None

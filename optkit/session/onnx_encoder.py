@@ -80,7 +80,6 @@ class OnnxEncoder(Encoder):
         return torch.from_numpy(self._pool(self._run(tokens, mask), mask.numpy().astype(np.float32)))
 
     def close(self) -> None:
-        """Give the memory back; the session cannot be used afterwards."""
         self._opened = None
         return_freed_memory()
 

@@ -86,10 +86,6 @@ class OnnxSession(GeneratingSession):
         )
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary].
-
-        Raises EvalError for more tokens than positions, ResourceError without memory.
-        """
         self._check_length(tokens, 0)
         return self.runner.logits(tokens)
 
@@ -101,11 +97,6 @@ class OnnxSession(GeneratingSession):
         return self._cached_stream(tokens, new_tokens) if self.runner.cache else self._plain_stream(tokens, new_tokens)
 
     def stepped_logits(self, tokens: Tensor, prompt: int) -> Tensor:
-        """int64 [batch, sequence] -> float32 [batch, sequence - prompt, vocabulary].
-        The tokens behind the prompt are fed one at a time.
-
-        Raises EvalError for more tokens than positions, ResourceError without memory.
-        """
         self._check_length(tokens, 0)
         if not self.runner.cache:
             return self.runner.logits(tokens)[:, prompt:]
@@ -113,11 +104,9 @@ class OnnxSession(GeneratingSession):
         return torch.stack([decoding.step(each).clone() for each in tokens[:, prompt:].unbind(1)], dim=1)
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes of weights and KV cache that a decode step reads at this size."""
         return decode_bytes(self._model, batch, context)
 
     def close(self) -> None:
-        """Give the memory back; the session cannot be used afterwards."""
         if self._genai:
             self._genai.close()
         if opened := self.__dict__.get("runner"):

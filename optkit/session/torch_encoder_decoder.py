@@ -64,7 +64,6 @@ class TorchEncoderDecoder(TorchModel):
         return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
     def target(self, text: str, longest: int) -> Tensor:
-        """Return what the decoder is to say, int64 [tokens]: its start, then at most `longest - 1`."""
         return self._reader.target(text, longest)
 
     def given(self, source: str) -> Conditioned:
@@ -89,7 +88,6 @@ class TorchEncoderDecoder(TorchModel):
             return found.logits.float()  # type: ignore[no-any-return]
 
     def answer(self, source: str, new_tokens: int) -> str:
-        """Return the text that the model makes of an input: greedy, to its own end or `new_tokens`."""
         with self._computes(f"in an answer of {new_tokens} tokens", REMEDY), quiet_transformers():
             made = self.model.generate(**self._inputs(source), max_new_tokens=new_tokens, do_sample=False, num_beams=1)
         return str(self.tokenizer.decode(made[0], skip_special_tokens=True))

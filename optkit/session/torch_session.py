@@ -140,9 +140,6 @@ class TorchSession(GeneratingSession, TorchModel):
         return self._stream(tokens.to(self.device), new_tokens, waiting=True)
 
     def queue(self, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
-        """Yield what `stream` yields, each when its work is queued on the current CUDA stream.
-        It does not wait for the device.
-        """
         self._check_length(tokens, new_tokens)
         return self._stream(tokens.to(self.device), new_tokens, waiting=False)
 
@@ -211,7 +208,6 @@ class TorchSession(GeneratingSession, TorchModel):
             self._proposer = proposer
 
     def decode_bytes(self, batch: int, context: int) -> int:
-        """Return the fewest bytes of weights and KV cache that a decode step reads at this size."""
         return weight_bytes(self.model, batch) + cache_bytes(self._one_token_state.held, batch, context)
 
     def token_bytes(self, batch: int, context: int) -> int:
