@@ -11,33 +11,50 @@ Rounding Q against E[c x x^T] gives the least error of the same objective.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from optkit.algorithms import column_kernels
 from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.tensor_cores import LONGEST, add_product_, has_tensor_cores
+
+if TYPE_CHECKING:
+    from optkit.model.together import Together
 
 
 class Mismatch(Hessian):
     """Sums what moves a weight, in float32, beside the Hessian of the quantized model's inputs."""
 
     def __init__(self, inputs: int, device: torch.device | str) -> None:
-        super().__init__(inputs, device, equal_tokens=False)
+        super().__init__(inputs, device, equal_tokens=False, rounded=True)
         self._of_inputs = torch.zeros(inputs, inputs, device=device)
         self._of_sums: Tensor | None = None
 
-    def add_pair(self, inputs: Tensor, wanted: Tensor, counts: Tensor, lacking: Tensor | None) -> None:
+    def add_pair(self, inputs: Tensor, wanted: Tensor, sizes: Tensor | None, lacking: Tensor | None) -> None:
         """Take what the quantized and the unmodified model give to a layer, float [tokens, in].
 
-        counts: float32 [tokens, 1]; lacking: float [tokens, out], what the sum lacks behind the layer.
+        sizes: what a token is divided by, float32 [tokens, 1]; None: all count the same. lacking: float
+        [tokens, out], what the sum lacks behind the layer.
         """
+        self.add(inputs, sizes)
         given = inputs.float()
-        counted = given * counts
-        self.tokens += len(given)
-        self._sum.addmm_(counted.T, given)
-        self._of_inputs.addmm_((wanted.float() - given).T, counted)
+        counted = given if sizes is None else given / sizes
+        rounded = inputs.dtype == torch.bfloat16 and has_tensor_cores(inputs)
+        rounded = rounded or column_kernels.multiplies_bfloat16(inputs)
+        add = _add_rounded_ if rounded else _add_
+        add(self._of_inputs, wanted.float() - given, counted)
         if lacking is not None:
-            summed = lacking.float().T @ counted
-            self._of_sums = summed if self._of_sums is None else self._of_sums.add_(summed)
+            if self._of_sums is None:
+                self._of_sums = self._of_inputs.new_zeros(lacking.shape[1], given.shape[1])
+            add(self._of_sums, lacking.float(), counted)
+
+    def add_up_(self, together: Together, tokens: int) -> None:
+        super().add_up_(together, tokens)
+        for each in (self._of_inputs, self._of_sums):
+            if each is not None:
+                together.sum_(each)
 
     def moved(self, weight: Tensor, share: float, damping: float) -> Tensor:
         """Return a weight, float32 [out, in], moved by a share of the way.
@@ -56,6 +73,14 @@ class Mismatch(Hessian):
         return weight + share * torch.cholesky_solve(pull.T / max(1, self.tokens), lower).T
 
 
-def equal_counts(rows: Tensor) -> Tensor:
-    """Return what tokens count if each is divided by its root mean square: float32 [tokens, 1]."""
-    return rows.float().square().mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).reciprocal()
+def _add_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    total.addmm_(left.T, right)
+
+
+def _add_rounded_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left^T right of matrices rounded to 8 bits: these errors cancel over many tokens."""
+    for one, other in zip(*(each.bfloat16().split(LONGEST) for each in (left, right)), strict=True):
+        if total.is_cuda:
+            add_product_(total, one.T, other)
+        else:
+            total += one.T @ other

@@ -35,18 +35,21 @@ class Hessian:
         self.tokens = 0
         self._sum = torch.zeros(inputs, inputs, device=device)
 
-    def add(self, inputs: Tensor) -> None:
-        """Take float [..., in]."""
+    def add(self, inputs: Tensor, sizes: Tensor | None = None) -> None:
+        """Take float [..., in]; `sizes`: what each x is divided by in place of its mean square,
+        float32 [tokens, 1].
+        """
         rows = inputs.flatten(0, -2)
         self.tokens += len(rows)
+        equal = sizes is None and self.equal_tokens
         if self.rounded and column_kernels.multiplies_bfloat16(rows):
-            column_kernels.add_gram_(self._sum, rows, self.equal_tokens)
+            column_kernels.add_gram_(self._sum, float_factors(rows, sizes)[0][0], equal)
         else:
-            self._add(rows)
+            self._add(rows, mean_square(rows) if equal else sizes)
 
-    def _add(self, rows: Tensor) -> None:
+    def _add(self, rows: Tensor, sizes: Tensor | None) -> None:
         on_tensor_cores = rows.dtype == torch.bfloat16 and has_tensor_cores(rows)
-        factors = (exact_factors if on_tensor_cores else float_factors)(rows, self.equal_tokens)
+        factors = (exact_factors if on_tensor_cores else float_factors)(rows, sizes)
         if on_tensor_cores:
             factors = [each for pair in factors for each in zip(*(part.split(LONGEST) for part in pair), strict=True)]
         step = BLOCK[rows.device.type]
@@ -70,24 +73,24 @@ class Hessian:
         return (lower + lower.tril(-1).T) / max(1, self.tokens)
 
 
-def float_factors(rows: Tensor, equal_tokens: bool) -> list[tuple[Tensor, Tensor]]:
-    """Return float32 matrices whose products left^T right add up to the sum of x x^T of some rows."""
+def float_factors(rows: Tensor, sizes: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """Return float32 matrices whose products left^T right add up to the sum of x x^T, divided by its size."""
     given = rows.float()
-    scaled = given * _mean_square(given).rsqrt() if equal_tokens else given
+    scaled = given if sizes is None else given * sizes.rsqrt()
     return [(scaled, scaled)]
 
 
-def exact_factors(rows: Tensor, equal_tokens: bool) -> list[tuple[Tensor, Tensor]]:
+def exact_factors(rows: Tensor, sizes: Tensor | None) -> list[tuple[Tensor, Tensor]]:
     """Return the same for bfloat16 rows in bfloat16, whose products tensor cores add up in float32.
 
-    The rows are exact as they are. Divided by their mean square they are the sum of two parts to 16
-    bits, so each product is off by 2^-17 of itself at most.
+    The rows are exact as they are. Divided by their sizes they are the sum of two parts to 16 bits,
+    so each product is off by 2^-17 of itself at most.
     """
-    if not equal_tokens:
+    if sizes is None:
         return [(rows, rows)]
-    given = rows.float()
-    return [(rows, part) for part in bfloat16_parts(given / _mean_square(given), 2)]
+    return [(rows, part) for part in bfloat16_parts(rows.float() / sizes, 2)]
 
 
-def _mean_square(rows: Tensor) -> Tensor:
-    return rows.square().mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+def mean_square(rows: Tensor) -> Tensor:
+    """Return float32 [tokens, 1] of float [tokens, in], and never 0."""
+    return rows.float().square().mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

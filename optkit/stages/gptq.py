@@ -44,7 +44,11 @@ if TYPE_CHECKING:
     from optkit.stages.quantizing.compensation import Compensation
     from optkit.stages.quantizing.earlier_errors import EarlierErrors
 
-EFFORTS: Mapping[str, Mapping[str, Any]] = {"fast": {"refinements": 0}, "balanced": {}, "best": {"learn": "blocks"}}
+EFFORTS: Mapping[str, Mapping[str, Any]] = {
+    "fast": {},
+    "balanced": {"earlier_errors": 0.5},
+    "best": {"learn": "blocks"},
+}
 STEPS = {"learning_steps": 120, "scale_steps": 64}
 LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
 
@@ -75,8 +79,8 @@ class Gptq(GptqFields, SharedText, Backed):
     being its target (GPTAQ, arXiv:2504.02692). Layers are then rounded one after another, which takes
     twice the time. 0.5 serves best; 1 follows what is noise.
     """
-    effort: Literal["fast", "balanced", "best"] = Field(default="balanced", exclude=True)
-    """Picks fields that are not written. `fast`: `refinements: 0`. `best`: `learn: blocks`."""
+    effort: Literal["fast", "balanced", "best"] = Field(default="fast", exclude=True)
+    """Picks fields that are not written. `fast`: none. `balanced`: `earlier_errors: 0.5`. `best`: `learn: blocks`."""
     learn: Literal["blocks"] | None = Field(default=None, exclude_if=lambda value: value is None)
     """`blocks`: train the codes and scales of each block, so that it returns what the unmodified model has there.
     It takes several times as long."""
@@ -91,7 +95,7 @@ class Gptq(GptqFields, SharedText, Backed):
     def _picked(self) -> Self:
         # what is picked stands in the fields, and so in the key: the word itself is not kept
         picked = {name: each for name, each in EFFORTS[self.effort].items() if name not in self.model_fields_set}
-        self.__dict__.update(picked, effort="balanced")
+        self.__dict__.update(picked, effort="fast")
         for name, steps in STEPS.items():
             if self.learn and getattr(self, name) is None:
                 self.__dict__[name] = steps
@@ -99,11 +103,6 @@ class Gptq(GptqFields, SharedText, Backed):
                 raise ValueError(f"{name} would not be read: take it out, or set learn: blocks")
         if self.learn and not (self.learning_steps or self.scale_steps):
             raise ValueError("learning_steps and scale_steps are 0: nothing would learn. Raise one, or leave out learn")
-        if self.earlier_errors and self.devices > 1:
-            raise ValueError(
-                "earlier_errors are summed on one device, beside the unmodified model. "
-                "Leave out devices or earlier_errors"
-            )
         if self.learn and self.devices > 1:
             raise ValueError(
                 "blocks learn on one device, because each step changes what the next one begins with. "
@@ -211,8 +210,12 @@ class Gptq(GptqFields, SharedText, Backed):
         """Yield layers of a loaded block that are rounded together, and their Hessians."""
         from optkit.stages.quantizing.hessians import collect_hessians, turns_of
 
-        skeleton, in_turn = job.skeleton, self.true_sequential is True or earlier
-        for turn in turns_of(skeleton, index, inputs, modules) if in_turn else [list(modules)]:
+        skeleton, turns = job.skeleton, [list(modules)]
+        if self.true_sequential is True:
+            turns = turns_of(skeleton, index, inputs, modules)
+        elif earlier:
+            turns = earlier.turns(index, inputs, modules)
+        for turn in turns:
             layers = {name: modules[name] for name in turn}
             if earlier:
                 yield layers, earlier.move_(index, inputs, layers)
@@ -220,13 +223,18 @@ class Gptq(GptqFields, SharedText, Backed):
                 yield layers, collect_hessians(skeleton, index, inputs, layers, self.equal_tokens)
 
     def _earlier(self, job: QuantizationJob, inputs: BlockInputs) -> EarlierErrors | None:
-        if not self.earlier_errors:
+        if not self._share(job.skeleton.checkpoint.config):
             return None
         from optkit.stages.quantizing.earlier_errors import EarlierErrors
 
-        refuse_encoder_decoder(job.skeleton.checkpoint.config, "earlier_errors")
         fields = self.damping, self.equal_tokens, self.keep_zeros
         return EarlierErrors(job.skeleton, inputs, self.earlier_errors, *fields, self._rounds_to_nearest)
+
+    def _share(self, config: Mapping[str, Any]) -> float:
+        """Return `earlier_errors`; encoder-decoders go without. Raises StageError if it was asked of one."""
+        if "earlier_errors" in self.model_fields_set and self.earlier_errors:
+            refuse_encoder_decoder(config, "earlier_errors")
+        return 0.0 if config.get("is_encoder_decoder") else self.earlier_errors
 
     def _compensation(self, job: QuantizationJob) -> Compensation:
         from optkit.stages.quantizing.compensation import Compensation
@@ -265,9 +273,8 @@ class Gptq(GptqFields, SharedText, Backed):
         if self._in_one_pass and device == "cpu" and _is_known(shape):
             sums += waiting_bytes(shape, layers, text) // self.devices
         found = calibrated_work(shape, layers, text, self.batch_size, sums, work, self.devices)
-        if self.earlier_errors:
-            refuse_encoder_decoder(shape.config, "earlier_errors")
-            found = with_unmodified(found, shape, layers, text, self.batch_size)
+        if self._share(shape.config):
+            found = with_unmodified(found, shape, layers, text, self.batch_size, self.devices)
         if not self.learn:
             return found
         sizes = [(layer, getattr(self.layer_format(layer), "group_size", None)) for layer in layers.values()]

@@ -7,18 +7,19 @@ import pytest
 import torch
 
 from optkit.algorithms import refinement
-from optkit.algorithms.hessian import Hessian, exact_factors, float_factors
+from optkit.algorithms.hessian import Hessian, exact_factors, float_factors, mean_square
 from optkit.algorithms.tensor_cores import has_tensor_cores, product
 
 
 @pytest.mark.parametrize("equal_tokens", [True, False])
 def test_factors_for_tensor_cores_are_as_good_as_float32(equal_tokens: bool) -> None:
-    sizes = torch.rand(48, generator=torch.Generator().manual_seed(1)) ** 4 * 100
-    rows = (torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * sizes).bfloat16()
+    widths = torch.rand(48, generator=torch.Generator().manual_seed(1)) ** 4 * 100
+    rows = (torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * widths).bfloat16()
+    sizes = mean_square(rows) if equal_tokens else None
     scaled = rows.double() / (rows.double().square().mean(-1, keepdim=True).sqrt() if equal_tokens else 1)
     expected, most = scaled.T @ scaled, scaled.abs().T @ scaled.abs()
     for factors, off in ((exact_factors, 2.0**-17 if equal_tokens else 0), (float_factors, 2.0**-21)):
-        found = sum(left.double().T @ right.double() for left, right in factors(rows, equal_tokens))
+        found = sum(left.double().T @ right.double() for left, right in factors(rows, sizes))
         assert ((found - expected).abs() <= off * most + 1e-12 * most).all()
 
 

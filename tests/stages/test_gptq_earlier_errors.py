@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from safetensors.torch import load_file
 
 from optkit.errors import StageError
@@ -126,11 +128,24 @@ def test_experts_are_quantized_as_without(tiny_model: TinyModel, text: Calibrati
     assert any(".experts." in name for name in report.details["losses"])
 
 
-def test_several_devices_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="earlier_errors are summed on one device, beside the unmodified model. Leave out devices or"
-    ):
-        Gptq(earlier_errors=0.5, devices=2)
+@pytest.mark.parametrize("kind", ["llama", "qwen2_moe"])
+def test_parts_that_are_not_run_again_would_return_the_same(
+    tiny_model: TinyModel, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    attend, calls = functional.scaled_dot_product_attention, []
+
+    def count(*arguments: Any, **keywords: Any) -> Any:
+        calls.append(1)
+        return attend(*arguments, **keywords)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", count)
+    quantize(tiny_model(kind), tmp_path / "once", text, earlier_errors=0.5)
+    once = len(calls)
+    monkeypatch.setattr(EarlierErrors, "_skipping", lambda *_, **__: nullcontext())
+    quantize(tiny_model(kind), tmp_path / "again", text, earlier_errors=0.5)
+    assert once < len(calls) - once
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("once", "again"))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def test_encoder_decoders_are_refused(tiny_encoder_decoder: TinyModel, text: Calibration) -> None:

@@ -198,9 +198,11 @@ def test_steps_of_no_learning_are_refused(few: Calibration) -> None:
 
 def test_effort_picks_fields_and_is_in_no_key(few: Calibration) -> None:
     assert Gptq(calibration=few, effort="best") == Gptq(calibration=few, learn="blocks")
-    assert Gptq(calibration=few, effort="fast").model_dump() == Gptq(calibration=few, refinements=0).model_dump()
-    assert Gptq(calibration=few, effort="fast", refinements=1).refinements == 1
-    assert Gptq(calibration=few, effort="balanced") == Gptq(calibration=few)
+    assert (
+        Gptq(calibration=few, effort="balanced").model_dump() == Gptq(calibration=few, earlier_errors=0.5).model_dump()
+    )
+    assert Gptq(calibration=few, effort="balanced", earlier_errors=0).earlier_errors == 0
+    assert Gptq(calibration=few, effort="fast") == Gptq(calibration=few)
     with pytest.raises(ValidationError, match="effort"):
         Gptq(calibration=few, effort="most")  # type: ignore[arg-type]
 

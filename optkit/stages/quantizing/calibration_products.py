@@ -6,7 +6,7 @@ what the next block is given may not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,14 @@ def in_bfloat16(layers: Mapping[str, nn.Module]) -> AbstractContextManager[None]
     """Let float32 linear layers round weights and inputs to bfloat16, on a CPU that multiplies these faster.
     Sums are in float32.
     """
-    modules = layers.values() if torch.cpu._is_avx512_bf16_supported() else ()  # type: ignore[no-untyped-call]
-    return replaced_forward({module: _rounding(module) for module in modules if _is_plain(module)})
+    return replaced_forward(bfloat16_forwards(layers.values()))
+
+
+def bfloat16_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
+    """Return what `in_bfloat16` lets layers compute by, with the weights that they have now."""
+    if not torch.cpu._is_avx512_bf16_supported():  # type: ignore[no-untyped-call]
+        return {}
+    return {module: _rounding(module) for module in modules if _is_plain(module)}
 
 
 def in_codes(layers: Mapping[str, nn.Module], quantized: Mapping[str, QuantizedWeight]) -> AbstractContextManager[None]:

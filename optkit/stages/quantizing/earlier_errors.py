@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from optkit.algorithms.earlier_errors import Mismatch, equal_counts
-from optkit.algorithms.hessian import Hessian
-from optkit.model.blocks import BlockInputs, Call
+from optkit.algorithms.earlier_errors import Mismatch
+from optkit.algorithms.hessian import Hessian, mean_square
+from optkit.model.blocks import Batch, BlockInputs, Call
 from optkit.model.linear_layers import EXPERTS
 from optkit.model.memory import room_for_states
-from optkit.model.replaced_forward import hooked
+from optkit.model.replaced_forward import hooked, replaced_forward
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
-from optkit.stages.quantizing.hessians import collect_hessians, refuse_infinite
+from optkit.stages.quantizing.calibration_products import bfloat16_forwards
+from optkit.stages.quantizing.hessians import AllSeenError, collect_hessians, refuse_infinite, turns_of
 from optkit.stages.quantizing.input_ranges import FEW_TOKENS
 from optkit.stages.quantizing.pruned_zeros import held_zeros
+
+Forwards = dict[nn.Module, Callable[[Tensor], Tensor]]
 
 
 class EarlierErrors:
@@ -47,29 +51,50 @@ class EarlierErrors:
         self.hidden = room_for_states(inputs.hidden, inputs.hidden.shape).copy_(inputs.hidden)
         """What the unmodified model has in front of the block that was entered, or behind it once it was left."""
         self._weights: dict[nn.Module, Tensor] = {}
+        self._forwards: Forwards = {}
         self._sums: dict[str, nn.Module | None] = {}
+        self._parts: dict[nn.Module, set[str]] = {}
+        self._moved: set[str] = set()
+        self._ran: dict[bool, dict[tuple[nn.Module, int], Any]] = {}
         self._left = 0
 
     def enter_(self, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]) -> None:
         """Keep the float weights of a loaded block. Blocks that a run before this one finished run again."""
         for finished in range(self._left, index):
             with self.skeleton.loaded(self.skeleton.blocks[finished], str(self.hidden.device), ""):
-                self.skeleton.advance_(finished, inputs, self.hidden)
-        self._weights = {module: float_parameter(module).detach().clone() for module in modules.values()}
+                self._begin(finished, {})
+                self.leave_(finished, inputs)
+        self._begin(index, modules)
         batch = inputs.batches[0]
         self._sums = added_to(self.skeleton, index, self.hidden[batch.rows], batch.calls[index], modules)
-        self._left = index
+
+    def _begin(self, index: int, modules: Mapping[str, nn.Module]) -> None:
+        block = self.skeleton.blocks[index]
+        self._weights = {module: float_parameter(module).detach().clone() for module in modules.values()}
+        self._forwards = self._now(index)
+        layers = set(modules.values())
+        inside = {part: layers.intersection(part.modules()) for part in block.module.children() if part not in layers}
+        names = {module: name for name, module in modules.items()}
+        self._parts = {part: {names[each] for each in held} for part, held in inside.items() if held}
+        self._moved, self._ran = set(), {True: {}, False: {}}
+
+    def turns(self, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]) -> list[list[str]]:
+        """Return the layers of a block in the order in which they are rounded: those that stay are together."""
+        found = turns_of(self.skeleton, index, inputs, modules)
+        moving = [[name for name in turn if not self._stays(name)] for turn in found]
+        return [turn for turn in (*moving, [name for turn in found for name in turn if self._stays(name)]) if turn]
 
     def move_(self, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module]) -> dict[str, Hessian]:
         """Move the weights of layers whose inputs do not depend on each other, and return their Hessians."""
-        alone = {name: module for name, module in layers.items() if EXPERTS in name or self.stays(name)}
+        alone = {name: module for name, module in layers.items() if self._stays(name)}
         moving = {name: module for name, module in layers.items() if name not in alone}
         found: dict[str, Mismatch] = {}
-        for batch in inputs.batches if moving else ():
-            call, hidden, unmodified = batch.calls[index], inputs.hidden[batch.rows], self.hidden[batch.rows]
-            given, sums = self._seen(index, hidden, call, moving)
+        forwards = self._now(index)
+        for number, batch in enumerate(inputs.batches if moving else ()):
+            with replaced_forward(forwards):
+                given, sums = self._seen(index, number, inputs.hidden, batch, moving)
             with self._unmodified():
-                wanted, wanted_sums = self._seen(index, unmodified, call, moving)
+                wanted, wanted_sums = self._seen(index, number, self.hidden, batch, moving)
             first: dict[int, str] = {}
             for name, rows in given.items():
                 added = name in self._sums
@@ -77,10 +102,13 @@ class EarlierErrors:
                 if owner != name:
                     found[name] = found[owner]
                     continue
-                total = found.setdefault(name, Mismatch(rows.shape[-1], rows.device))
-                counts = self._counts(wanted_sums[name] if added else rows)
+                decides = (wanted_sums[name] if added else rows).flatten(0, -2)
+                sizes = mean_square(decides) if self.equal_tokens else None
                 lacking = (wanted_sums[name].float() - sums[name].float()).flatten(0, -2) if added else None
-                total.add_pair(rows.flatten(0, -2), wanted[name].flatten(0, -2), counts, lacking)
+                total = found.setdefault(name, Mismatch(rows.shape[-1], rows.device))
+                total.add_pair(rows.flatten(0, -2), wanted[name].flatten(0, -2), sizes, lacking)
+        for total in {id(each): each for each in found.values()}.values():
+            total.add_up_(inputs.together, sum(inputs.together.gather(total.tokens)))
         for name, total in found.items():
             refuse_infinite(total.matrix(), name, self.skeleton)
             if total.tokens < FEW_TOKENS:
@@ -89,29 +117,67 @@ class EarlierErrors:
             moved = total.moved(weight, self.share, self.damping)
             zeros = held_zeros([weight], self.keep_zeros or "auto")
             put_weight_(layers[name], moved if zeros is None else moved.masked_fill(zeros, 0))
+        self._moved |= set(layers)
         return {**found, **collect_hessians(self.skeleton, index, inputs, alone, self.equal_tokens)}
 
     def leave_(self, index: int, inputs: BlockInputs) -> None:
-        """Run the unmodified block. The modules have to compute with plain weights meanwhile."""
+        """Run what is left to run of the unmodified block. The modules have to compute with plain weights meanwhile."""
         with self._unmodified():
-            self.skeleton.advance_(index, inputs, self.hidden)
+            for number, batch in enumerate(inputs.batches):
+                with self._skipping(number, unmodified=True):
+                    left = self.skeleton.run_block(index, self.hidden[batch.rows], batch.calls[index])
+                self.hidden[batch.rows] = left
+        self._ran = {}
         self._left = index + 1
 
-    def _counts(self, rows: Tensor) -> Tensor:
-        flat = rows.flatten(0, -2)
-        return equal_counts(flat) if self.equal_tokens else flat.new_ones(len(flat), 1).float()
+    def _now(self, index: int) -> Forwards:
+        """Return what the layers compute by with the weights that they have now, if not by their own means."""
+        return bfloat16_forwards(self.skeleton.linears(self.skeleton.blocks[index]).values())
+
+    def _stays(self, name: str) -> bool:
+        return EXPERTS in name or self.stays(name)
 
     def _seen(
-        self, index: int, hidden: Tensor, call: Call, layers: Mapping[str, nn.Module]
+        self, index: int, number: int, states: Tensor, batch: Batch, layers: Mapping[str, nn.Module]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return what each layer is given, and what its outputs are added to."""
+        """Return what each layer is given of a batch with a number, and what its outputs are added to.
+
+        Nothing behind that runs, and no part of the block runs again whose layers do not change any more:
+        in the unmodified model those of this turn neither.
+        """
+        hidden, unmodified = states[batch.rows], states is self.hidden
         sources = {name: self._sums[name] for name in layers if name in self._sums}
         given: dict[nn.Module, Tensor] = {}
         watched = {*layers.values(), *(source for source in sources.values() if source)}
-        with hooked(module.register_forward_pre_hook(_keep(given)) for module in watched):
-            self.skeleton.run_block(index, hidden, call)
+        ran, final = self._ran[unmodified], self._moved.union(layers if unmodified else ())
+        ending = {part for part, names in self._parts.items() if names <= final and (part, number) not in ran}
+        waiting = watched | (ending if unmodified else set())
+
+        def arrive(module: nn.Module) -> None:
+            waiting.discard(module)
+            if not waiting:
+                raise AllSeenError
+
+        def enter(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if arguments and isinstance(arguments[0], Tensor):
+                given[module] = arguments[0]
+                arrive(module)
+
+        def end(module: nn.Module, _: Any, output: Any) -> None:
+            ran[module, number] = output
+            arrive(module)
+
+        handles = [module.register_forward_pre_hook(enter) for module in watched]
+        handles += [part.register_forward_hook(end) for part in ending]
+        with self._skipping(number, unmodified), hooked(handles), suppress(AllSeenError):
+            self.skeleton.run_block(index, hidden, batch.calls[index])
         sums = {name: given[source] if source else hidden for name, source in sources.items()}
         return {name: given[module] for name, module in layers.items() if module in given}, sums
+
+    def _skipping(self, number: int, unmodified: bool) -> AbstractContextManager[None]:
+        """Let parts of the block that ran on a batch return what they did."""
+        ran = {part: left for (part, which), left in self._ran[unmodified].items() if which == number}
+        return replaced_forward({part: partial(_returned, left) for part, left in ran.items()})
 
     @contextmanager
     def _unmodified(self) -> Iterator[None]:
@@ -119,7 +185,8 @@ class EarlierErrors:
         try:
             for module, weight in self._weights.items():
                 float_parameter(module).data = weight
-            yield
+            with replaced_forward(self._forwards):
+                yield
         finally:
             for module, weight in now.items():
                 float_parameter(module).data = weight
@@ -167,6 +234,10 @@ def _keep(given: dict[nn.Module, Tensor]) -> Callable[[nn.Module, tuple[Any, ...
             given[module] = arguments[0]
 
     return observe
+
+
+def _returned(output: Any, *_: Any, **__: Any) -> Any:
+    return output
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

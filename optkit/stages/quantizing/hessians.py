@@ -52,7 +52,7 @@ class Sum(Protocol):
 S = TypeVar("S", bound=Sum)
 
 
-class _AllSeenError(Exception):
+class AllSeenError(Exception):
     """Ends the run of a block once every layer has its input: nothing after the last one is needed."""
 
 
@@ -202,12 +202,12 @@ def _watch_run(
             latest[""] = latest[alike] = (inputs, sums[name])
             seen.add(name)
             if len(seen) == len(layers):
-                raise _AllSeenError
+                raise AllSeenError
 
         return observe
 
     watched = hooked(module.register_forward_pre_hook(hook(name)) for name, module in layers.items())
-    with watched, suppress(_AllSeenError):
+    with watched, suppress(AllSeenError):
         run()
 
 
