@@ -101,6 +101,10 @@ for bits, group in ((bits, group) for group in (64, 96, 128, 192) for bits in (4
             stage("gptq", effort="best", earlier_errors=0.5, **grid)
         ],
         f"gptqmodel, {bits} bits of {group}": [stage("gptq", backend="gptqmodel", **grid)],
+        f"gptqmodel, GPTAQ 0.25, {bits} bits of {group}": [
+            stage("gptq", backend="gptqmodel", earlier_errors=0.25, **grid)
+        ],
+        f"llmcompressor, {bits} bits of {group}": [stage("gptq", backend="llmcompressor", **grid)],
         f"AutoRound 200, {bits} bits of {group}": [stage("gptq", **rounded)],
         f"AutoRound 1000, {bits} bits of {group}": [stage("gptq", learning_steps=1000, **rounded)],
         f"qat, all of the text, {bits} bits of {group}": [stage("qat", **grid)],
