@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -103,19 +104,26 @@ class KeptBlocks:
     def each(self, produced: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
         """Yield the tensors of all blocks: of those that are kept, then what is produced of the others,
         which calls `resume` first. Raises FileNotFoundError for a file that went since.
+
+        What was made on a GPU is copied while the next block is, and yielded behind it.
         """
         from safetensors.torch import load_file
 
-        done = self.done
+        done, copies = self.done, deque[Future[dict[str, "Tensor"]]]()
         for number in range(done):
             yield load_file(f"{self._place}/{_block(number)}") if self._together.first else {}
         try:
             for number, tensors in enumerate(produced, start=done):
-                ready = {name: own_copy(tensor) for name, tensor in tensors.items()} if self._together.first else {}
+                made = tensors if self._together.first else {}
+                late, size = _on_gpu(made.values()), sum(each.nbytes for each in made.values())
+                copies.append(self._writer.submit(_copied, made, _beside_computing(late)))
+                del tensors, made
                 self._settle()  # first, as what it could not write ends the keeping
                 if self._place and self._facts is not None:
-                    self._keep(self._place, number, ready, self._facts)
-                yield ready
+                    self._keep(self._place, number, copies[-1], size, self._facts)
+                while len(copies) > (late is not None):
+                    yield copies.popleft().result()
+            yield from (each.result() for each in copies)
         finally:
             self._settle()
             self._writer.shutdown()
@@ -155,13 +163,15 @@ class KeptBlocks:
         if self._together.first:
             shutil.rmtree(place, ignore_errors=True)
 
-    def _keep(self, place: Path, number: int, tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Begin to write a block; the hidden states are read until `_settle`."""
+    def _keep(
+        self, place: Path, number: int, tensors: Future[dict[str, Tensor]], size: int, facts: Mapping[str, Any]
+    ) -> None:
+        """Begin to write a block of so many bytes; the hidden states are read until `_settle`."""
         states = {} if self._inputs is None else {self._mine(_states(number)): self._inputs.hidden}
         known = self._kept.get("files", {})
         if self._inputs and self._inputs.encoded is not None and self._mine(ENCODED) not in known:
             states[self._mine(ENCODED)] = self._inputs.encoded
-        needed = sum(tensor.nbytes for tensor in (*tensors.values(), *states.values()))
+        needed = size + sum(hidden.nbytes for hidden in states.values())
         files = {name: seen for name, seen in known.items() if not name.startswith(_states(number - 1))}
         # a copy, since the stage goes on to fill them
         self._kept = {"about": self._about, "done": number + 1, "facts": json.loads(json.dumps(facts)), "files": files}
@@ -179,7 +189,7 @@ class KeptBlocks:
                 if not self._together.first:
                     files.update(dict.fromkeys(states))
                     return
-                save_tensors(place / _block(number), tensors)
+                save_tensors(place / _block(number), tensors.result())
                 others = [f"{name}-{rank}" for name in states for rank in range(1, self._together.count)]
                 self._wait_for([place / name for name in others])
                 files.update({name: _seen(place / name) for name in (_block(number), *states, *others)})
@@ -229,15 +239,24 @@ def _states(number: int) -> str:
     return f"states-{number:05d}"
 
 
-def _beside_computing(hidden: Tensor | None) -> AbstractContextManager[Any]:
+def _beside_computing(there: Tensor | None) -> AbstractContextManager[Any]:
     """Return a context that reads from a GPU what is there now, while it computes on."""
-    if hidden is None or not hidden.is_cuda:
+    if there is None or not there.is_cuda:
         return nullcontext()
     import torch
 
-    stream = torch.cuda.Stream(hidden.device)
-    stream.wait_stream(torch.cuda.current_stream(hidden.device))
+    stream = torch.cuda.Stream(there.device)
+    stream.wait_stream(torch.cuda.current_stream(there.device))
     return torch.cuda.stream(stream)
+
+
+def _on_gpu(tensors: Iterable[Tensor]) -> Tensor | None:
+    return next((tensor for tensor in tensors if tensor.is_cuda), None)
+
+
+def _copied(tensors: Mapping[str, Tensor], reading: AbstractContextManager[Any]) -> dict[str, Tensor]:
+    with reading:
+        return {name: own_copy(tensor) for name, tensor in tensors.items()}
 
 
 def _write_states(path: Path, hidden: Tensor, spare: Path) -> None:

@@ -7,13 +7,14 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from optkit.errors import ResourceError
 from optkit.model import kept_blocks
@@ -270,6 +271,23 @@ def test_states_are_written_over_those_that_are_out_of_date(
         run(STAGES["prune"](few), tiny_model("llama"), tmp_path / "made", tmp_path / "work")
     (first,), (second,), (third,) = (each.values() for each in seen)
     assert first == third != second
+
+
+def test_blocks_of_a_gpu_come_behind_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_blocks, "_on_gpu", lambda tensors: next(iter(tensors)))
+    events = []
+
+    def produced() -> Iterator[dict[str, torch.Tensor]]:
+        kept.resume(3, None, {})
+        for number in range(3):
+            events.append(f"made {number}")
+            yield {"weight": torch.tensor([number])}
+
+    kept = KeptBlocks(tmp_path / "work", "cpu", Lines(), "rotate", 0)
+    for tensors in kept.each(produced()):
+        events.append(f"got {int(tensors['weight'])}")
+    assert events == ["made 0", "made 1", "got 0", "made 2", "got 1", "got 2"]
+    assert [int(load_file(path)["weight"]) for path in sorted((tmp_path / "work").glob("block-*"))] == [0, 1, 2]
 
 
 def test_who_does_not_write_its_states_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
