@@ -13,6 +13,7 @@ from optkit.model.expected_tensors import FLOATS
 from optkit.model.linear_layers import EXPERTS, Layer, by_block, layers_of, stacks
 from optkit.model.output_layer import HEAD
 from optkit.model.read_weights import Read, reads_of
+from optkit.model.reading_ahead import AHEAD_BYTES
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
@@ -62,10 +63,12 @@ class Work:
         )
         entering, block, gpu = self.entering, self.block, 0
         if device.startswith("cuda"):
-            entering, block, gpu = 0, 0, max(self.entering, self.block)
+            copied = min(AHEAD_BYTES, made) if self.streamed else 0
+            entering, block, gpu = 0, 0, max(self.entering, self.block) + copied
             # a shard is written while the next one is made, before a block that takes longer is done
             waiting = min(SHARD_BYTES + (SHARD_BYTES // AHEAD if self.streamed else 0), made)
-            inside += 0 if self.streamed else shape.block_bytes  # read ahead
+            # what is read ahead
+            inside += min(max(AHEAD_BYTES, inside), shape.size_bytes) if self.streamed else shape.block_bytes
         needed = max(
             outside + self.processes * max(entering, beyond),
             waiting + self.held + self.processes * max(block, inside),

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,8 +30,9 @@ from optkit.common.files import object_if_any
 from optkit.common.grouping import some
 from optkit.environment import PACKAGES, describe_environment
 from optkit.errors import ResourceError
+from optkit.model.copies import beside_computing, on_gpu, own_copies
 from optkit.model.together import ALONE, Together
-from optkit.model.writer import disk_space_for, own_copy, save_tensors
+from optkit.model.writer import disk_space_for, save_tensors
 from optkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ class KeptBlocks:
         try:
             for number, tensors in enumerate(produced, start=done):
                 made = tensors if self._together.first else {}
-                late, size = _on_gpu(made.values()), sum(each.nbytes for each in made.values())
-                copies.append(self._writer.submit(_copied, made, _beside_computing(late)))
+                late, size = on_gpu(made.values()), sum(each.nbytes for each in made.values())
+                copies.append(self._writer.submit(own_copies, made, beside_computing(late)))
                 del tensors, made
                 self._settle()  # first, as what it could not write ends the keeping
                 if self._place and self._facts is not None:
@@ -175,7 +176,7 @@ class KeptBlocks:
         files = {name: seen for name, seen in known.items() if not name.startswith(_states(number - 1))}
         # a copy, since the stage goes on to fill them
         self._kept = {"about": self._about, "done": number + 1, "facts": json.loads(json.dumps(facts)), "files": files}
-        reading, spare = _beside_computing(next(iter(states.values()), None)), place / self._mine(SPARE)
+        reading, spare = beside_computing(next(iter(states.values()), None)), place / self._mine(SPARE)
 
         def write() -> None:
             with disk_space_for(place, needed), reading:
@@ -237,26 +238,6 @@ def _block(number: int) -> str:
 
 def _states(number: int) -> str:
     return f"states-{number:05d}"
-
-
-def _beside_computing(there: Tensor | None) -> AbstractContextManager[Any]:
-    """Return a context that reads from a GPU what is there now, while it computes on."""
-    if there is None or not there.is_cuda:
-        return nullcontext()
-    import torch
-
-    stream = torch.cuda.Stream(there.device)
-    stream.wait_stream(torch.cuda.current_stream(there.device))
-    return torch.cuda.stream(stream)
-
-
-def _on_gpu(tensors: Iterable[Tensor]) -> Tensor | None:
-    return next((tensor for tensor in tensors if tensor.is_cuda), None)
-
-
-def _copied(tensors: Mapping[str, Tensor], reading: AbstractContextManager[Any]) -> dict[str, Tensor]:
-    with reading:
-        return {name: own_copy(tensor) for name, tensor in tensors.items()}
 
 
 def _write_states(path: Path, hidden: Tensor, spare: Path) -> None:

@@ -22,6 +22,7 @@ from optkit.errors import ResourceError, StageError
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import INDEX, SINGLE
 from optkit.model.companions import find_companions
+from optkit.model.copies import own_copy
 from optkit.model.safetensors_file import SHARD_BYTES
 from optkit.model.together import ALONE, Together
 
@@ -139,12 +140,6 @@ class CheckpointWriter:
         finally:
             for path in self.target.glob(".shard-*.partial"):
                 path.unlink()
-
-
-def own_copy(tensor: Tensor) -> Tensor:
-    """Return a tensor in main memory, contiguous and alone in its storage."""
-    tensor = tensor.detach().to("cpu").contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

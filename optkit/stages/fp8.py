@@ -90,6 +90,6 @@ class Fp8(EightBitQuantizer):
         return self.calibration is None
 
     def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
-        checkpoint, device = job.skeleton.checkpoint, job.context.device
-        weights = ((name, checkpoint.read_finite(job.weight(name)).to(device).float()) for name in names)
+        device = job.context.device
+        weights = ((name, job.read(job.weight(name)).to(device, non_blocking=True).float()) for name in names)
         return {name: self._rounded(job, name, weight, None) for name, weight in weights}

@@ -267,9 +267,7 @@ class Mx(SharedText, LayerQuantizer):
         job.task.advance(0, note=names[0])
         search = self.scale_search == "mse"
         with out_of_memory(names[0], job.context.device, "Use a machine with more memory"):
-            weights = {
-                name: job.skeleton.checkpoint.read_finite(f"{name}.weight").to(job.context.device) for name in names
-            }
+            weights = {name: job.read(f"{name}.weight").to(job.context.device, non_blocking=True) for name in names}
             quantize = partial(quantize_mxfp4, search=search)
             if self.type == "nvfp4":
                 exact = exact_nvfp4_scale(weights.values())

@@ -52,7 +52,7 @@ class Rtn(Backed):
         from optkit.algorithms.grid import minmax_scales, round_to_nearest
         from optkit.algorithms.scale_search import search_scales
 
-        stored = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device).float()
+        stored = job.read(job.weight(name)).to(job.context.device, non_blocking=True).float()
         weight = stored.T.contiguous() if job.selection.layers[name].transposed else stored
         grid = packed_grid(job, name)
         scales, zeros = minmax_scales(weight, grid) if self.scale_search == "minmax" else search_scales(weight, grid)

@@ -274,7 +274,7 @@ def test_states_are_written_over_those_that_are_out_of_date(
 
 
 def test_blocks_of_a_gpu_come_behind_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_blocks, "_on_gpu", lambda tensors: next(iter(tensors)))
+    monkeypatch.setattr(kept_blocks, "on_gpu", lambda tensors: next(iter(tensors)))
     events = []
 
     def produced() -> Iterator[dict[str, torch.Tensor]]:

@@ -57,7 +57,7 @@ class BitsAndBytesQuantizer(LayerQuantizer):
         only_errors_of("bitsandbytes")
         layers = {}
         for name in names:
-            stored = job.skeleton.checkpoint.read_finite(job.weight(name)).to(job.context.device)
+            stored = job.read(job.weight(name)).to(job.context.device, non_blocking=True)
             weight = stored.T.contiguous() if job.selection.layers[name].transposed else stored
             layers[name] = self.quantized_tensors(name, weight)
         return layers

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Selection
 from optkit.model.output_layer import HEAD
+from optkit.model.reading_ahead import ReadAhead
 from optkit.model.together import Together
 from optkit.packed_tensors.base import LayerFormat
 from optkit.progress import Task
@@ -73,6 +75,8 @@ class QuantizationJob:
     calibrated_on: tuple[Mapping[str, str], ...] = ()
     inputs: BlockInputs | None = None
     """What the last block returned on the calibration text, for the output layer."""
+    ahead: ReadAhead = field(default_factory=partial(ReadAhead, 3))
+    """Reads what is rounded without a text, while a GPU rounds."""
 
     def weight(self, name: str) -> str:
         """Return the tensor of the checkpoint that holds the weight of a layer.
@@ -80,6 +84,16 @@ class QuantizationJob:
         """
         own = f"{name}.weight"
         return own if own in self.skeleton.checkpoint.tensors else self.skeleton.tensor_name(own)
+
+    def read(self, tensor: str) -> Tensor:
+        """Return a tensor of the checkpoint; raises SourceError for weights that are NaN or Inf."""
+        return self.ahead.take(tensor, partial(self.skeleton.checkpoint.read_finite, tensor))
+
+    def read_ahead(self, tensors: Iterable[str]) -> None:
+        """Begin to read tensors that will be asked for, in this order."""
+        stored = self.skeleton.checkpoint
+        reads = {name: partial(stored.read_finite, name) for name in tensors}
+        self.ahead.begin(reads, {name: stored.tensors[name].size_bytes for name in reads})
 
     @property
     def head(self) -> str | None:

@@ -19,6 +19,7 @@ from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.calibration_memory import Work
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.copies import in_main_memory
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Layer, Selection, layers_of, select
 from optkit.model.output_layer import HEAD, outside_of, tied_embedding, with_own_head
@@ -175,7 +176,7 @@ class LayerQuantizer(Transform):
             if not processes.first:
                 return self._followed(job)
             with CheckpointWriter(target, beside=context.device.startswith("cuda")) as writer:
-                for name, tensor in self._written(job):
+                for name, tensor in in_main_memory(self._written(job)):
                     writer.add(name, tensor)
         copy_companions(source, target, context.trust_remote_code)
         self.write_model_config(job, target)
@@ -250,6 +251,9 @@ class LayerQuantizer(Transform):
         towers = [name for name, layer in job.selection.layers.items() if layer.tower]
         packed = {f"{name}.weight" for name in (*towers, *filter(None, (job.head,)))}
         outside = [name for name in job.skeleton.outside_tensors if name not in packed]
+        if self.needs_no_text and job.context.device.startswith("cuda"):
+            inside = (name for block in blocks for name in job.skeleton.block_tensors(block))
+            job.read_ahead((*outside, *map(job.weight, towers), *inside, *map(job.weight, filter(None, (job.head,)))))
         yield from self._replaced(job, (*outside, *(f"{name}.weight" for name in towers)), towers, made)
         outputs: Iterable[BlockOutput] = repeat(made, len(blocks))
         if not self.needs_no_text:
@@ -273,7 +277,7 @@ class LayerQuantizer(Transform):
         for name in tensors:
             layer = name.removesuffix(".weight")
             if layer == name or layer not in together:
-                yield name, replaced.pop(name) if name in replaced else job.skeleton.checkpoint.read_finite(name)
+                yield name, replaced.pop(name) if name in replaced else job.read(name)
                 continue
             if layer not in rounded:
                 job.task.advance(0, note=layer)
