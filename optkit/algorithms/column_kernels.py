@@ -18,7 +18,12 @@ OUTPUTS = 16
 """Outputs of a program: 64 bytes of each input's row."""
 WEIGHTS = 4096
 """Weights of a program that searches scales, if a group has no more."""
-
+TOGETHER = 128
+"""Outputs of a program that multiplies steps."""
+GROUPS = (16, 32, 64, 128)
+"""Inputs of a group that it takes."""
+FIRST = (9, 0)
+"""The compute capability whose memory on the chip holds what it reads ahead."""
 
 _compiled: Any = None
 
@@ -121,6 +126,34 @@ def search_groups(
     return scales, zeros
 
 
+def multiplies_steps(hessian: Tensor, groups: int) -> bool:
+    """Say whether `normal_equations` can run where a Hessian is, for so many groups of its inputs."""
+    if not (hessian.is_cuda and hessian.dtype == torch.float32 and usable(hessian)):
+        return False
+    return hessian.shape[-1] // groups in GROUPS and torch.cuda.get_device_capability(hessian.device) >= FIRST
+
+
+def normal_equations(hessian: Tensor, groups: int, steps: Tensor) -> Tensor:
+    """Return the lower triangles of steps^T hessian steps, float [..., out, groups, groups], summed over the
+    inputs of each group; steps: whole numbers up to 256, float [..., in, out]; hessian: float [..., in, in].
+    """
+    import triton.language as tl
+
+    from optkit.algorithms.triton_columns import normal_kernel
+
+    *layers, inputs, outputs = steps.shape
+    normal = steps.new_zeros(*layers, outputs, groups, groups)
+    grid = (-(-outputs // TOGETHER), groups, normal[..., 0, 0, 0].numel())
+    apart = steps.stride(0) if layers else 0
+    with torch.cuda.device_of(hessian):
+        normal_kernel[grid](
+            hessian.contiguous(), steps, normal, inputs, outputs, steps.stride(-2), apart,
+            number=tl.bfloat16 if hessian.is_cuda else tl.float32,  # Triton's interpreter multiplies no other
+            size=inputs // groups, width=TOGETHER, num_warps=8, num_stages=3,
+        )  # fmt: skip
+    return normal
+
+
 def _launch(kernel: object, tensors: tuple[Tensor, ...], top: int | None) -> None:
     first = tensors[0]
     inputs, outputs = first.shape[-2:]
@@ -130,7 +163,7 @@ def _launch(kernel: object, tensors: tuple[Tensor, ...], top: int | None) -> Non
     # Triton launches on the current device, whichever device the tensors are on.
     with torch.cuda.device_of(first):
         kernel[grid](  # type: ignore[index]
-            *held, inputs, outputs, float(top or 0), floats=top is None, padded=padded, width=OUTPUTS, num_warps=4
+            *held, inputs, outputs, float(top or 0), floats=top is None, padded=padded, width=OUTPUTS, num_warps=2
         )
 
 

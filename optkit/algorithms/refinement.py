@@ -7,6 +7,7 @@ transposed here, [in, out], so that what belongs to one input lies together in m
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -41,9 +42,16 @@ def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -
     layers, groups = scales[..., 0, 0].numel(), scales.shape[-2]
     rows = max(1, EQUATIONS // groups**2 // layers)
     parts = zip(pull.split(rows, -1), steps.split(rows, -1), scales.split(rows, -1), strict=True)
+    equations = _equations_of(hessian, groups)
+    return torch.cat([_refit_scales(part, equations(step), step, scale) for part, step, scale in parts], dim=-1)
+
+
+def _equations_of(hessian: Tensor, groups: int) -> Callable[[Tensor], Tensor]:
+    """Return what makes coefficients, [..., out, groups, groups], of the steps of some rows."""
+    if column_kernels.multiplies_steps(hessian, groups):
+        return partial(column_kernels.normal_equations, hessian, groups)
     on_tensor_cores = hessian.dtype == torch.float32 and has_tensor_cores(hessian)
-    times = (_exact_product if on_tensor_cores else _product)(hessian, groups)
-    return torch.cat([_refit_scales(part, times, step, scale) for part, step, scale in parts], dim=-1)
+    return partial(_equations, (_exact_product if on_tensor_cores else _product)(hessian, groups), groups)
 
 
 def _product(hessian: Tensor, groups: int) -> Product:
@@ -67,15 +75,21 @@ def _exact_product(hessian: Tensor, groups: int) -> Product:
     )
 
 
-def _refit_scales(pull: Tensor, times: Product, steps: Tensor, scales: Tensor) -> Tensor:
-    groups, rows = scales.shape[-2:]
+def _equations(times: Product, groups: int, steps: Tensor) -> Tensor:
+    """Return what `column_kernels.normal_equations` does."""
     width = steps.shape[-2] // groups
-    normal = steps.new_zeros(*scales.shape[:-2], rows, groups, groups)  # symmetric: the lower triangle is enough
+    normal = steps.new_zeros(*steps.shape[:-2], steps.shape[-1], groups, groups)
     for group in range(groups):
         part = slice(group * width, (group + 1) * width)
         pulled = times(group, steps[..., part, :]).mul_(steps[..., : part.stop, :])  # [inputs up to here, out]
         normal[..., group, : group + 1] = pulled.unflatten(-2, (group + 1, width)).sum(-2).mT
-    wanted = (pull * steps).unflatten(-2, (groups, width)).sum(-2).mT  # [out, groups]
+    return normal
+
+
+def _refit_scales(pull: Tensor, normal: Tensor, steps: Tensor, scales: Tensor) -> Tensor:
+    """`normal`: the equations' coefficients, symmetric [..., out, groups, groups]; the lower triangle is enough."""
+    groups = scales.shape[-2]
+    wanted = (pull * steps).unflatten(-2, (groups, -1)).sum(-2).mT  # [out, groups]
     ridge = RIDGE * normal.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True) + torch.finfo(normal.dtype).tiny
     normal.diagonal(dim1=-2, dim2=-1).add_(ridge)
     lower, failed = torch.linalg.cholesky_ex(normal)

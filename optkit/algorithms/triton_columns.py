@@ -117,3 +117,36 @@ def search_kernel(
             zero = tl.where(better, shift, zero)
     tl.store(scales + row, scale, mask=here)
     tl.store(zeros + row, zero, mask=here)
+
+
+@triton.jit
+def normal_kernel(
+    hessian, steps, normal, inputs, outputs, row, layer,
+    number: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """Find what the scales of two groups pull at each other: steps^T hessian steps, group by group.
+
+    hessian: [layers, inputs, inputs]; steps: whole numbers up to 256 [layers, inputs, outputs], of which rows are
+    `row` apart and layers `layer`; normal: [layers, outputs, groups, groups], of which the lower triangle is filled.
+    Products are exact: three parts of the Hessian in bfloat16, which is `number`, are all of it.
+    """
+    group, groups = tl.program_id(1), tl.num_programs(1)
+    column = tl.program_id(0) * width + tl.arange(0, width)
+    there = (column < outputs)[None, :]
+    inside = tl.arange(0, size)
+    hessian += tl.program_id(2).to(tl.int64) * inputs * inputs
+    steps += tl.program_id(2).to(tl.int64) * layer
+    normal += (tl.program_id(2).to(tl.int64) * outputs + column) * groups * groups + group * groups
+    mine = group * size + inside
+    own = tl.load(steps + mine[:, None] * row + column[None, :], mask=there, other=0.0).to(number)
+    for other in range(group + 1):
+        theirs = other * size + inside
+        part = tl.load(hessian + theirs[:, None] * inputs + mine[None, :])
+        high = part.to(number)
+        rest = part - high.to(tl.float32)
+        middle = rest.to(number)
+        pulled = tl.dot(high, own)
+        pulled = tl.dot(middle, own, pulled)
+        pulled = tl.dot((rest - middle.to(tl.float32)).to(number), own, pulled)
+        step = tl.load(steps + theirs[:, None] * row + column[None, :], mask=there, other=0.0)
+        tl.store(normal + other, tl.sum(pulled * step, 0), mask=column < outputs)

@@ -15,8 +15,14 @@ if TYPE_CHECKING:
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """Return a tensor in main memory, contiguous and alone in its storage."""
-    tensor = tensor.detach().to("cpu").contiguous()
+    """Return a tensor in main memory, contiguous and alone in its storage.
+    From a GPU it comes by way of pinned memory: a copy to other memory would keep all from giving the GPU work.
+    """
+    if tensor.is_cuda:
+        import torch
+
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach()).clone()
+    tensor = tensor.detach().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

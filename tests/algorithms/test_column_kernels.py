@@ -16,7 +16,7 @@ from optkit.algorithms import block_refinement, column_kernels, scaled_gptq
 from optkit.algorithms.gptq import _round_block
 from optkit.algorithms.grid import Grid, round_to_nearest
 from optkit.algorithms.microscaling import round_to_e2m1
-from optkit.algorithms.refinement import _descend_block
+from optkit.algorithms.refinement import _descend_block, _equations, _product
 from optkit.algorithms.scale_search import search_scales
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="there is no triton")
@@ -103,6 +103,17 @@ def test_scales_are_searched_as_in_torch(monkeypatch, bits, group, symmetric, st
     found = search_scales(weight, grid, importance, compiled=True)
     losses = [squared_error(weight, importance, grid, *each) for each in (found, expected)]
     torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(("groups", "width", "outputs", "layers"), [(3, 32, 40, 0), (5, 16, 130, 0), (2, 128, 7, 2)])
+def test_equations_of_scales_are_those_of_the_loop(groups, width, outputs, layers):
+    generator = torch.Generator().manual_seed(groups)
+    rows = torch.randn(*([layers] if layers else []), groups * width, 256, generator=generator)
+    hessian = (rows @ rows.mT / 256).to(DEVICE)
+    steps = torch.randint(-8, 8, (*hessian.shape[:-1], outputs + 3), generator=generator).float().to(DEVICE)[..., 3:]
+    expected = _equations(_product(hessian.double(), groups), groups, steps.double())
+    found = column_kernels.normal_equations(hessian, groups, steps)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.gpu
