@@ -1,6 +1,7 @@
 """The next block's weights are read while one is worked on, and are the same."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,28 @@ def test_what_was_read_ahead_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert ahead.take("a", lambda: read("late")).tolist() == [1, 1]
     assert ahead.take("a", lambda: read("again")).tolist() == [2, 2]
     assert reads == ["a", "again"]
+
+
+def test_no_more_is_read_ahead_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_ahead, "AHEAD_BYTES", 10)
+    ahead, reads = ReadAhead(), []
+
+    def read(name: str) -> torch.Tensor:
+        reads.append(name)
+        return torch.zeros(1)
+
+    def seen() -> str:
+        ahead._threads.submit(lambda: None).result()
+        return "".join(reads)
+
+    ahead.begin({name: partial(read, name) for name in "abcde"}, dict(zip("abcde", (20, 5, 5, 5, 20), strict=True)))
+    assert seen() == "a"
+    ahead.take("a", partial(read, "A"))
+    assert seen() == "abc"
+    ahead.take("e", partial(read, "E"))  # out of turn: it is read at once, and not again
+    for name in "bcd":
+        ahead.take(name, partial(read, name.upper()))
+    assert seen() == "abcEd"
 
 
 def test_an_error_is_raised_where_the_tensor_is_needed() -> None:

@@ -1,0 +1,51 @@
+"""What is made on a GPU is copied while more is made; its order and its numbers stay."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from optkit.model import copies
+from optkit.model.copies import in_main_memory
+
+
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def plain(number: int) -> Tensor:
+    return torch.full((4,), float(number))
+
+
+def late(number: int) -> Tensor:
+    return plain(number).as_subclass(OnGpu)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ([plain, plain, plain], "made 0, got 0, made 1, got 1, made 2, got 2"),
+        ([late, late, late, late], "made 0, made 1, made 2, got 0, made 3, got 1, got 2, got 3"),
+        ([late, plain, late], "made 0, made 1, got 0, got 1, made 2, got 2"),
+    ],
+)
+def test_only_what_a_gpu_makes_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[Callable[[int], Tensor]], expected: str
+) -> None:
+    monkeypatch.setattr(copies, "beside_computing", lambda tensor: nullcontext())
+    monkeypatch.setattr(copies, "AHEAD_BYTES", 40)
+    events = []
+
+    def made() -> Iterator[tuple[str, Tensor]]:
+        for number, kind in enumerate(kinds):
+            events.append(f"made {number}")
+            yield str(number), kind(number)
+
+    for name, tensor in in_main_memory(made()):
+        events.append(f"got {name}")
+        assert tensor.tolist() == [float(name)] * 4
+    assert ", ".join(events) == expected
