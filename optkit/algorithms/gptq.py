@@ -175,9 +175,15 @@ def lower_inverse(lower: Tensor) -> Tensor:
         identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
         return torch.linalg.solve_triangular(lower, identity, upper=False)  # type: ignore[no-any-return]
     half = size // 2 // TRIANGLE * TRIANGLE or TRIANGLE
-    found = torch.zeros_like(lower)
+    found, between = torch.zeros_like(lower), torch.empty_like(lower[half:, :half])
     found[:half, :half], found[half:, half:] = lower_inverse(lower[:half, :half]), lower_inverse(lower[half:, half:])
-    torch.mm(found[half:, half:] @ lower[half:, :half], found[:half, :half].neg(), out=found[half:, :half])
+    above, below, corner = found[:half, :half], found[half:, half:], found[half:, :half]
+    for end in range(TRIANGLE, size - half + TRIANGLE, TRIANGLE):  # what is 0 in a triangle is not multiplied
+        rows = slice(end - TRIANGLE, end)
+        torch.mm(below[rows, :end], lower[half:, :half][:end], out=between[rows])
+    for start in range(0, half, TRIANGLE):
+        columns = slice(start, start + TRIANGLE)
+        corner[:, columns] = between[:, start:] @ above[start:, columns].neg()
     return found
 
 
