@@ -144,7 +144,7 @@ def test_lm_head_is_rounded_by_the_same_kernels(
     work = interrupted(stage, tiny_model("llama"), tmp_path, 3)
     monkeypatch.setattr("optkit.stages.quantizing.hessians.why_not_native", lambda: asked.append("loaded"))
     run(stage, tiny_model("llama"), tmp_path / "resumed", work)
-    assert asked == ["loaded"]
+    assert "loaded" in asked
 
 
 @pytest.mark.parametrize("finished", [2, 3])
