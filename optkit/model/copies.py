@@ -13,17 +13,30 @@ from optkit.model.reading_ahead import AHEAD_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
+PASSED_BYTES = 1 << 25
+
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """Return a tensor in main memory, contiguous and alone in its storage.
-    From a GPU it comes by way of pinned memory: a copy to other memory would keep all from giving the GPU work.
-    """
+    """Return a tensor in main memory, contiguous and alone in its storage."""
     if tensor.is_cuda:
-        import torch
-
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach()).clone()
+        return by_pieces(tensor)
     tensor = tensor.detach().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def by_pieces(tensor: Tensor) -> Tensor:
+    """Return a copy in main memory that went by way of pinned memory, PASSED_BYTES at a time.
+    While a GPU copies to other memory, no thread can give it work.
+    """
+    import torch
+
+    there = tensor.detach().contiguous().flatten()
+    here = torch.empty_like(there, device="cpu")
+    length = max(1, min(len(there), PASSED_BYTES // there.element_size()))
+    passed = torch.empty(length, dtype=there.dtype, pin_memory=there.is_cuda)
+    for part, place in zip(there.split(length), here.split(length), strict=True):
+        place.copy_(passed[: len(part)].copy_(part))
+    return here.view(tensor.shape)
 
 
 def own_copies(tensors: Mapping[str, Tensor], reading: AbstractContextManager[Any]) -> dict[str, Tensor]:
