@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.errors import OptkitError
 from optkit.measure import SteppingSession
+from optkit.verification.blocks import states_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +37,7 @@ FOUR_BIT_ACTIVATIONS = 0.6
 
 Of SmolLM2-135M in NVFP4 with such inputs, in bfloat16: embeddings changed by one step make 0.36, steps
 of decoding 0.2. Layers whose outputs are in a wrong order make 2 to 3 in the first half of the model,
-and less than this limit behind it.
+and less than this limit behind it: `blocks.py` finds these.
 """
 TEXT = """\
 A lighthouse keeper counts the ships that pass: on Monday 12, on Tuesday 9, on Wednesday 17, which makes 38 in three days.
@@ -63,6 +64,8 @@ class Reference:
     """How near its decode steps come to its logits of the whole text, over the last tokens; None
     without steps.
     """
+    states: Tensor | None = None
+    """What `states_of` returns of the tokens, if layers round their inputs so far that logits say little."""
 
     @property
     def prompt(self) -> int:
@@ -83,9 +86,11 @@ class Agreement:
     """
 
 
-def measure_reference(session: Session, dtype: str, tokens: int, new_tokens: int) -> Reference:
+def measure_reference(
+    session: Session, dtype: str, tokens: int, new_tokens: int, activation_bits: int = 0
+) -> Reference:
     """Return what a session makes of the fixed text's first `tokens` tokens, and its continuation.
-    The text is repeated if it is too short.
+    The text is repeated if it is too short. `activation_bits`: to how few layers round their inputs.
 
     Raises OptkitError if the tokenizer makes fewer than two tokens of it, or the model has too
     few positions.
@@ -100,7 +105,8 @@ def measure_reference(session: Session, dtype: str, tokens: int, new_tokens: int
         raise OptkitError(f"{len(ids)} tokens are too few to compare", where=str(session.directory), remedy=remedy)
     logits = session.logits(ids[None])[0].cpu()
     generated = session.generate(ids[None], new_tokens)[0, len(ids) :].tolist()
-    found = Reference(tuple(ids.tolist()), logits, tuple(generated), dtype, session.device, None)
+    states = states_of(session, ids[None]) if 0 < activation_bits <= 4 else None
+    found = Reference(tuple(ids.tolist()), logits, tuple(generated), dtype, session.device, None, states)
     if not isinstance(session, SteppingSession):
         return found
     stepped = session.stepped_logits(ids[None], found.prompt)[0].cpu()

@@ -15,6 +15,7 @@ from optkit.onnx.directory import GENAI_CONFIG
 from optkit.scorecard import Loading
 from optkit.verification import agreement
 from optkit.verification.agreement import Reference, verdict_of
+from optkit.verification.blocks import problem_of
 from optkit.verification.encoders import EncoderReference, asked_of, because, compare_encoded
 from optkit.verification.engines import ONNXRUNTIME_GENAI, TRANSFORMERS, VLLM, Answer, Engine
 from optkit.verification.model_files import Weights
@@ -24,6 +25,8 @@ LIKELIEST = 64
 """Tokens whose log-probabilities vLLM is asked for at each position."""
 STEPS = ".steps"
 """What the name of the file with logits of decode steps ends in."""
+STATES = "states.f32"
+"""The name of the file with optkit's hidden states."""
 OPENED_EAGER = "opened with attn_implementation='eager', because its own choice leaves out the soft cap of the scores"
 
 
@@ -53,6 +56,9 @@ def request_to(
         asked = asked_of(reference)
     else:
         asked = {"tokens": list(reference.tokens), "prompt": reference.prompt}
+        if reference.states is not None and engine is TRANSFORMERS:
+            reference.states.numpy().tofile(folder / STATES)
+            asked |= {"states": str(folder / STATES), "states_shape": list(reference.states.shape)}
     return {
         "directory": str(directory.resolve()),
         **asked,
@@ -122,10 +128,16 @@ def _compared(
         what += f", and of the last {count - reference.prompt} fed one at a time"
         steps = agreement.read_logits(Path(f"{logits}{STEPS}"), said["stepped_shape"])
         stepped = agreement.compare_logits(reference.logits[reference.prompt :], steps)
+    wrong = ""
+    if shares := said.get("blocks"):
+        what, wrong = f"{what}; what each block makes of optkit's hidden states", problem_of(shares)
     why = because((reference.dtype, said["dtype"]), bits)
     opened = f"; {OPENED_EAGER}" if _options(engine, weights.config) else ""
     compared = f"{what}; agrees below a mean KL of {limit:g} ({why}){opened}"
-    return {"compared": compared, **verdict_of(near, limit, stepped)}
+    verdict = verdict_of(near, limit, stepped)
+    if wrong and verdict["verdict"] == "agrees":
+        verdict |= {"verdict": "disagrees", "reason": wrong}
+    return {"compared": compared, **verdict}
 
 
 def _options(engine: Engine, config: Mapping[str, Any]) -> dict[str, Any]:

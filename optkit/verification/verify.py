@@ -119,7 +119,9 @@ def _reference(
     ):
         session: Any = opened
         if weights.task is Task.GENERATION:
-            found: Any = agreement.measure_reference(session, session.dtype, tokens, NEW_TOKENS)
+            found: Any = agreement.measure_reference(
+                session, session.dtype, tokens, NEW_TOKENS, weights.activation_bits
+            )
         elif weights.task in ENCODER_DECODERS:
             found = measure_encoder_decoder(session, session.dtype, weights.task)
         else:

@@ -114,9 +114,9 @@ def with_unmodified(
     The unmodified model's hidden states, what both models' attention and its feed-forward layers add to
     them, a block's float weights, and two sums as large as the Hessians are kept.
     """
-    hidden, running = calibration_bytes(shape, layers, text, batch, devices)
+    hidden, _ = calibration_bytes(shape, layers, text, batch, devices)
     largest = max(layer.outputs * layer.inputs for layer in layers.values())
-    kept = 4 * hidden + shape.block_bytes + 2 * hessian_bytes(shape, layers) + 4 * 3 * largest + running
+    kept = 4 * hidden + shape.block_bytes + 2 * hessian_bytes(shape, layers) + 4 * 3 * largest
     return replace(work, block=work.block + kept)
 
 

@@ -63,13 +63,53 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
         )[0, tokens.shape[1] :]
         stepped = step(model, tokens, request["prompt"])
         stepped.numpy().tofile(request["stepped_logits"])
+        blocks = {"blocks": differing_blocks(model, tokens, request)} if "states" in request else {}
     return {
         "device": request["device"],
         "dtype": str(model.dtype).removeprefix("torch."),
         "logits_shape": list(logits.shape),
         "stepped_shape": list(stepped.shape),
         "generated": generated.tolist(),
+        **blocks,
     }
+
+
+def differing_blocks(model: Any, tokens: Any, request: dict[str, Any]) -> list[float]:
+    """Return how far what each block adds to the hidden states of the request is from what was added
+    there, as a share of that: the mean over tokens.
+    """
+    import torch
+
+    count, length, width = request["states_shape"]
+    states = torch.from_file(request["states"], size=count * length * width, dtype=torch.float32)
+    states = states.view(count, 1, length, width).to(tokens.device)
+    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    blocks = next(each for each in lists if len(each) == count - 1)
+    found = []
+
+    def enter(index: int) -> Any:
+        given = states[index].to(model.dtype)
+
+        def hook(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            if arguments:
+                return (given, *arguments[1:]), keywords
+            return arguments, {**keywords, "hidden_states": given}
+
+        return hook
+
+    def leave(index: int) -> Any:
+        def hook(_module: Any, _arguments: Any, output: Any) -> None:
+            left = output[0] if isinstance(output, tuple) else output
+            off, added = left.float() - states[index + 1], states[index + 1] - states[index]
+            found.append(float((off.norm(dim=-1) / added.norm(dim=-1).clamp(min=1e-30)).mean()))
+
+        return hook
+
+    for index, block in enumerate(blocks):
+        block.register_forward_pre_hook(enter(index), with_kwargs=True)
+        block.register_forward_hook(leave(index))
+    model(input_ids=tokens, use_cache=False)
+    return found
 
 
 def step(model: Any, tokens: Any, prompt: int) -> Any:

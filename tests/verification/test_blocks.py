@@ -1,0 +1,70 @@
+"""Blocks of an engine on optkit's own hidden states, where 4-bit inputs hide a wrong layer in the logits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from optkit.session import open_session
+from optkit.source.calibration import Calibration
+from optkit.stage import Context
+from optkit.stages.cast import Cast
+from optkit.stages.mx import Mx
+from optkit.verification.blocks import FURTHEST, problem_of, states_of
+from optkit.verification.workers.open_in_transformers import differing_blocks
+from tests.conftest import TinyModel
+
+TOKENS = torch.arange(40)[None]
+
+
+@pytest.fixture(scope="module")
+def packed(tiny_model: TinyModel, text: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny model in NVFP4 whose layers round their inputs too."""
+    place = tmp_path_factory.mktemp("packed")
+    for name in ("half", "nvfp4"):
+        (place / name).mkdir()
+    Cast(dtype="bfloat16").run(tiny_model("llama"), place / "half", Context())
+    Mx(activations="dynamic", calibration=text).run(place / "half", place / "nvfp4", Context())
+    return place / "nvfp4"
+
+
+def shares(artifact: Path, states: torch.Tensor, place: Path) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    states.numpy().tofile(place / "states")
+    request = {"states": str(place / "states"), "states_shape": list(states.shape)}
+    with torch.no_grad():
+        return differing_blocks(AutoModelForCausalLM.from_pretrained(artifact), TOKENS, request)
+
+
+def test_a_wrong_layer_is_found_in_its_block_alone(packed: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    states = states_of(open_session(packed), TOKENS)
+    assert states is not None
+    right = shares(packed, states, tmp_path)
+    assert len(right) == len(states) - 1
+    assert max(right) < 0.1
+    assert problem_of(right) == ""
+    wrong = tmp_path / "wrong"
+    shutil.copytree(packed, wrong)
+    tensors = load_file(wrong / "model.safetensors")
+    layer = f"model.layers.{len(right) - 1}.mlp.down_proj"
+    for leaf in ("weight_packed", "weight_scale"):
+        rows = tensors[f"{layer}.{leaf}"]
+        tensors[f"{layer}.{leaf}"] = rows.view(torch.uint8).flip(0).view(rows.dtype)
+    save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
+    found = shares(wrong, states, tmp_path)
+    assert max(found[:-1]) < 0.1
+    assert found[-1] > FURTHEST
+    assert problem_of(found) == (
+        f"what block {len(right) - 1} adds to optkit's hidden states is off by {found[-1]:.2g} of itself, "
+        "and rounding explains 0.3"
+    )
+
+
+def test_numbers_that_are_none_are_a_problem() -> None:
+    assert problem_of([0.1, float("nan")]).startswith("what block 1 adds to optkit's hidden states is off by nan")
