@@ -20,7 +20,7 @@ from optkit.model.text_config import text_config
 from optkit.source.text_place import TextPlace
 from optkit_evals.harness.aggregating import Aggregated, Scored, aggregated
 from optkit_evals.harness.asking import Asking, Loaded
-from optkit_evals.harness.flips import COMPARED, contrasts, items_file
+from optkit_evals.harness.flips import COMPARED, ITEMS, contrasts
 from optkit_evals.harness.names import check_harness
 from optkit_evals.harness.scores import FRACTIONS, UNITS, as_metric, labels_of, metric_name, unit_of
 from optkit_evals.harness.task import HarnessTask
@@ -200,7 +200,7 @@ class LmEval(Eval):
         groups = [group.metric(self._protocol_of(group) + engine) for group in aggregated(scored)]
         for metric in (*groups, *(each.metric for each in scored)):
             yield metric.model_copy(update={"labels": {**metric.labels, **self._engine()}})
-        yield items_file(items)
+        yield Attachment.of_records(ITEMS, items)
 
     def _answered(self, asking: Asking, session: Any, context: EvalContext) -> list[Loaded]:
         """Return the tasks with the answers of the engine to their requests."""

@@ -189,7 +189,7 @@ class Environments:
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return None
         library = LIBRARIES.get(record["name"])
-        current = library is not None and _torch_is_there() and self._directory(library, SharedTorch()) == directory
+        current = library and package_version("torch") and self._directory(library, SharedTorch()) == directory
         known = {field: record[field] for field in Environment.model_fields if field in record}
         return Environment(**known, directory=directory, state="ready" if current else "outdated")
 
@@ -211,10 +211,6 @@ class Environments:
         except OSError as error:
             what, remedy = "environments cannot be kept here", "Name another place with $OPTKIT_ENVS"
             raise OptkitError(what, where=str(self.root), why=f"{error.strerror}", remedy=remedy) from error
-
-
-def _torch_is_there() -> bool:
-    return package_version("torch") is not None
 
 
 def _key(library: Library, torch: SharedTorch) -> str:

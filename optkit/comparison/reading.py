@@ -47,7 +47,8 @@ def read_scorecards(places: Sequence[Path]) -> Reading:
             except ArtifactError as error:
                 if named:
                     raise
-                found.left_out.append(LeftOut(place=str(each), why=_without_place(error)))
+                why = str(error).removeprefix(f"{error.where}: ")
+                found.left_out.append(LeftOut(place=str(each), why=why))
                 continue
             others = alike.setdefault((card.artifact_key, card.created), [])
             if first := next((other for other, its in others if its == card), None):
@@ -102,10 +103,6 @@ def _require_finished(artifact: Path) -> None:
         from optkit.artifact import read_finished  # imports much, for what is rare
 
         read_finished(artifact)
-
-
-def _without_place(error: ArtifactError) -> str:
-    return str(error).removeprefix(f"{error.where}: ")
 
 
 def _refuse(places: Sequence[Path], left_out: Sequence[LeftOut]) -> None:

@@ -48,11 +48,8 @@ class NamedSkeleton(Skeleton):
 
     def linears(self, block: Block) -> dict[str, Any]:
         inside = f"{block.name}."
-        return {name: module for name, module in self.model.named_modules() if name.startswith(inside) and _is(module)}
-
-
-def _is(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
+        named = ((name, module) for name, module in self.model.named_modules() if name.startswith(inside))
+        return {name: module for name, module in named if isinstance(module, nn.Linear)}
 
 
 def _add_(model: nn.Module, layer: Layer, dtype: torch.dtype) -> None:

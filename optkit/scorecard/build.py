@@ -187,14 +187,11 @@ def _verdict(gate: Gate, metric: Metric, references: Sequence[Reference]) -> tup
     _, ratio = reference.beside(metric)
     if ratio is not None:
         return gate.judge(ratio), ""
-    same = next((each for each in reference.metrics if _is_alike(each, metric)), None)
+    alike = (each for each in reference.metrics if (each.name, each.labels) == (metric.name, metric.labels))
+    same = next(alike, None)
     if same and same.failure:
         return Verdict.INCONCLUSIVE, f"of {reference.name}, {same.failure}"
     return Verdict.FAIL, f"no ratio: {reference.why_none(metric, same)}; {reference.remedy}"
-
-
-def _is_alike(metric: Metric, other: Metric) -> bool:
-    return (metric.name, metric.labels) == (other.name, other.labels)
 
 
 def _unmeasured(gate: Gate, metrics: Sequence[Metric], device: str | None) -> Metric:

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from optkit.devices import process_group
 from optkit.kernels.shares import SPLIT_BY
-from optkit.model.checkpoint import Checkpoint
 from optkit.model.checkpoint_share import CheckpointShare
 from optkit.model.split_plan import BY_INPUTS, BY_OUTPUTS
 
@@ -34,13 +33,6 @@ def share_kwargs(devices: int) -> dict[str, Any]:
     from transformers.distributed import DistributedConfig
 
     return {"distributed_config": DistributedConfig(tp_size=devices, tp_plan="auto"), "device_mesh": _joined[0]}
-
-
-def share_of(checkpoint: Checkpoint) -> CheckpointShare:
-    """Return this process's share of a checkpoint with packed weights.
-    Raises StageError if they cannot be split.
-    """
-    return CheckpointShare(checkpoint, distributed.get_rank(), distributed.get_world_size())
 
 
 def add_up_(model: PreTrainedModel, checkpoint: CheckpointShare) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import distributed
 from transformers import PreTrainedModel
 
 from optkit.common.out_of_resources import memory_errors
@@ -29,7 +30,7 @@ from optkit.model.pooling import pooling_for
 from optkit.model.state_kernels import silence_fallbacks_, state_kernels_note
 from optkit.model.task import ENCODER_DECODERS, Task, task_of
 from optkit.session.loading import load_by_transformers
-from optkit.session.splitting import add_up_, is_joined, share_of
+from optkit.session.splitting import add_up_, is_joined
 from optkit.session.torch_encoder import TorchEncoder
 from optkit.session.torch_encoder_decoder import TorchEncoderDecoder
 from optkit.session.torch_session import TorchSession
@@ -82,7 +83,7 @@ def _load(
     found = [setting.loading(opening, checkpoint, packed) for setting in opening.settings]
     spread = next((each for each in found if each), None)
     if packed and is_joined():
-        checkpoint = share_of(checkpoint)
+        checkpoint = CheckpointShare(checkpoint, distributed.get_rank(), distributed.get_world_size())
     quantized = quantized_layers(checkpoint)
     if quantized or (scales and not checkpoint.quantization):
         model, notes = load_packed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from optkit.artifact import read_artifact
@@ -43,11 +43,7 @@ def delete_weights(directory: Path, plan: Plan, kept: Mapping[str, Plan], store:
         if name.endswith(WEIGHTS):
             (directory / name).unlink(missing_ok=True)
     step = plan.steps[-1]
-    if step.stage is not None and step.key not in _needed(kept.values()):
+    if step.stage is not None and step.key not in {each.key for plan in kept.values() for each in plan.steps}:
         with store.idle(step.key) as idle:
             if idle and store.get(step.key):
                 store.delete(step.key)
-
-
-def _needed(plans: Collection[Plan]) -> set[str]:
-    return {step.key for plan in plans for step in plan.steps}

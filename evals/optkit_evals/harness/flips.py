@@ -36,11 +36,6 @@ def contrasts(found: Found, baseline: Found) -> Iterator[Metric | Attachment]:
     yield Attachment.of_records(FLIPS, turned)
 
 
-def items_file(items: Sequence[Mapping[str, Any]]) -> Attachment:
-    """Return the file of all items."""
-    return Attachment.of_records(ITEMS, items)
-
-
 def _pairs(ours: Sequence[Metric], theirs: Sequence[Metric]) -> list[tuple[Metric, Metric]]:
     known = {(each.name, str(each.labels), each.protocol): each for each in theirs}
     found = ((each, known.get((each.name, str(each.labels), each.protocol))) for each in ours)
