@@ -81,7 +81,7 @@ class CudaGraphs(Setting):
                 why="Each of them decides how a token is decoded",
                 remedy="Take cuda_graphs or kv_scales out of the recipe",
             )
-        decoder = session.model.graph_decoder
+        decoder = vars(session.model).pop("graph_decoder")  # which has the model
         if isinstance(decoder, str):
             session.add_note(decoder)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from optkit.common.garbage import uncollected
 from optkit.errors import MissingPackageError, RecipeError, StageError
 from optkit.kernels.cuda.decoding import GraphDecoder
 from optkit.kernels.cuda.model_steps import ModelSteps
@@ -24,6 +26,7 @@ from optkit.settings.precision import Precision
 from optkit.settings.speculative import Speculative
 from optkit.stage import Setting, exclusion
 from optkit.store.store import Store
+from tests.support.eager_kernels import run_on_cpu
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -47,6 +50,18 @@ def test_a_model_that_the_graph_does_not_know_is_compiled(
     assert session.compiled
     assert f"cuda_graphs: compile: reduce-overhead in its place, because {why}" in session.notes
     session.close()
+
+
+def test_a_closed_session_keeps_no_weights(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on_cpu(monkeypatch)
+    monkeypatch.setattr(CudaGraphs, "applies", lambda self, device: True)
+    session: Any = open_session(tiny_model("llama"), [CudaGraphs()])
+    session.generate(torch.arange(6)[None], 3)
+    assert not session.notes
+    with uncollected():
+        weight = weakref.ref(session.model.model.layers[0].mlp.down_proj.weight)
+        session.close()
+        assert weight() is None
 
 
 OTHERS: list[Setting] = [

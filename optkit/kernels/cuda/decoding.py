@@ -8,6 +8,7 @@ process has a graph of its share, with kernels that add up what all have (`excha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -190,7 +191,8 @@ class Steps:
     """The buffers and the graph for a number of sequences and positions."""
 
     def __init__(self, decoder: GraphDecoder, batch: int, capacity: int) -> None:
-        self.decoder, self.batch, self.capacity = decoder, batch, capacity
+        self.decoder: GraphDecoder = weakref.proxy(decoder)  # it keeps the steps: in a circle both would outlive it
+        self.batch, self.capacity = batch, capacity
         device, dtype = decoder.embedding.device, decoder.embedding.dtype
         self.rows = Rows(decoder, batch, 1)
         self.attended = torch.zeros(batch, decoder.heads * decoder.size, dtype=dtype, device=device)
