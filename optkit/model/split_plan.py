@@ -11,6 +11,7 @@ from functools import cache
 
 from optkit.model.config_defaults import assigned, config_class
 from optkit.model.shape import ModelShape
+from optkit.model.task import is_multi_modal
 from optkit.model.text_config import text_config
 
 PLAN = "base_model_tp_plan"
@@ -42,6 +43,17 @@ def plan_of(shape: ModelShape) -> Mapping[str, str] | None:
     tied = shape.config.get("tie_word_embeddings") or not any(name.endswith("lm_head.weight") for name in shape.tensors)
     ends = {"lm_head": "colwise"} | ({"embed_tokens": "colwise"} if tied else {})
     return {**plan, **({} if tied and shape.config.get("quantization_config") else ends)} if plan else plan
+
+
+def splits_half_a_tie(shape: ModelShape) -> bool:
+    """Say whether the plan splits an embedding, and not the output layer that is the same matrix.
+    So it is if the language model's own config ties both, and a class with towers has the output layer.
+    """
+    text = text_config(shape.config)
+    found = config_class(str(text.get("model_type", "")))
+    default = assigned(found).get("tie_word_embeddings") if found else None
+    ties = text.get("tie_word_embeddings", isinstance(default, ast.Constant) and default.value)
+    return is_multi_modal(shape.config) and bool(ties) and not any("lm_head." in name for name in shape.tensors)
 
 
 def splits_packed(shape: ModelShape) -> bool:

@@ -14,7 +14,7 @@ from optkit.environment import gpu_memory_bytes, visible_gpus
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
-from optkit.model.split_plan import plan_of, splits_packed, style_of
+from optkit.model.split_plan import plan_of, splits_half_a_tie, splits_packed, style_of
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
 from optkit.settings.speculative import Speculative
@@ -23,6 +23,8 @@ from optkit.stage import Format, Loading, Opening, Setting
 MOST_DEVICES = 64
 NAMED = 4
 """So many of the numbers that do not divide are named."""
+OTHERWISE = {"gemma3n_text": "By transformers' plan its logits are others: those of a tiny model differ by 5%"}
+"""`model_type` of language models that compute something else if they are split, and how it shows."""
 EXCLUDED: dict[type[Setting], str] = {
     Speculative: "The processes follow one request token by token",
 }
@@ -67,6 +69,11 @@ class TensorParallel(Setting):
         plan = plan_of(shape)
         if plan is not None and not plan:
             raise no_plan_error(architecture)
+        half = "transformers' plan splits its embedding of tokens, and not the output layer of the same matrix"
+        other = OTHERWISE.get(text_config(shape.config).get("model_type", ""), "")
+        if why := half if splits_half_a_tie(shape) else other:
+            remedy = "Take it out of the recipe, or use offload"
+            raise StageError(f"{architecture} cannot be split", where="tensor_parallel", why=why, remedy=remedy)
         if problems := list(_problems(shape, plan or {}, self.devices)):
             more = f"; and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
             fit = [str(count) for count in range(2, MOST_DEVICES + 1) if not any(_problems(shape, plan or {}, count))]
