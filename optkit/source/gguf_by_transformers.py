@@ -1,7 +1,8 @@
 """GGUF files of the architectures that optkit has no layout for, as transformers reads them.
 
 Its reader needs torch and the whole model in memory, so that a process of its own has them.
-Of the metadata it reads what it has a word for; the rest is named.
+Of the metadata it reads what it has a word for. What it leaves at defaults or reads wrong is corrected
+here, and a file with more is refused. tests/gguf/test_readers.py compares with llama.cpp.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from optkit.common.files import reading
 from optkit.errors import SourceError, first_line
 from optkit.model.config_defaults import keys_of
-from optkit.model.gguf_file import Gguf
+from optkit.model.gguf_file import Gguf, read_gguf
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.processes.child import Child
 from optkit.processes.child_program import Parent, importing
@@ -27,15 +28,54 @@ SPELLED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss
 """Architectures of GGUF that transformers' table of metadata spells in another way."""
 KNOWN = "GGUF_CONFIG_MAPPING", "integrations/ggml.py"
 """transformers' table of the architectures that it reads. Others need no process to say so."""
+TOKENIZERS = "GGUF_TO_FAST_CONVERTERS", KNOWN[1]
+"""Its table of those whose tokenizer it reads."""
+PROVEN = frozenset({"falcon", "gemma2", "gemma3", "nemotron", "phi3", "qwen2moe", "qwen3moe", "stablelm", "starcoder2"})
+"""Architectures whose logits were compared with llama.cpp's: tests/gguf/test_readers.py."""
 OF_NO_MATTER = frozenset({"vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length"})
 """Keys that say once more what tensors' shapes say."""
 OF_EXPERTS = {"expert_feed_forward_length": "moe_intermediate_size"}
+SOFT_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+THETA = {"rope.freq_base": "rope_theta"}
 UNREAD = {
-    "minimax_m2": {"expert_feed_forward_length": "intermediate_size"},
+    "falcon": {"attention.layer_norm_epsilon": "layer_norm_epsilon"},
+    "gemma2": SOFT_CAPS,
+    "gemma3": SOFT_CAPS,
     "qwen2_moe": {**OF_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     "qwen3_moe": OF_EXPERTS,
+    "nemotron": {"attention.layer_norm_epsilon": "norm_eps"},
+    "stablelm": THETA,
+    "starcoder2": THETA,
 }
 """Architecture -> keys that transformers leaves at its config's default, and the field that each is."""
+CORRECTED = {
+    "gemma2": {"rope.scaling.type", "rope.scaling.factor"},
+    "gemma3": {"rope.scaling.type", "rope.scaling.factor"},
+    "phi3": {"attention.sliding_window"},
+    "stablelm": {"use_parallel_residual"},
+}
+"""Architecture -> keys that `corrections` reads, or that the tensors tell too."""
+LARGEST = {"gemma2": 46, "gemma3": 62}
+"""Architecture -> blocks of the model of 27B, whose attention is scaled by the width of all heads (llama.cpp)."""
+PARTIAL = frozenset({"nemotron", "phi3", "stablelm"})
+"""Architectures that may rotate a part of each head."""
+
+
+def corrections(gguf: Gguf) -> dict[str, Any]:
+    """Return fields of the config that transformers leaves at defaults or reads wrong, as llama.cpp has them."""
+    kind, heads, width = gguf.architecture, gguf.get("attention.head_count"), gguf.get("embedding_length")
+    found: dict[str, Any] = {}
+    if kind in LARGEST:
+        largest = gguf.get("block_count") == LARGEST[kind]
+        found["query_pre_attn_scalar"] = width // heads if largest else gguf.get("attention.key_length")
+    if kind in PARTIAL and (rotated := gguf.get("rope.dimension_count")):
+        found["partial_rotary_factor"] = rotated / gguf.get("attention.key_length", width // heads)
+    if kind == "phi3":
+        found |= {"sliding_window": gguf.get("attention.sliding_window") or None}
+        found |= {"pad_token_id": gguf.metadata.get("tokenizer.ggml.padding_token_id")}
+    if scaling := gguf.get("rope.scaling.type"):
+        found["rope_scaling"] = {"rope_type": scaling, "factor": gguf.get("rope.scaling.factor")}
+    return found
 
 
 def foreign_shape(gguf: Gguf, known: Mapping[str, Any]) -> ModelShape:
@@ -44,16 +84,24 @@ def foreign_shape(gguf: Gguf, known: Mapping[str, Any]) -> ModelShape:
 
     Raises SourceError for an architecture that transformers does not read either.
     """
-    stat, read = gguf.path.stat(), keys_of(*KNOWN)
-    if read and not {gguf.architecture, SPELLED.get(gguf.architecture)} & read:
-        told: dict[str, Any] = {"refused": f"GGUF model with architecture {gguf.architecture} is not supported yet."}
+    stat, kind = gguf.path.stat(), gguf.architecture
+    names = {kind, SPELLED.get(kind), f"{kind}_text"}
+    if not names & keys_of(*KNOWN):
+        why = "Neither optkit nor transformers reads it"
+    elif not names & keys_of(*TOKENIZERS):
+        why = "transformers reads its weights, and no tokenizer of it"
+    elif kind not in PROVEN:
+        why = "transformers reads it, and nobody has compared what it reads with llama.cpp"
     else:
         told = _asked(str(gguf.path.absolute()), stat.st_mtime_ns, stat.st_size)
-    if why := told.get("refused"):
+        why = told.get("refused", "")
+    if why:
         raise SourceError(
-            f"unsupported GGUF architecture '{gguf.architecture}'",
+            f"unsupported GGUF architecture '{kind}'"
+            if kind not in PROVEN
+            else f"transformers cannot read this {kind}",
             where=str(gguf.path),
-            why=f"optkit imports {', '.join(sorted(known))}, and transformers says: {why}",
+            why=f"{why}. optkit imports {', '.join(sorted({*known, *PROVEN}))}",
             remedy="Take the safetensors form of the model",
         )
     tensors = {name: TensorInfo("F32", tuple(shape)) for name, shape in told["tensors"].items()}
@@ -62,7 +110,6 @@ def foreign_shape(gguf: Gguf, known: Mapping[str, Any]) -> ModelShape:
 
 def import_foreign(gguf: Gguf, target: Path, progress: Progress) -> dict[str, Any]:
     """Fill `target` with what transformers reads: weights, config and tokenizer.
-    Returns what was left out of the metadata.
 
     Raises SourceError for a file that transformers cannot read, and for weights that it does not find.
     """
@@ -74,13 +121,7 @@ def import_foreign(gguf: Gguf, target: Path, progress: Progress) -> dict[str, An
             why=why,
             remedy="Take the safetensors form of the model",
         )
-    left = [name for name in told["left_out"] if name not in OF_NO_MATTER]
-    said = f"; it does not look at {', '.join(left)} of the metadata" if left else ""
-    progress.warn(
-        f"{gguf.path}: {gguf.architecture} is read by transformers{said}. Compare the model with its safetensors "
-        "form if there is one."
-    )
-    return {"reader": "transformers", "left_out": left}
+    return {"reader": "transformers"}
 
 
 @cache
@@ -100,11 +141,20 @@ def work(parent: Parent) -> dict[str, Any]:
     """Return what an order asks for: the shape of the checkpoint, or what its import left out."""
     order = parent.order()
     with importing():
+        from transformers import configuration_utils
         from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
         from optkit.source.quiet import quiet_transformers
     for kind, words in UNREAD.items():
         GGUF_CONFIG_MAPPING.get(kind, {}).update(words)
+    gguf, read = read_gguf(Path(order["path"])), configuration_utils.load_gguf_checkpoint
+
+    def corrected(*arguments: Any, **options: Any) -> dict[str, Any]:
+        found: dict[str, Any] = read(*arguments, **options)
+        found["config"] |= corrections(gguf)
+        return found
+
+    configuration_utils.load_gguf_checkpoint = corrected
     with quiet_transformers():
         return _imported(order, parent) if "target" in order else _described(order)
 
@@ -114,12 +164,14 @@ def _described(order: Mapping[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
-    path = Path(order["path"])
+    path, left = Path(order["path"]), _left_out(read_gguf(Path(order["path"])))
+    if left:
+        return {"refused": f"It does not look at {', '.join(left)}"}
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+    except (AssertionError, ValueError, KeyError, TypeError, NotImplementedError) as error:
         return {"refused": first_line(error)}
     stored = revert_weight_conversion(model, {name: model.state_dict()[name] for name in _kept(model)})
     described = config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
@@ -139,9 +191,7 @@ def _imported(order: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
     import transformers.modeling_gguf_pytorch_utils as reader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.core_model_loading import revert_weight_conversion
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-    from optkit.model.gguf_file import read_gguf
     from optkit.source.gguf_tokenizer import describe_, found_by_hash
 
     def watched(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
@@ -152,7 +202,7 @@ def _imported(order: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
 
     reader.tqdm = watched  # its only bar, in a process that does nothing else
     files.GGUFReader = cache(files.GGUFReader)  # config, weights, tokenizer: each would read all of it, for seconds
-    path, gguf = Path(order["path"]), read_gguf(Path(order["path"]))
+    path = Path(order["path"])
     place = {"gguf_file": path.name, "local_files_only": True}
     with reading(path, "transformers cannot read it"), found_by_hash():
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -175,7 +225,15 @@ def _imported(order: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
     tokenizer.save_pretrained(order["target"])
     # the class of an architecture would cut text in its own way, whatever is in tokenizer.json
     describe_(Path(order["target"]), {type(tokenizer).__name__: "PreTrainedTokenizerFast"})
-    words = GGUF_CONFIG_MAPPING.get(SPELLED.get(gguf.architecture, gguf.architecture), {})
+    return {}
+
+
+def _left_out(gguf: Gguf) -> list[str]:
+    """Return the metadata and tensors that nobody looks at, as far as they matter."""
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+
+    words = {*GGUF_CONFIG_MAPPING.get(SPELLED.get(gguf.architecture, gguf.architecture), ())}
+    words |= OF_NO_MATTER | CORRECTED.get(gguf.architecture, set())
     prefix = f"{gguf.architecture}."
     asked = [name.removeprefix(prefix) for name in gguf.metadata if name.startswith(prefix)]
-    return {"left_out": [name for name in asked if words and name not in words]}
+    return [name for name in asked if name not in words] + [name for name in gguf.tensors if name.startswith("rope_")]

@@ -88,10 +88,18 @@ class TestHeader:
 
 
 class TestLayout:
-    def test_an_unknown_architecture(self, models, tmp_path):
-        file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", general__architecture="rwkv6")
-        what = "unsupported GGUF architecture 'rwkv6'. optkit imports llama, qwen2, qwen3, and transformers says: GGUF"
-        with pytest.raises(SourceError, match=f"{what} model with architecture .* Take the safetensors form"):
+    @pytest.mark.parametrize(
+        ("name", "why"),
+        [
+            ("rwkv6", "Neither optkit nor transformers reads it"),
+            ("gpt-oss", "transformers reads its weights, and no tokenizer of it"),
+            ("bloom", "transformers reads it, and nobody has compared what it reads with llama.cpp"),
+        ],
+    )
+    def test_an_architecture_that_is_not_imported(self, models, tmp_path, name, why):
+        file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", general__architecture=name)
+        what = f"unsupported GGUF architecture '{name}'. {why}. optkit imports falcon, gemma2, gemma3, llama, nemotron"
+        with pytest.raises(SourceError, match=f"{what}.* Take the safetensors form"):
             checkpoint_shape(read_gguf(file))
 
     @pytest.mark.parametrize(

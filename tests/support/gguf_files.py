@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoConfig
 
 from optkit.model.checkpoint import Checkpoint
 from optkit.source.gguf_llama import LAYOUTS, tensor_name
@@ -71,39 +74,47 @@ def save_gguf(model: Path, file: Path, architecture: str, quantization: str = "F
     return file
 
 
-def save_by_names(model: Path, file: Path, architecture: str, words: dict[str, str], norms: float = 0.0) -> Path:
-    """Write a checkpoint by gguf's own table of names: `words` are key of the metadata -> key of
-    config.json, `norms` is what the converter adds to the weights of norms.
+def save_by_names(
+    model: Path, file: Path, architecture: str, words: Mapping[str, str], norms: float = 0.0, **told: Any
+) -> Path:
+    """Write a checkpoint as llama.cpp's converter does, by gguf's own table of names. `words` are key of
+    the metadata -> field of the config, `norms` is added to the weights of norms, `told` is more metadata.
     """
     import gguf
     import numpy as np
 
-    checkpoint = Checkpoint(model)
+    checkpoint, config = Checkpoint(model), AutoConfig.from_pretrained(model)
     vocabulary = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     writer = gguf.GGUFWriter(file, architecture)
-    for key, word in words.items():
-        value = checkpoint.config[word]
-        writer.add_key_value(f"{architecture}.{key}", value, gguf.GGUFValueType.get_type(value))
-    kind = "gpt2" if architecture.startswith("qwen") else "llama"
-    space = "Ġ" if kind == "gpt2" else "▁"
+    values = {key: getattr(config, word) for key, word in words.items()}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if theta := rope.get("full_attention", rope).get("rope_theta"):
+        values["rope.freq_base"] = float(theta)
+    for key, value in (values | {key.replace("__", "."): value for key, value in told.items()}).items():
+        kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(f"{architecture}.{key}", value, kind)
+    space = "▁" if architecture.startswith("gemma") else "Ġ"
     tokens = [token.replace("Ġ", space) for token, _ in sorted(vocabulary["vocab"].items(), key=lambda item: item[1])]
     tokens[1] = "<unk>"
-    writer.add_tokenizer_model(kind)
+    tokens += [f"<{index}>" for index in range(len(tokens), config.vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_scores([-float(index) for index in range(len(tokens))])
     writer.add_token_types([3] + [1] * (len(tokens) - 1))
     writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+        add(0)
     known = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(known, 9)
     experts: dict[str, list[Any]] = {}
-    for name in sorted(checkpoint.tensors):
-        weights = checkpoint.read(name).float().numpy() + (norms if "norm" in name else 0)
+    for name in sorted(checkpoint.tensors, key=lambda name: [*map(int, re.findall(r"\d+", name))]):
+        weights = checkpoint.read(name).float().numpy() + (norms if name.endswith("norm.weight") else 0)
         if found := re.search(r"layers\.(\d+)\..*\.experts\.\d+\.(\w+)_proj", name):
             experts.setdefault(f"blk.{found[1]}.ffn_{found[2]}_exps.weight", []).append(weights)
         else:
-            writer.add_tensor(str(names.get_name(name, (".weight", ".bias"))), np.ascontiguousarray(weights))
+            place = names.get_name(name, (".weight", ".bias")) or f"{names.get_name(name)}.weight"
+            writer.add_tensor(place, np.ascontiguousarray(_converted(name, weights)))
     for name, each in experts.items():
         writer.add_tensor(name, np.stack(each))
     writer.write_header_to_file()
@@ -111,3 +122,7 @@ def save_by_names(model: Path, file: Path, architecture: str, words: dict[str, s
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _converted(name: str, weights: Any) -> Any:
+    return weights.squeeze() if "shared_expert_gate" in name else weights
