@@ -29,7 +29,7 @@ PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """Dtypes as the builder calls them."""
 ARCHITECTURES = (
     "Ernie4_5ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GraniteForCausalLM",
-    "HunYuanDenseV1ForCausalLM", "Lfm2ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "NemotronForCausalLM",
+    "HunYuanDenseV1ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "NemotronForCausalLM",
     "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM",
 )  # fmt: skip
 """The causal language models that the builder knows and optkit hands it."""
