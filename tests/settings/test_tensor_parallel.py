@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ from tests.support.near import near
 from tests.support.quick_evals import THROUGHPUT
 from tests.support.waiting import ended
 from tests.support.warm import warm_pythons
-from tests.zoo.configs import kinds, tiny_config
 
 TOKENS = torch.randint(0, 512, (2, 9), generator=torch.Generator().manual_seed(0))
 TWO = TensorParallel(devices=2)
@@ -334,24 +332,6 @@ def test_settings_that_exclude_it(tiny_model: TinyModel, other: Setting, why: st
     if named := kind.get(type(other).__name__):
         with pytest.raises(RecipeError, match="exclude each other"):
             load_recipe({"model": str(tiny_model("llama")), "stages": [named, {"tensor_parallel": 2}]})
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("gemma3", "splits its embedding"),
-        ("paligemma", "splits its embedding"),
-        ("aya_vision", "splits its embedding"),
-        ("gemma3n_text", "its logits are others"),
-        ("gemma3_text", ""),
-        ("llava", ""),
-        ("qwen2_vl", ""),
-    ],
-)
-def test_models_that_transformers_splits_wrong(kind: str, why: str) -> None:
-    config = tiny_config(kind, architectures=[kinds()[kind]]).to_dict()
-    with pytest.raises(StageError, match=f"cannot be split. .*{why}.*or use offload") if why else nullcontext():
-        TWO.check(ModelShape(config, {"a.weight": TensorInfo("F32", (8, 8))}), "cpu")
 
 
 def test_a_plan_nobody_knows_is_left_to_the_opening() -> None:
