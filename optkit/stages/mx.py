@@ -53,12 +53,10 @@ if TYPE_CHECKING:
 
 LESS = "Lower mx.batch_size, mx.calibration.samples or mx.calibration.sequence_length"
 """What to do when memory runs out."""
-WORK_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}
-"""What rounding holds beside the weights and their codes; it works on a few rows at a time."""
+WORK_BYTES, AT_ONCE = 28, {"cpu": 1 << 22, "cuda": 1 << 26}
+"""What rounding holds for a weight beside weights and codes, and how many weights it rounds at a time."""
 FLOAT_BYTES = 24
-"""Of a weight that GPTQ rounds: it, its values, its steps, the gradient, and what is computed on the way, in
-float32.
-"""
+"""Of a weight that GPTQ rounds, in float32: it, its values, its step, its gradient, and what is on the way."""
 
 
 class Mx(SharedText, LayerQuantizer):
@@ -137,7 +135,7 @@ class Mx(SharedText, LayerQuantizer):
                 return self.working_memory(apart, experts, device).cost(shape, left, device), left
             largest = max(info.elements // info.shape[0] for info in stacked.values())
             codes = max(info.elements for info in stacked.values())  # of all experts, apart and then joined
-            work = Work(largest * 4 + WORK_BYTES[device.partition(":")[0]], held=codes, streamed=True)
+            work = Work(largest * 4 + _rounding_bytes(largest, device), held=codes, streamed=True)
             return work.cost(apart, left, device), left
         return super().predict(shape, device)
 
@@ -330,14 +328,19 @@ class Mx(SharedText, LayerQuantizer):
         for name, layer in layers.items():
             bits = DTYPE_BITS[shape.tensors[f"{name}.weight"].dtype]
             modules[_parent(name)] += layer.outputs * layer.inputs * (bits + 8) // 8
-        work = max(modules.values()) + WORK_BYTES[device.partition(":")[0]]
+        largest = max(layer.outputs * layer.inputs for layer in layers.values())
+        work = max(modules.values()) + _rounding_bytes(largest, device)
         if self.calibration is None:
             return Work(work, streamed=True)
-        work += FLOAT_BYTES * max(layer.outputs * layer.inputs for layer in layers.values())
+        work += FLOAT_BYTES * largest
         if self.rounding == "gptq":
             work += HESSIAN_COPIES * 4 * max(layer.inputs for layer in layers.values()) ** 2
         sums = hessian_bytes(shape, layers) if self.rounding == "gptq" else 0
         return calibrated_work(shape, layers, self.calibration, self.batch_size, sums, work, self.devices)
+
+
+def _rounding_bytes(weights: int, device: str) -> int:
+    return WORK_BYTES * min(weights, AT_ONCE[device.partition(":")[0]])
 
 
 def _parent(name: str) -> str:

@@ -1,7 +1,8 @@
-"""What GPTQ holds at once, beside what plans say."""
+"""What rounding holds at once, beside what plans say."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,8 +12,11 @@ from torch import nn
 
 from optkit.algorithms.grid import Grid
 from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.microscaling import nvfp4_global_scale, quantize_mxfp4, quantize_nvfp4
+from optkit.algorithms.scale_search import CHUNK
 from optkit.model.linear_layers import EXPERTS, Layer
 from optkit.model.together import ALONE
+from optkit.stages import mx
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing import compensation
 from optkit.stages.quantizing.compensation import Compensation
@@ -44,3 +48,12 @@ def test_plans_know_what_rounding_holds(
     assert len(job.details["losses"]) == count
     planned = work_bytes([layers[names[0]]], count, "cpu", EXPERTS_AT_ONCE["cpu"])
     assert planned == pytest.approx(allocated.peak, rel=0.1)
+
+
+def test_plans_know_what_rounding_to_four_bit_floats_holds() -> None:
+    assert {device: CHUNK[device] for device in mx.AT_ONCE} == mx.AT_ONCE
+    weight = torch.randn(256, 512, dtype=torch.bfloat16)
+    for rounded in (quantize_mxfp4, partial(quantize_nvfp4, global_scale=nvfp4_global_scale([weight]))):
+        with torch.no_grad(), Allocated() as allocated:
+            rounded(weight, search=True)
+        assert mx.WORK_BYTES * weight.numel() == pytest.approx(allocated.peak, rel=0.05)
