@@ -20,9 +20,9 @@ EAGER = frozenset({
 """Models (`model_type`) whose attention transformers has as matrix products alone, without torch's
 fused one.
 """
-FLOAT_MATRICES = 3
-"""What scores become on their way through scale, cap, mask and softmax, as float32: so much is held
-at the peak, whatever the dtype.
+MATRICES = 3
+"""What scores become on their way through scale, cap, mask and softmax: so much is held at the peak,
+as float32; with attention sinks in the model's dtype.
 """
 ASKED = {
     **dict.fromkeys(("gemma2", "vaultgemma"), "softcap"),
@@ -34,6 +34,7 @@ ASKED = {
 """`model_type` -> the argument by which transformers asks an implementation for more than masked
 softmax attention.
 """
+HALVES = frozenset({"bfloat16", "float16"})
 PHRASES = {
     "softcap": "the soft cap of the scores",
     "s_aux": "attention sinks",
@@ -76,8 +77,11 @@ def eager_bytes(config: Mapping[str, Any], sequences: int, length: int) -> int:
     """Return the bytes of the matrices that eager attention holds at once in one layer.
     It is 0 if attention is fused.
     """
-    heads = first_number(config, HEADS) or 1
-    return FLOAT_MATRICES * 4 * sequences * heads * length**2 if attends_eagerly(config) else 0
+    if not attends_eagerly(config):
+        return 0
+    text = text_config(config)
+    halved = _asked_by_text(config) == "s_aux" and (text.get("dtype") or text.get("torch_dtype")) in HALVES
+    return MATRICES * (2 if halved else 4) * sequences * (first_number(config, HEADS) or 1) * length**2
 
 
 def caps_scores(config: Mapping[str, Any]) -> bool:

@@ -68,7 +68,7 @@ class Work:
             # a shard is written while the next one is made, before a block that takes longer is done
             waiting = min(SHARD_BYTES + (SHARD_BYTES // AHEAD if self.streamed else 0), made)
             # what is read ahead
-            inside += min(max(AHEAD_BYTES, inside), shape.size_bytes) if self.streamed else shape.block_bytes
+            inside += min(max(AHEAD_BYTES, inside), shape.size_bytes) if self.streamed else shape.pinned_bytes
         needed = max(
             outside + self.processes * max(entering, beyond),
             waiting + self.held + self.processes * max(block, inside),

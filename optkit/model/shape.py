@@ -51,6 +51,11 @@ class TensorInfo:
     def size_bytes(self) -> int:
         return (self.elements * DTYPE_BITS[self.dtype] + 7) // 8
 
+    @property
+    def pinned_bytes(self) -> int:
+        """What it takes where a GPU copies from by itself: torch has powers of two there."""
+        return 1 << (self.size_bytes - 1).bit_length() if self.size_bytes else 0
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -168,7 +173,12 @@ class ModelShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of the largest decoder block."""
-        return max((size for place, size in self._by_block("size_bytes").items() if place), default=0)
+        return self._largest_block("size_bytes")
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The same where a GPU copies from by itself."""
+        return self._largest_block("pinned_bytes")
 
     @cached_property
     def block_elements(self) -> Counter[tuple[str, int] | None]:
@@ -179,6 +189,9 @@ class ModelShape:
     def outside_bytes(self) -> int:
         """Bytes of everything outside the decoder blocks: embeddings, last norm, lm_head, vision."""
         return self._by_block("size_bytes")[None]
+
+    def _largest_block(self, measure: str) -> int:
+        return max((size for place, size in self._by_block(measure).items() if place), default=0)
 
     def _by_block(self, measure: str) -> Counter[tuple[str, int] | None]:
         sums: Counter[tuple[str, int] | None] = Counter()

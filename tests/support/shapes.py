@@ -94,6 +94,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         "num_hidden_layers": 61,
+        "num_attention_heads": 128,
         "quantization_config": {
             "activation_scheme": "dynamic",
             "fmt": "e4m3",
@@ -106,6 +107,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
         "num_hidden_layers": 24,
+        "num_attention_heads": 64,
         "num_local_experts": 32,
         "quantization_config": {"quant_method": "mxfp4"},
     },
@@ -138,7 +140,7 @@ def write_random(kind: str, directory: Path, blocks: int | None = None, device: 
     config = _config(kind, blocks)
     drawn = torch.Generator(device).manual_seed(0)
     directory.mkdir(parents=True)
-    with CheckpointWriter(directory) as writer:
+    with CheckpointWriter(directory, beside=True) as writer:
         for name, info in stored_tensors(config):
             writer.add(name, _random(name, info, drawn))
     return _beside(directory, config)
