@@ -58,6 +58,7 @@ LLAMA_3_8B: dict[str, Any] = {
 WEIGHTS: dict[str, Transform | None] = {
     "bfloat16": None,
     "int4, groups of 128": Rtn(group_size=128),
+    "lm_head too, int4, groups of 128": Rtn(group_size=128, lm_head=True),
     "fp8": Fp8(),
     "nf4": Nf4(),
     "w8a8": SmoothQuant(
@@ -106,7 +107,7 @@ def rounded_layer(weights: str, weight: Tensor) -> nn.Module:
         layer = Linear4bit(inputs, outputs, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
         layer.weight = Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
         return layer.cuda()
-    if weights.startswith("int4"):
+    if "int4" in weights:
         grid = Grid(4, 128, symmetric=True)
         rounded = round_to_nearest(weight.float(), *minmax_scales(weight.float(), grid), grid)
         packed = PackedWeight(pack(rounded.codes, 4, 1), rounded.scales, None, None, 4, inputs)
@@ -126,6 +127,8 @@ def session_in_memory(weights: str, settings: list[Setting]) -> Any:
             for name, layer in [*part.named_children()]:
                 if isinstance(layer, nn.Linear):
                     setattr(part, name, rounded_layer(weights, layer.weight.data))
+    if weights.startswith("lm_head"):
+        model.lm_head = rounded_layer(weights, model.lm_head.weight.data)
     torch.cuda.empty_cache()
     for setting in settings:
         model = setting.on_load(model, "cuda")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from optkit.kernels.cuda.decoding import STAGE_ROWS, attention_stages
 from optkit.kernels.cuda.nvrtc import compiled
 
 pytestmark = pytest.mark.gpu
@@ -92,7 +93,9 @@ def test_attention_is_that_of_float64(case: Case, shares: int, dtype: torch.dtyp
     known = cache[:, :, :, oldest:past].clone()
     macros = {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "ROTARY": rotary, "SHARES": shares}
     macros |= ({"QK_NORM": 1} if case.norms else {}) | ({"CAPPED": 1} if case.cap else {})
-    macros |= {"BF16": 1} if dtype == torch.bfloat16 else {}
+    stages = attention_stages(size, 1 + batch % 2, torch.device("cuda", 0))
+    macros |= ({"BF16": 1} if dtype == torch.bfloat16 else {}) | {"STAGES": stages}
+    launch = 128, stages * STAGE_ROWS * size * 2
     kernel = compiled("attention.cu", "attend", tuple(sorted((key, str(value)) for key, value in macros.items())), 0)
     arguments = (
         qkv,
@@ -111,14 +114,15 @@ def test_attention_is_that_of_float64(case: Case, shares: int, dtype: torch.dtyp
         partial,
         arrived,
         output,
+        *(None, None, None),
     )
     for _ in range(2):  # the counters are as they were
-        kernel((kv_heads, shares, batch), 128, arguments)
+        kernel((kv_heads, shares, batch), launch[0], arguments, launch[1])
     if heads * size % 128 == 0:
         lined = torch.full((64, heads * size), math.nan, dtype=dtype, device="cuda")
         macros |= {"LINED": 64}
         kernel = compiled("attention.cu", "attend", tuple(sorted((key, str(each)) for key, each in macros.items())), 0)
-        kernel((kv_heads, shares, batch), 128, (*arguments[:-1], lined))
+        kernel((kv_heads, shares, batch), launch[0], (*arguments[:-4], lined, *arguments[-3:]), launch[1])
         # inputs 8 t + p and 8 t + 4 + p of 32 are word t of unit p
         in_order = lined.view(-1, 4, 64, 4, 2).permute(2, 0, 3, 4, 1).reshape(64, heads * size)
         assert in_order[:batch].equal(output)

@@ -20,7 +20,7 @@ from tests.kernels.test_cuda_wide import WIDTHS
 pytestmark = pytest.mark.slow
 
 HEADS: list[dict[str, int]] = [
-    {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "ROTARY": rotary, "SHARES": shares}
+    {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "ROTARY": rotary, "SHARES": shares, "STAGES": 1 + shares % 4}
     for heads, kv_heads, size, rotary, shares in (
         (32, 8, 128, 128, 8),
         (8, 4, 256, 256, 1),
@@ -65,9 +65,9 @@ def compiles(source: str, macros: dict[str, str], architecture: str = "sm_90a") 
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("flags", [*product(("", "BF16"), ("", "QK_NORM"), ("", "CAPPED"))], ids=str)
+@pytest.mark.parametrize("flags", [*product(("", "BF16", "BF16 SCALED"), ("", "QK_NORM"), ("", "CAPPED"))], ids=str)
 def test_attention(heads: dict[str, int], flags: tuple[str, ...]) -> None:
-    given = dict.fromkeys(filter(None, flags), "1")
+    given = dict.fromkeys(" ".join(flags).split(), "1")
     compiles("attention.cu", {name: str(value) for name, value in heads.items()} | given)
 
 
@@ -98,7 +98,7 @@ def test_exchange(ranks: int, architecture: str) -> None:
 def test_what_is_behind_a_product(numbers: str) -> None:
     for flags in ("GATED", "GATED GELU", "RESIDUAL", "WIDE"):
         named = dict.fromkeys(f"{numbers} {flags}".split(), "1")
-        compiles("finish.cu", {"BITS": "8"} | named)
+        compiles("finish.cu", {"BITS": "8", "WIDTH": "4096", "THREADS": "448", "ROUNDS": "4", "NORM": "1"} | named)
         compiles("finish.cu", {"BITS": "16"} | {name: "1" for name in named if name != "INTEGER"})
 
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from optkit.algorithms.eight_bit import FLOAT8, INT8, round_inputs
-from optkit.kernels.cuda import decoding, exchange, matrix, prompts, step_layers, step_products
+from optkit.kernels.cuda import decoding, exchange, finishing, matrix, prompts, step_layers, step_products
 
 Macros = dict[str, str]
 WANTED = {
-    "attention.cu": {"HEADS", "KV_HEADS", "SIZE", "ROTARY", "SHARES"},
+    "attention.cu": {"HEADS", "KV_HEADS", "SIZE", "ROTARY", "SHARES", "STAGES"},
     "tokens.cu": {"WIDTH", "VOCABULARY"},
     "exchange.cu": {"RANK", "RANKS", "PACKETS"},
     "linear.cu": {"BITS", "INPUTS", "GROUP"},
@@ -31,14 +31,15 @@ LOW_HALF, TOP_BIT = (1 << 32) - 1, -1 << 63
 
 def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let GraphDecoder run on CPU tensors, in float32 too."""
-    for module in (decoding, exchange, matrix):
+    for module in (decoding, exchange, finishing, matrix):
         monkeypatch.setattr(module, "compiled", kernel)
     monkeypatch.setattr(exchange, "_shared_memories", lambda size, rank, device: [0] * distributed.get_world_size())
     monkeypatch.setattr(step_products, "MOST_STREAMED", {4: 0, 8: 0, 16: 0})
     monkeypatch.setattr(step_layers, "CODE_BASES", {torch.float32: 0, torch.bfloat16: 0})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=int, synchronize=int))
-    properties = SimpleNamespace(multi_processor_count=2)
+    sizes = {"shared_memory_per_multiprocessor": 1 << 17, "shared_memory_per_block_optin": 99 << 10}
+    properties = SimpleNamespace(multi_processor_count=2, **sizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for module in (decoding, prompts):
         monkeypatch.setattr(module, "captured", lambda launch: SimpleNamespace(replay=launch))
@@ -115,6 +116,16 @@ def finish(
     y.copy_(values + y if "RESIDUAL" in m else values)
 
 
+def finish_coded(
+    m: Macros, grid: Any, products: Tensor, scales: Any, of_tokens: Any, bias: Any, y: Tensor | None,
+    norm: Tensor | None, epsilon: float, codes: Tensor, code_scales: Tensor, given: Any, tokens: int,
+) -> None:  # fmt: skip
+    kept = torch.bfloat16 if "BF16" in m else torch.float32
+    made = products.new_empty(codes.shape, dtype=kept) if y is None else y
+    finish(m, grid, products, scales, of_tokens, bias, made, 0, tokens)
+    arrange(m, grid, made, norm, epsilon, codes, code_scales, tokens, given)
+
+
 def turned(x: Tensor, norm: Tensor | None, epsilon: float, cosine: Tensor, sine: Tensor, m: Macros) -> Tensor:
     """x: [..., SIZE]; cosine, sine: [..., ROTARY / 2]."""
     rotary = int(m["ROTARY"])
@@ -125,10 +136,18 @@ def turned(x: Tensor, norm: Tensor | None, epsilon: float, cosine: Tensor, sine:
     return torch.cat([a * cosine - b * sine, b * cosine + a * sine, x[..., rotary:]], -1)
 
 
+def scaled_heads(m: Macros, qkv: Tensor, of_tokens: Any, scales: Any, bias: Any) -> Tensor:
+    if "SCALED" not in m:
+        return qkv
+    values = qkv.float() * scales * of_tokens[:, None]
+    return (values if bias is None else values + bias).to(qkv.dtype)
+
+
 def turn_prompt(
     m: Macros, grid: Any, qkv: Tensor, keys: Tensor, values: Tensor, cosines: Tensor, sines: Tensor, prompt: int,
-    capacity: int, query_norm: Any, key_norm: Any, epsilon: float,
+    capacity: int, query_norm: Any, key_norm: Any, epsilon: float, *scaled: Any,
 ) -> None:  # fmt: skip
+    qkv.copy_(scaled_heads(m, qkv, *scaled))
     heads, kv_heads, size = int(m["HEADS"]), int(m["KV_HEADS"]), int(m["SIZE"])
     every = qkv.view(-1, prompt, heads + 2 * kv_heads, size)
     turns = cosines[:prompt, None], sines[:prompt, None]
@@ -142,9 +161,10 @@ def attend(
     m: Macros, grid: Any, qkv: Tensor, keys: Tensor, values: Tensor, cosines: Tensor, sines: Tensor,
     position_of: Tensor, capacity: int, scaling: float, query_norm: Any, key_norm: Any, epsilon: float, window: int,
     cap: float, sinks: Any,
-    shared: Tensor, arrived: Tensor, output: Tensor,
+    shared: Tensor, arrived: Tensor, output: Tensor, *scaled: Any,
 ) -> None:  # fmt: skip
     heads, kv_heads, size, at = int(m["HEADS"]), int(m["KV_HEADS"]), int(m["SIZE"]), int(position_of)
+    qkv = scaled_heads(m, qkv, *scaled)
     q, k, v = qkv.view(len(qkv), -1, size).split([heads, kv_heads, kv_heads], 1)
     q = turned(q, query_norm, epsilon, cosines[at], sines[at], m)
     keys[:, :, at], values[:, :, at] = turned(k, key_norm, epsilon, cosines[at], sines[at], m), v
@@ -159,5 +179,5 @@ def attend(
 
 
 KERNELS: dict[str, Callable[..., None]] = {
-    each.__name__: each for each in (embed, choose, keep, agree, arrange, finish, turn_prompt, attend)
+    each.__name__: each for each in (embed, choose, keep, agree, arrange, finish, finish_coded, turn_prompt, attend)
 } | {"sum": sum_of_ranks}

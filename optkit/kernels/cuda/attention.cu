@@ -6,8 +6,9 @@
 // scores of a key that has no value (gpt-oss). A block for each head of keys, share of the past,
 // and sequence. Its 4 warps take 16 keys in turn, with a softmax of their own: scores [queries, keys] and sums [queries, channels] are
 // products of 16 rows in tensor cores, the rows being the queries that share the head (FlashAttention-2, arXiv:2307.08691). Then all of
-// them are joined. Macros: BF16, HEADS, KV_HEADS (at most 16 queries each), SIZE (a multiple of 16 up to 256), ROTARY, SHARES, QK_NORM,
-// CAPPED, LINED (output lies as `wide.cu` reads it, so many sequences in a block).
+// them are joined. Macros: BF16, HEADS, KV_HEADS (at most 16 queries each), SIZE (a multiple of 16 up to 256), ROTARY, SHARES, STAGES
+// (tiles that a warp asks for before it needs them), QK_NORM, CAPPED, SCALED (qkv are products of codes, of 16 bits, with scales of tokens and
+// channels and a bias), LINED (output lies as `wide.cu` reads it, so many sequences in a block).
 //
 // Fragments of mma.m16n8k16: lane l = 4 r + c has, of queries, row r (and r + 8); of scores, rows r, r + 8 and columns 2 c, 2 c + 1.
 // Channels may be summed in any order, so a lane reads neighbouring ones of key r (lanes c take turns) and calls them what the fragment
@@ -21,11 +22,21 @@
 #define VALUE_READS (SIZE / 16 / VALUE_WORDS)
 #define ROWS (GROUP > 8 ? 2 : 1)  // of a lane
 #define NOTHING -1e30f
+#define VECTORS (SIZE / 8)                 // of 16 bytes, of a key or value
+#define SHIFTS ((VECTORS & -VECTORS) - 1 & 7)
+#define TILE_BYTES (2 * KEYS * SIZE * 2)
 
 template <int WORDS>
 struct alignas(4 * WORDS) Vector {
   u32 word[WORDS];
 };
+
+// Where bytes of a key lie in a tile: neighbours of a column are shifted against each other, so that lanes read different banks.
+__device__ __forceinline__ int place_in_tile(int key, int byte) { return key * SIZE * 2 + ((byte / 16 ^ (key & SHIFTS)) * 16 + byte % 16); }
+
+__device__ __forceinline__ void copy_16(const void* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
 
 // sums [queries, 8] += rows [queries, 16] * a matrix [16, 8]; where no lane has a second row, what comes of it is left.
 __device__ __forceinline__ void product(float (&sums)[4], const u32 (&rows)[4], u32 first, u32 second) {
@@ -41,18 +52,50 @@ __device__ __forceinline__ void product(float (&sums)[4], const u32 (&rows)[4], 
 #endif
 }
 
+// The heads of q, k and v of a token, or the products that they are made of.
+struct Heads {
+  const u16* qkv;
+#ifdef SCALED
+  float by;
+  const float* scales;
+  const u16* bias;
+#endif
+  __device__ __forceinline__ u32 pair(int head, int i) const {
+    const u32 pair = ((const u32*)qkv)[head * (SIZE / 2) + i];
+#ifdef SCALED
+    const float2 each = ((const float2*)scales)[head * (SIZE / 2) + i];
+    const u32 more = bias ? ((const u32*)bias)[head * (SIZE / 2) + i] : 0;
+    return narrow(low(pair) * (by * each.x) + low(more), high(pair) * (by * each.y) + high(more));
+#else
+    return pair;
+#endif
+  }
+};
+__device__ __forceinline__ Heads heads_of(const u16* qkv, int token, const float* token_scales, const float* scales, const u16* bias) {
+  qkv += (size_t)token * (HEADS + 2 * KV_HEADS) * SIZE;
+#ifdef SCALED
+  return {qkv, token_scales[token], scales, bias};
+#else
+  return {qkv};
+#endif
+}
+
 // A head of a query or key [SIZE] turned by its position, by a warp; with QK_NORM divided by its root mean square and times `norm` before.
-__device__ __forceinline__ void turn(const u16* x, const u16* norm, float epsilon, const float* cosine, const float* sine, u16* turned) {
+__device__ __forceinline__ void turn(const Heads& heads, int head, const u16* norm, float epsilon, const float* cosine, const float* sine,
+                                     u16* turned) {
   const int lane = threadIdx.x % 32;
-  const u32 *pairs = (const u32*)x, *norms = (const u32*)norm;
+  const u32* norms = (const u32*)norm;
   float factor = 1;
 #ifdef QK_NORM
   float squares = 0;
-  for (int i = lane; i < SIZE / 2; i += 32) squares += low(pairs[i]) * low(pairs[i]) + high(pairs[i]) * high(pairs[i]);
+  for (int i = lane; i < SIZE / 2; i += 32) {
+    const u32 pair = heads.pair(head, i);
+    squares += low(pair) * low(pair) + high(pair) * high(pair);
+  }
   factor = rsqrtf(sum_of_warp(squares) / SIZE + epsilon);
 #endif
   for (int i = lane; i < ROTARY / 4; i += 32) {
-    const u32 first = pairs[i], second = pairs[i + ROTARY / 4];
+    const u32 first = heads.pair(head, i), second = heads.pair(head, i + ROTARY / 4);
     float a[2] = {low(first) * factor, high(first) * factor}, b[2] = {low(second) * factor, high(second) * factor};
 #ifdef QK_NORM
     a[0] *= low(norms[i]), a[1] *= high(norms[i]), b[0] *= low(norms[i + ROTARY / 4]), b[1] *= high(norms[i + ROTARY / 4]);
@@ -62,10 +105,11 @@ __device__ __forceinline__ void turn(const u16* x, const u16* norm, float epsilo
     ((u32*)turned)[i + ROTARY / 4] = narrow(b[0] * c.x + a[0] * s.x, b[1] * c.y + a[1] * s.y);
   }
   for (int i = ROTARY / 2 + lane; i < SIZE / 2; i += 32) {
+    const u32 pair = heads.pair(head, i);
 #ifdef QK_NORM
-    ((u32*)turned)[i] = narrow(low(pairs[i]) * factor * low(norms[i]), high(pairs[i]) * factor * high(norms[i]));
+    ((u32*)turned)[i] = narrow(low(pair) * factor * low(norms[i]), high(pair) * factor * high(norms[i]));
 #else
-    ((u32*)turned)[i] = pairs[i];
+    ((u32*)turned)[i] = pair;
 #endif
   }
 }
@@ -73,9 +117,10 @@ __device__ __forceinline__ void turn(const u16* x, const u16* norm, float epsilo
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     attend(const u16* qkv, u16* keys, u16* values, const float* cosines, const float* sines, const int* position_of, int capacity,
            float scaling, const u16* query_norm, const u16* key_norm, float epsilon, int window, float cap, const u16* sinks, float* shared,
-           unsigned int* arrived, u16* output) {
+           unsigned int* arrived, u16* output, const float* token_scales, const float* scales, const u16* bias) {
+  extern __shared__ uint4 memory[];
   __shared__ __align__(16) u16 query[ROWS * 8][SIZE];
-  __shared__ float sums[WARPS][GROUP][SIZE];
+  __shared__ __align__(16) u16 newest[2 * SIZE];  // the key and the value
   __shared__ float largests[WARPS][GROUP], totals[WARPS][GROUP];
   const int head = blockIdx.x, share = blockIdx.y, sequence = blockIdx.z, thread = threadIdx.x;
   const int warp = thread / 32, row = thread % 32 / 4, column = thread % 4;
@@ -83,51 +128,41 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   const int oldest = window ? max(0, length - window) : 0, each = (length - oldest + SHARES - 1) / SHARES;
   const int first = min(oldest + share * each, length), behind = min(first + each, length);
   const size_t kept = ((size_t)sequence * KV_HEADS + head) * capacity * SIZE;
-  const Vector<KEY_WORDS>* past_keys = (const Vector<KEY_WORDS>*)(keys + kept) + column;
-  const Vector<VALUE_WORDS>* past_values = (const Vector<VALUE_WORDS>*)(values + kept) + row;
-
-  Vector<KEY_WORDS> now_keys[2][KEY_READS];
-  Vector<VALUE_WORDS> now_values[4][VALUE_READS] = {};  // what is not there counts as 0
-  const auto read_keys = [&](int start, int limit) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int key = start + half * 8 + row;
-#pragma unroll
-      for (int i = 0; i < KEY_READS; i++)
-        if (key < limit) now_keys[half][i] = past_keys[(size_t)key * (4 * KEY_READS) + i * 4];
+  const char* tiles = (const char*)memory + warp * STAGES * TILE_BYTES;
+  const auto ask_for = [&](int start, int stage) {  // 16 keys and values; zeros for those that are not there, or not yet
+    for (int i = thread % 32; i < KEYS * VECTORS && start < behind; i += 32) {
+      const int key = i / VECTORS, vector = i % VECTORS;
+      const bool there = start + key < min(behind, position);
+      const size_t from = kept / 8 + (there ? (size_t)(start + key) * VECTORS + vector : 0);
+      const char* to = tiles + stage * TILE_BYTES + place_in_tile(key, vector * 16);
+      copy_16(to, (const uint4*)keys + from, there), copy_16(to + KEYS * SIZE * 2, (const uint4*)values + from, there);
     }
-  };
-  const auto read_values = [&](int start, int limit) {
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const int key = start + column * 2 + k % 2 + k / 2 * 8;
-#pragma unroll
-      for (int i = 0; i < VALUE_READS; i++)
-        now_values[k][i] = key < limit ? past_values[(size_t)key * (8 * VALUE_READS) + i * 8] : Vector<VALUE_WORDS>{};
-    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
   };
   const int begin = first + warp * KEYS;
-  read_keys(begin, min(behind, position));
-  read_values(begin, min(behind, position));
+#pragma unroll
+  for (int s = 0; s < STAGES - 1; s++) ask_for(begin + s * WARPS * KEYS, s);
+  const float* cosine = cosines + (size_t)position * (ROTARY / 2);
+  const float* sine = sines + (size_t)position * (ROTARY / 2);
+  if (thread < ROTARY / 2) asm volatile("prefetch.global.L2 [%0];" ::"l"((thread % 2 ? sine : cosine) + thread));
   let_next_start();
   wait_for_previous();
 
-  const u16* now = qkv + (size_t)sequence * (HEADS + 2 * KV_HEADS) * SIZE;
-  const float* cosine = cosines + (size_t)position * (ROTARY / 2);
-  const float* sine = sines + (size_t)position * (ROTARY / 2);
+  const Heads now = heads_of(qkv, sequence, token_scales, scales, bias);
   for (int g = warp; g < ROWS * 8; g += WARPS) {
     if (g < GROUP)
-      turn(now + (head * GROUP + g) * SIZE, query_norm, epsilon, cosine, sine, query[g]);
+      turn(now, head * GROUP + g, query_norm, epsilon, cosine, sine, query[g]);
     else
       for (int i = thread % 32; i < SIZE; i += 32) query[g][i] = 0;
   }
   if (first <= position && position < behind && warp == WARPS - 1) {  // the share with the new token keeps it
-    turn(now + (HEADS + head) * SIZE, key_norm, epsilon, cosine, sine, keys + kept + (size_t)position * SIZE);
-    const u16* v = now + (HEADS + KV_HEADS + head) * SIZE;
-    for (int i = thread % 32; i < SIZE; i += 32) values[kept + (size_t)position * SIZE + i] = v[i];
+    turn(now, HEADS + head, key_norm, epsilon, cosine, sine, newest);
+    for (int i = thread % 32; i < SIZE / 2; i += 32) ((u32*)newest)[SIZE / 2 + i] = now.pair(HEADS + KV_HEADS + head, i);
+    __syncwarp();
+    for (int i = thread % 32; i < 2 * VECTORS; i += 32)
+      ((uint4*)((i < VECTORS ? keys : values) + kept + (size_t)position * SIZE))[i % VECTORS] = ((const uint4*)newest)[i];
   }
   __syncthreads();
-  if (begin <= position && position < min(begin + KEYS, behind)) read_keys(begin, behind), read_values(begin, behind);
 
   Vector<KEY_WORDS> queries[ROWS][KEY_READS];
 #pragma unroll
@@ -139,18 +174,32 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
   for (int r = 0; r < ROWS; r++) largest[r] = NOTHING, total[r] = 0;
 
+  int stage = 0;
   for (int start = begin; start < behind; start += WARPS * KEYS) {
+    ask_for(start + (STAGES - 1) * WARPS * KEYS, stage ? stage - 1 : STAGES - 1);
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+    __syncwarp();
+    const char* tile = tiles + stage * TILE_BYTES;
+    if (start <= position && position < start + KEYS) {
+      for (int i = thread % 32; i < 2 * VECTORS; i += 32)
+        *(uint4*)(tile + i / VECTORS * KEYS * SIZE * 2 + place_in_tile(position - start, i % VECTORS * 16)) = ((const uint4*)newest)[i];
+      __syncwarp();
+    }
     float scores[2][4] = {};
 #pragma unroll
-    for (int i = 0; i < KEY_READS; i++)
+    for (int i = 0; i < KEY_READS; i++) {
+      Vector<KEY_WORDS> now[2];
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+        now[half] = *(const Vector<KEY_WORDS>*)(tile + place_in_tile(half * 8 + row, (i * 4 + column) * (4 * KEY_WORDS)));
 #pragma unroll
       for (int w = 0; w < KEY_WORDS; w += 2) {
         const u32 rows[4] = {queries[0][i].word[w], ROWS > 1 ? queries[ROWS - 1][i].word[w] : 0, queries[0][i].word[w + 1],
                              ROWS > 1 ? queries[ROWS - 1][i].word[w + 1] : 0};
 #pragma unroll
-        for (int half = 0; half < 2; half++) product(scores[half], rows, now_keys[half][i].word[w], now_keys[half][i].word[w + 1]);
+        for (int half = 0; half < 2; half++) product(scores[half], rows, now[half].word[w], now[half].word[w + 1]);
       }
-    read_keys(start + WARPS * KEYS, behind);
+    }
 
     u32 chances[4] = {};
 #pragma unroll
@@ -181,16 +230,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         for (int j = 0; j < 2 * VALUE_WORDS; j++) sum[i][j][2 * r] *= factor, sum[i][j][2 * r + 1] *= factor;
     }
 #pragma unroll
-    for (int i = 0; i < VALUE_READS; i++)
+    for (int i = 0; i < VALUE_READS; i++) {
+      Vector<VALUE_WORDS> now[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        now[k] = *(const Vector<VALUE_WORDS>*)(tile + KEYS * SIZE * 2 +
+                                               place_in_tile(column * 2 + k % 2 + k / 2 * 8, (i * 8 + row) * (4 * VALUE_WORDS)));
 #pragma unroll
       for (int j = 0; j < 2 * VALUE_WORDS; j++) {
         const u32 which = j % 2 ? 0x7632 : 0x5410;  // the high or the low halves of two words
-        product(sum[i][j], chances, __byte_perm(now_values[0][i].word[j / 2], now_values[1][i].word[j / 2], which),
-                __byte_perm(now_values[2][i].word[j / 2], now_values[3][i].word[j / 2], which));
+        product(sum[i][j], chances, __byte_perm(now[0].word[j / 2], now[1].word[j / 2], which),
+                __byte_perm(now[2].word[j / 2], now[3].word[j / 2], which));
       }
-    read_values(start + WARPS * KEYS, behind);
+    }
+    __syncwarp();
+    stage = stage + 1 < STAGES ? stage + 1 : 0;
   }
 
+  const auto sums_of = [&](int warp, int g) { return (float*)(memory + warp * STAGES * TILE_BYTES / 16) + g * SIZE; };  // where its tiles were
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     total[r] += __shfl_xor_sync(0xffffffffu, total[r], 1);
@@ -202,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
         for (int j = 0; j < 2 * VALUE_WORDS; j++)
 #pragma unroll
-          for (int side = 0; side < 2; side++) sums[warp][g][(i * 8 + column * 2 + side) * (2 * VALUE_WORDS) + j] = sum[i][j][2 * r + side];
+          for (int side = 0; side < 2; side++) sums_of(warp, g)[(i * 8 + column * 2 + side) * (2 * VALUE_WORDS) + j] = sum[i][j][2 * r + side];
       if (column == 0) largests[warp][g] = largest[r], totals[warp][g] = total[r];
     }
   }
@@ -222,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #pragma unroll
     for (int w = 0; w < WARPS; w++) {
       const float factor = exp2f(largests[w][g] - highest);
-      all += totals[w][g] * factor, value += sums[w][g][c] * factor;
+      all += totals[w][g] * factor, value += sums_of(w, g)[c] * factor;
     }
 #if SHARES == 1
     if (sinks) all += exp2f(widen(sinks[head * GROUP + g]) * 1.4426950408889634f - highest);
@@ -279,21 +336,20 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 // warps take heads in turn.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     turn_prompt(u16* qkv, u16* keys, u16* values, const float* cosines, const float* sines, int prompt, int capacity, const u16* query_norm,
-                const u16* key_norm, float epsilon) {
+                const u16* key_norm, float epsilon, const float* token_scales, const float* scales, const u16* bias) {
   let_next_start();
   wait_for_previous();
   const int sequence = blockIdx.x / prompt, position = blockIdx.x % prompt, lane = threadIdx.x % 32;
-  u16* now = qkv + (size_t)blockIdx.x * (HEADS + 2 * KV_HEADS) * SIZE;
+  const Heads now = heads_of(qkv, blockIdx.x, token_scales, scales, bias);
   const float* cosine = cosines + (size_t)position * (ROTARY / 2);
   const float* sine = sines + (size_t)position * (ROTARY / 2);
   for (int head = threadIdx.x / 32; head < HEADS + 2 * KV_HEADS; head += WARPS) {
-    u16* x = now + head * SIZE;
     const size_t kept = (((size_t)sequence * KV_HEADS + (head - HEADS) % KV_HEADS) * capacity + position) * SIZE;
     if (head < HEADS)
-      turn(x, query_norm, epsilon, cosine, sine, x);
+      turn(now, head, query_norm, epsilon, cosine, sine, (u16*)now.qkv + head * SIZE);
     else if (head < HEADS + KV_HEADS)
-      turn(x, key_norm, epsilon, cosine, sine, keys + kept);
+      turn(now, head, key_norm, epsilon, cosine, sine, keys + kept);
     else
-      for (int i = lane; i < SIZE / 8; i += 32) ((uint4*)(values + kept))[i] = ((const uint4*)x)[i];
+      for (int i = lane; i < SIZE / 2; i += 32) ((u32*)(values + kept))[i] = now.pair(head, i);
   }
 }

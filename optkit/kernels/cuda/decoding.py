@@ -21,7 +21,7 @@ from torch import Tensor
 from optkit.errors import OptkitError, StageError
 from optkit.kernels.cuda.exchange import Exchange
 from optkit.kernels.cuda.graph_capture import captured
-from optkit.kernels.cuda.layer_pass import Rows, norms_all_heads
+from optkit.kernels.cuda.layer_pass import UNSCALED, Rows, norms_all_heads
 from optkit.kernels.cuda.model_steps import ModelSteps
 from optkit.kernels.cuda.nvrtc import compiled
 from optkit.kernels.cuda.prompts import Prompts
@@ -45,8 +45,12 @@ REMEDY = "Take cuda_graphs out of the recipe, or use compile"
 MOST_SHARES = 32
 KEYS_OF_SHARE = 64
 """The fewest that are worth a block."""
-BLOCKS_AT_ONCE = 2
-"""Blocks of the attention kernel that a multiprocessor holds."""
+MOST_BLOCKS = 2
+"""Of the attention kernel that a multiprocessor holds; one of few sequences, so that shared memory leaves
+room for the L1 cache, through which the weights of the kernels beside it come.
+"""
+STAGE_ROWS, MOST_STAGES, STATIC_BYTES = 4 * 2 * 16, 4, 14 << 10
+"""Keys and values that its 4 warps ask for at once; how many times ahead; what a block needs besides."""
 CAPACITY_STEP = 128
 TRIED, ALIKE, LEAST_ALIKE = 25, 0.95, 0.6
 """Tokens of two texts of which the graph's logits are compared with the model's own, and their cosine
@@ -203,7 +207,9 @@ class Steps:
         self.best = torch.zeros(batch, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(capacity + 1, batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int32, device=device)
-        self.shares = _shares(batch * decoder.kv_heads, capacity, device)
+        pairs, count = batch * decoder.kv_heads, torch.cuda.get_device_properties(device).multi_processor_count
+        self.shares = _shares(pairs, capacity, count)
+        self.stages = attention_stages(decoder.size, 1 if pairs <= count else MOST_BLOCKS, device)
         group = decoder.heads // decoder.kv_heads
         shared = batch * decoder.kv_heads * self.shares * group * (decoder.size + 2)
         self.partial = torch.zeros(shared, dtype=torch.float32, device=device)
@@ -272,20 +278,24 @@ class Steps:
 
     def _attend(self, index: int, layer: Layer) -> Tensor | Lined:
         decoder, lined = self.decoder, takes_lined(layer.output, self.batch)
-        macros = self.macros(index) | ({"CAPPED": 1} if layer.cap else {})
+        macros = self.macros(index, self.rows) | ({"CAPPED": 1} if layer.cap else {})
         macros |= {"LINED": tokens_of(self.batch)} if lined else {}
         given = (self.rows.qkv, *self.cache[index], *self.rotations[index], self.position, self.capacity)
         how = (decoder.scaling, *self.head_norms(layer), decoder.epsilon, layer.window, layer.cap, layer.sinks)
         output = self.lined.memory if lined else self.attended
         self.kernel("attention.cu", "attend", macros)(
-            (decoder.kv_heads, self.shares, self.batch), 128, (*given, *how, self.partial, self.arrived, output)
+            (decoder.kv_heads, self.shares, self.batch),
+            128,
+            (*given, *how, self.partial, self.arrived, output, *self.rows.scaled),
+            self.stages * STAGE_ROWS * decoder.size * 2,
         )
         return self.lined if lined else self.attended
 
-    def macros(self, index: int) -> dict[str, int]:
+    def macros(self, index: int, rows: Rows) -> dict[str, int]:
         decoder, layer = self.decoder, self.decoder.layers[index]
         macros = {"HEADS": decoder.heads, "KV_HEADS": decoder.kv_heads, "SIZE": decoder.size}
-        macros |= {"ROTARY": 2 * self.rotations[index][0].shape[1], "SHARES": self.shares}
+        macros |= {"ROTARY": 2 * self.rotations[index][0].shape[1], "SHARES": self.shares, "STAGES": self.stages}
+        macros |= {} if rows.scaled is UNSCALED else {"SCALED": 1}
         return macros | ({} if self.head_norms(layer) == (None, None) else {"QK_NORM": 1})
 
     @staticmethod
@@ -309,7 +319,16 @@ def rounded_otherwise(values: Tensor) -> Tensor:
     return (values.float() * (1 + steps * torch.finfo(values.dtype).eps)).to(values.dtype)
 
 
-def _shares(pairs: int, capacity: int, device: torch.device) -> int:
+def attention_stages(size: int, at_once: int, device: torch.device) -> int:
+    """Return how many tiles of keys and values of so many channels a warp of the attention kernel has room for
+    if a multiprocessor holds so many of its blocks.
+    """
+    properties: Any = torch.cuda.get_device_properties(device)
+    shared = int(properties.shared_memory_per_multiprocessor), int(properties.shared_memory_per_block_optin)
+    room = min(shared[0] // at_once, shared[1])
+    return max(1, min(MOST_STAGES, (room - STATIC_BYTES) // (STAGE_ROWS * size * 2)))
+
+
+def _shares(pairs: int, capacity: int, multiprocessors: int) -> int:
     """Return into how many shares the past is cut: as many as run at once, none too small."""
-    room = BLOCKS_AT_ONCE * torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(room // pairs, MOST_SHARES, capacity // KEYS_OF_SHARE))
+    return max(1, min(multiprocessors // pairs, MOST_SHARES, capacity // KEYS_OF_SHARE))

@@ -9,14 +9,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optkit.kernels.cuda.finishing import Coded, Products, finish, finish_coded
 from optkit.kernels.cuda.matrix import Matrix, scratch_bytes
 from optkit.kernels.cuda.schedule import MOST_TOKENS
 from optkit.kernels.cuda.step_layers import GatedMlp, Layer
-from optkit.kernels.cuda.step_products import step_gated, step_product
+from optkit.kernels.cuda.step_products import (
+    code_products,
+    is_coded,
+    leaves_scales,
+    step_gated,
+    step_product,
+    takes_coded,
+)
 from optkit.kernels.cuda.wide import Lined
 
 if TYPE_CHECKING:
     from optkit.kernels.cuda.decoding import GraphDecoder
+
+Scaled = tuple[Tensor | None, Tensor | None, Tensor | None]
+UNSCALED: Scaled = (None, None, None)
 
 
 class Rows:
@@ -26,39 +37,81 @@ class Rows:
         first, device = decoder.layers[0], decoder.embedding.device
         self.batch, self.epsilon, self.exchange, rows = batch, decoder.epsilon, decoder.exchange, batch * length
         mlps = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, GatedMlp)]
-        self.hidden, self.qkv = (
-            torch.zeros(rows, width, dtype=decoder.embedding.dtype, device=device)
+        self.hidden, self._qkv = (
+            torch.empty(rows, width, dtype=decoder.embedding.dtype, device=device)
             for width in (decoder.embedding.shape[1], first.qkv.outputs)
         )
         matrices = [decoder.head, *(matrix for layer in decoder.layers for matrix in (layer.qkv, layer.output))]
         matrices += [matrix for mlp in mlps for matrix in (mlp.gate_up, mlp.down)]
         needed = max(scratch_bytes(matrix.form, min(rows, MOST_TOKENS)) for matrix in matrices)
         self.ordered = torch.zeros(needed, dtype=torch.uint8, device=device)
+        self.qkv, self.scaled = self._qkv, UNSCALED
+        """What `attend` reads, and what it is multiplied by, if they are products of codes: scales of rows and
+        channels, and a bias.
+        """
+        self._unadded: Products | None = None
 
     def through(self, layer: Layer, attend: Callable[[], Tensor | Lined]) -> None:
-        """Add to the hidden states what a layer does.
-        `attend` returns what attention makes of `qkv`, [rows, heads * channels].
+        """Add to the hidden states what a layer does, to those rows that `attend` leaves.
+        It returns what attention makes of `qkv`, [rows, heads * channels].
         """
-        self.product(layer.qkv, self.hidden, self.qkv, layer.input_norm)
-        self._norm_heads_(layer)
+        self._attends_to(layer)
         self._add(layer.output, attend(), layer.attended_norm)
         if isinstance(layer.mlp, GatedMlp):
             gate_up, down = layer.mlp.gate_up, layer.mlp.down
-            gated = step_gated(gate_up, down, self.hidden, layer.mlp_norm, self.epsilon, self.ordered)
-            self._add(down, gated, layer.fed_norm)
+            x, norm = self._ready(gate_up, layer.mlp_norm)
+            self._add(down, step_gated(gate_up, down, x, norm, self.epsilon, self.ordered), layer.fed_norm)
             return
+        self.finish()
         normed = self.hidden if layer.mlp_norm is None else self._normed(self.hidden, layer.mlp_norm)
         found = layer.mlp(normed.view(self.batch, -1, normed.shape[1]))
         found = (found[0] if isinstance(found, tuple) else found).view_as(normed)
         self.hidden += found if layer.fed_norm is None else self._normed(found, layer.fed_norm)
 
+    def _attends_to(self, layer: Layer) -> None:
+        """Make q, k and v; of codes what is left to do, too, which who turns them does."""
+        x, norm = self._ready(layer.qkv, layer.input_norm)
+        if leaves_scales(layer.qkv, len(self.hidden)) and not norms_all_heads(layer):
+            products = code_products(layer.qkv, x, norm, self.epsilon)
+            self.qkv, self.scaled = products.sums, (products.scales, layer.qkv.scales, layer.qkv.bias)
+            return
+        self.qkv, self.scaled = self._qkv, UNSCALED
+        step_product(layer.qkv, x, self.qkv, norm=norm, epsilon=self.epsilon, ordered=self.ordered)
+        self._norm_heads_(layer)
+
     def product(self, matrix: Matrix, x: Tensor | Lined, y: Tensor, norm: Tensor | None = None) -> None:
         """Write x W^T into y, x normed before if there is a norm."""
-        step_product(matrix, x, y, norm=norm, epsilon=self.epsilon, ordered=self.ordered)
+        ready, norm = self._ready(matrix, norm) if x is self.hidden else (x, norm)
+        step_product(matrix, ready, y, norm=norm, epsilon=self.epsilon, ordered=self.ordered)
+
+    def keep_rows(self, which: Tensor) -> None:
+        """Go on with these rows alone; which: int64 [rows]."""
+        self.finish()
+        self.hidden = self.hidden.index_select(0, which)
+
+    def finish(self) -> None:
+        """Add to the hidden states what is still to be added."""
+        if self._unadded:
+            finish(self._unadded, self.hidden, add=True, gated=False)
+        self._unadded = None
+
+    def _ready(self, matrix: Matrix, norm: Tensor | None) -> tuple[Tensor | Coded, Tensor | None]:
+        """Return the hidden states as a matrix takes them, and the norm that is left to do."""
+        unadded = self._unadded
+        if unadded is None or not takes_coded(unadded.matrix, matrix, len(self.hidden)):
+            self.finish()
+            return self.hidden, norm
+        self._unadded = None
+        return finish_coded(unadded, matrix, self.hidden, norm, self.epsilon), None
 
     def _add(self, matrix: Matrix, x: Tensor | Lined, norm: Tensor | None) -> None:
         if norm is None and self.exchange is None:
-            step_product(matrix, x, self.hidden, add=True, ordered=self.ordered)
+            if isinstance(x, Lined) or not is_coded(matrix, len(x)):
+                step_product(matrix, x, self.hidden, add=True, ordered=self.ordered)
+            else:
+                self._unadded = code_products(
+                    matrix, x
+                )  # the next product's kernels add it, norm it and round it in one
             return
         added = torch.empty_like(self.hidden)
         self.product(matrix, x, added)

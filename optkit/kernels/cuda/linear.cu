@@ -8,7 +8,7 @@
 // 8 bits: x is rounded to 8 bits too, with a scale for each token or the given one, and products are sums of codes (m16n8k32).
 //
 // Macros: BF16; BITS 4, 8 (E4M3 floats; INTEGER: int8) or 16; INPUTS; GROUP (inputs of a scale: 32, 64 or a multiple of 128); ASYMMETRIC;
-//   TOKEN_TILES; ROW_TILES; WARPS; DEPTH (chunks in flight, a divisor of PER_WARP); SHARED (x goes through shared memory, normed where
+//   TOKEN_TILES; ROW_TILES; WARPS; DEPTH (chunks in flight); SHARED (x goes through shared memory, normed where
 //   NORM says so; else it was put in order by `arrange`); GATED (outputs are silu(first half) * second half; GELU: gelu, by tanh);
 //   RESIDUAL (y is added to what is there); WIDE (y is float32).
 #define CHUNKS ((INPUTS + 127) / 128)
@@ -16,6 +16,7 @@
 #define SUBGROUPS (GROUP >= 128 ? 1 : 128 / GROUP)
 #define WORDS_PER_SUBGROUP (BITS == 8 ? 2 : 4 / SUBGROUPS)
 #define PER_WARP ((CHUNKS + WARPS - 1) / WARPS)
+#define TURNS ((PER_WARP + DEPTH - 1) / DEPTH * DEPTH)  // the last ones may have no chunk: each unit begins with the same stage
 #define SHARE (WARPS * ROW_TILES * TOKEN_TILES * 8 * 16)  // floats
 #define PLACES (CHUNKS * SUBGROUPS)                       // of which x is summed, each with a scale
 #define VECTORS_PER_PLACE (16 / SUBGROUPS)
@@ -233,9 +234,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     int following[ROW_TILES];
     tiles_of(following, unit + gridDim.x, rows, second_half);
 #pragma unroll
-    for (int turn = 0; turn < PER_WARP; turn++) {
+    for (int turn = 0; turn < TURNS; turn++) {
       const int chunk = warp + turn * WARPS;
-      if (CHUNKS % WARPS == 0 || chunk < CHUNKS) {
+      if (turn < PER_WARP && (CHUNKS % WARPS == 0 || chunk < CHUNKS)) {
         const Stage& stage = stages[turn % DEPTH];
 #pragma unroll
         for (int s = 0; s < SUBGROUPS; s++) {
@@ -311,10 +312,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
         }
       }
-      if (turn + DEPTH < PER_WARP) {
+      if (turn + DEPTH < TURNS) {
         if (chunk + DEPTH * WARPS < CHUNKS) fetch(stages[turn % DEPTH], weight, scales, offsets, tile, chunk + DEPTH * WARPS, lane, rows);
       } else if (unit + gridDim.x < units) {
-        const int next = warp + (turn + DEPTH - PER_WARP) * WARPS;
+        const int next = warp + (turn + DEPTH - TURNS) * WARPS;
         if (next < CHUNKS) fetch(stages[turn % DEPTH], weight, scales, offsets, following, next, lane, rows);
       }
     }

@@ -28,8 +28,6 @@ from optkit.kernels.packed_linear import PackedWeight
 
 CODE_BASES = {torch.bfloat16: 128, torch.float16: 1024}
 """What the kernel adds to a code so that its bits are a float."""
-MOST_FINISHING = 1024
-"""Blocks of `finish` side by side: more tokens are taken in turn, with scales that were read once."""
 
 
 @dataclass(frozen=True)
@@ -247,19 +245,6 @@ def coded_rows(matrix: Matrix, x: Tensor, norm: Tensor | None, epsilon: float) -
     return codes, scales
 
 
-def finish(matrix: Matrix, products: Tensor, scales: Tensor | None, y: Tensor, add: bool, gated: bool) -> None:
-    """Write what `multiply` writes from the products, [rows, outputs], without the bias.
-    8 bits: they are sums of products of codes, and `scales` those of rows.
-    """
-    form, blocks = matrix.form, -(-y.shape[1] // (8 * 256))
-    flags = {"BF16": form.dtype == torch.bfloat16, "INTEGER": form.integer, "GELU": form.gelu}
-    flags |= {"GATED": gated, "RESIDUAL": add, "WIDE": y.dtype == torch.float32}
-    macros = {"BITS": str(form.bits), **{name: "1" for name, on in flags.items() if on}}
-    arguments = (products, matrix.scales, scales, matrix.bias, y, matrix.outputs, len(y))
-    kernel = compiled("finish.cu", "finish", tuple(sorted(macros.items())), y.get_device())
-    kernel((min(len(y), MOST_FINISHING), blocks, 1), 256, arguments)
-
-
 def _arrange(
     matrix: Matrix, x: Tensor, norm: Tensor | None, epsilon: float, ordered: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -282,9 +267,8 @@ def _kernel(name: str, macros: dict[str, str], device: int) -> Kernel:
 
 
 def _depth(form: Form, schedule: Schedule) -> int:
-    """Return the schedule's depth, or the next smaller one that divides the chunks of a warp."""
-    turns = -(-form.chunks // schedule.warps)
-    return max(depth for depth in range(1, schedule.depth + 1) if turns % depth == 0)
+    """Return the schedule's depth, or the chunks of a warp if they are fewer."""
+    return min(schedule.depth, -(-form.chunks // schedule.warps))
 
 
 def _by_tile(values: Tensor, group_size: int, tiles: int, chunks: int) -> Tensor:

@@ -83,23 +83,27 @@ def through(steps: Steps, tokens: Tensor, cache: Tensor, last: Tensor | None = N
     decoder, (batch, length) = steps.decoder, tokens.shape
     rows = Rows(decoder, batch, length)
     torch.mul(F.embedding(tokens.flatten(), decoder.embedding), decoder.embedding_scale, out=rows.hidden)
+    ends = torch.arange(batch, device=tokens.device) * length + (length - 1 if last is None else last)
     for index, layer in enumerate(decoder.layers):
         keys, values = cache[index]
 
         def attend(index: int = index, layer: Layer = layer, keys: Tensor = keys, values: Tensor = values) -> Tensor:
             turned = (*steps.rotations[index], length, steps.capacity, *steps.head_norms(layer), decoder.epsilon)
-            kernel = steps.kernel("attention.cu", "turn_prompt", steps.macros(index))
-            kernel((batch * length, 1, 1), 128, (rows.qkv, keys, values, *turned))
+            kernel = steps.kernel("attention.cu", "turn_prompt", steps.macros(index, rows))
+            kernel((batch * length, 1, 1), 128, (rows.qkv, keys, values, *turned, *rows.scaled))
             queries = rows.qkv.view(batch, length, -1, decoder.size)[:, :, : decoder.heads].transpose(1, 2)
             past = keys[:, :, :length], values[:, :, :length]
             found = F.scaled_dot_product_attention(
                 queries, *past, is_causal=True, scale=decoder.scaling, enable_gqa=decoder.heads != decoder.kv_heads
             )
-            return found.transpose(1, 2).reshape(batch * length, -1)
+            attended = found.transpose(1, 2).reshape(batch * length, -1)
+            if index + 1 < len(decoder.layers):
+                return attended
+            rows.keep_rows(ends)  # the keys and values of the others are all that steps need
+            return attended.index_select(0, ends)
 
         rows.through(layer, attend)
+    rows.finish()
     logits = torch.empty(batch, decoder.head.outputs, dtype=torch.float32, device=tokens.device)
-    hidden = rows.hidden.view(batch, length, -1)
-    ends = hidden[:, -1].contiguous() if last is None else hidden.index_select(1, last)[:, 0]
-    step_product(decoder.head, ends, logits, norm=decoder.norm, epsilon=decoder.epsilon)
+    step_product(decoder.head, rows.hidden, logits, norm=decoder.norm, epsilon=decoder.epsilon)
     return decoder.all_logits(logits).argmax(-1)

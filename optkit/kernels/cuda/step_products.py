@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.kernels.cuda.matrix import Matrix, coded_rows, dequantized, finish, multiply
+from optkit.kernels.cuda.finishing import Coded, Products, finish, finish_coded
+from optkit.kernels.cuda.matrix import Matrix, coded_rows, dequantized, multiply
 from optkit.kernels.cuda.schedule import CHUNK, MOST_TOKENS
 from optkit.kernels.cuda.wide import Lined, can_be_wide, multiply_wide
 
@@ -37,17 +38,37 @@ def takes_lined(matrix: Matrix, rows: int) -> bool:
     return is_wide(matrix, rows) and matrix.inputs % CHUNK == 0
 
 
-def step_gated(matrix: Matrix, behind: Matrix, x: Tensor, norm: Tensor | None, epsilon: float, ordered: Tensor) -> Any:
-    """Return gated outputs as `behind` takes them, a Tensor or Lined."""
+def is_coded(matrix: Matrix, rows: int) -> bool:
+    """Say whether so many rows are multiplied as codes."""
+    return matrix.form.bits == 8 and rows > MOST_STREAMED[8]
+
+
+def takes_coded(matrix: Matrix, behind: Matrix, rows: int) -> bool:
+    """Say whether what a matrix makes of codes can be written as the codes that `behind` takes."""
+    return is_coded(matrix, rows) and is_coded(behind, rows) and matrix.weight.dtype == behind.weight.dtype
+
+
+def leaves_scales(matrix: Matrix, rows: int) -> bool:
+    """Say whether products of codes are of 16 bits, so that the attention kernels read them."""
+    return is_coded(matrix, rows) and not matrix.form.integer and matrix.dtype == torch.bfloat16
+
+
+def step_gated(
+    matrix: Matrix, behind: Matrix, x: Tensor | Coded, norm: Tensor | None, epsilon: float, ordered: Tensor
+) -> Any:
+    """Return gated outputs as `behind` takes them, a Tensor, Lined or Coded."""
+    if takes_coded(matrix, behind, len(x)):
+        return finish_coded(code_products(matrix, x, norm, epsilon), behind)
+    made = torch.empty(len(x), behind.inputs, dtype=matrix.dtype, device=matrix.weight.device)
     lined = is_wide(matrix, len(x)) and takes_lined(behind, len(x))
-    y = Lined.empty(len(x), behind.inputs, x) if lined else x.new_empty(len(x), behind.inputs)
+    y = Lined.empty(len(x), behind.inputs, made) if lined else made
     step_product(matrix, x, y, norm=norm, epsilon=epsilon, gated=True, ordered=ordered)
     return y
 
 
 def step_product(
     matrix: Matrix,
-    x: Tensor | Lined,
+    x: Tensor | Lined | Coded,
     y: Tensor | Lined,
     *,
     norm: Tensor | None = None,
@@ -57,26 +78,30 @@ def step_product(
     ordered: Tensor | None = None,
 ) -> None:
     """Write x W^T into y like `multiply`, for any number of rows; can be captured in a CUDA graph."""
+    if isinstance(x, Coded) or (isinstance(x, Tensor) and is_coded(matrix, len(x))):
+        assert isinstance(y, Tensor)
+        finish(code_products(matrix, x, norm, epsilon), y, add=add, gated=gated)
+        return
     if isinstance(x, Lined) or isinstance(y, Lined) or is_wide(matrix, len(x)):
         multiply_wide(matrix, x, y, norm=norm, epsilon=epsilon, add=add, gated=gated)
         return
     if len(x) > MOST_STREAMED[matrix.form.bits]:
-        (_coded if matrix.form.bits == 8 else _dense)(matrix, x, y, norm, epsilon, add, gated)
+        _dense(matrix, x, y, norm, epsilon, add, gated)
         return
     for rows, written in zip(x.split(MOST_TOKENS), y.split(MOST_TOKENS), strict=True):
         multiply(matrix, rows, written, norm=norm, epsilon=epsilon, add=add, gated=gated, ordered=ordered)
 
 
-def _coded(matrix: Matrix, x: Tensor, y: Tensor, norm: Tensor | None, epsilon: float, add: bool, gated: bool) -> None:
-    codes, scales = coded_rows(matrix, x, norm, epsilon)
+def code_products(matrix: Matrix, x: Tensor | Coded, norm: Tensor | None = None, epsilon: float = 0.0) -> Products:
+    """Return the products of a matrix of 8 bits and x, whose scales are left to do."""
+    codes, scales = (x.codes, x.scales) if isinstance(x, Coded) else coded_rows(matrix, x, norm, epsilon)
     if matrix.form.integer:
         padded = F.pad(codes, (0, 0, 0, max(0, FEWEST_INTEGER_ROWS - len(codes))))
-        products = torch._int_mm(padded, matrix.weight.T)[: len(codes)]
-    else:
-        wide = torch.bfloat16 if matrix.dtype == torch.bfloat16 else torch.float32  # float16 ends before 448^2
-        one = _one(codes.device)
-        products = torch._scaled_mm(codes, matrix.weight.T, one, one, out_dtype=wide, use_fast_accum=True)
-    finish(matrix, products, scales, y, add, gated)
+        return Products(matrix, torch._int_mm(padded, matrix.weight.T)[: len(codes)], scales)
+    wide = torch.bfloat16 if matrix.dtype == torch.bfloat16 else torch.float32  # float16 ends before 448^2
+    one = _one(codes.device)
+    sums = torch._scaled_mm(codes, matrix.weight.T, one, one, out_dtype=wide, use_fast_accum=True)
+    return Products(matrix, sums, scales)
 
 
 @cache
@@ -89,7 +114,7 @@ def _dense(matrix: Matrix, x: Tensor, y: Tensor, norm: Tensor | None, epsilon: f
     if norm is not None:
         x = F.rms_norm(x, norm.shape, norm, epsilon)
     if gated:
-        finish(matrix, torch.mm(x, weight), None, y, add, gated)
+        finish(Products(matrix, torch.mm(x, weight)), y, add=add, gated=True)
     elif add and matrix.bias is None:
         y.addmm_(x, weight)
     else:
