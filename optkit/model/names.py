@@ -55,20 +55,21 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
     """
     slots = {name: tuple(slot.shape) for name, slot in model.state_dict(keep_vars=True).items()}
     found: dict[str, str] = {}
-    extra: list[str] = []
+    left: dict[str, str] = {}
     for tensor, renamed in renamed_tensors(model, checkpoint.tensors).items():
         name = with_base_prefix(renamed, model.base_model_prefix, slots)
         if name in slots and name not in found:
             found[name] = tensor
         elif not is_ignorable(renamed, model):
-            extra.append(tensor)
+            left[tensor] = renamed
     _refuse_rewritten(model, found, checkpoint)
     _tie(found, model)
     missing = [name for name in slots if name not in found and not _may_be_missing(name, model)]
-    if extra or missing:
+    if left or missing:
+        _refuse_rewritten(model, {renamed: tensor for tensor, renamed in left.items()}, checkpoint)
         raise SourceError(
             f"the weights are not those of {type(model).__name__}: parameters that the files lack: {_some(missing)}; "
-            f"tensors that the model has no place for: {_some(extra)}",
+            f"tensors that the model has no place for: {_some([*left])}",
             where=str(checkpoint.directory),
             why="A parameter without weights would be random numbers",
             remedy="See that config.json and the weights belong together",
@@ -102,7 +103,8 @@ def _refuse_rewritten(model: PreTrainedModel, found: Mapping[str, str], checkpoi
             raise SourceError(
                 f"{model.config.model_type} is not supported: transformers rewrites {tensor} while it loads it",
                 where=str(checkpoint.directory),
-                why="optkit reads weights as they are in the file",
+                why="It joins or splits what is there, and optkit reads weights as they are in the file",
+                remedy="Take a stage that reads tensors and no model, such as cast",
             )
 
 

@@ -17,7 +17,6 @@ from tests.support.gguf_files import save_by_names, save_gguf
 from tests.support.remembered import Lines
 from tests.zoo.models import TOKENS, plain_logits, save_model
 
-pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, of the extra `llama-cpp`")
 SIZES = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -82,6 +81,7 @@ def said_by_llama_cpp(file: Path) -> torch.Tensor:
 @pytest.mark.parametrize("architecture", [*CASES])
 def test_llama_cpp_says_the_same(architecture: str, tmp_path: Path) -> None:
     """But for its KV cache in 16 bits."""
+    pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, of the extra `llama-cpp`")
     kind, fields, words, norms, told = CASES[architecture]
     source = save_model(kind, tmp_path / "model", **fields)
     file = tmp_path / "tiny.gguf"

@@ -25,6 +25,7 @@ from tests.support.skeletons import (
     some_tokens,
     without,
 )
+from tests.zoo.models import save_model
 
 
 def test_old_gpt2_files_without_the_prefix_and_with_buffers(tiny_model, tmp_path: Path) -> None:
@@ -177,3 +178,9 @@ def test_custom_code_is_not_run_unless_it_is_trusted(tiny_model, tmp_path: Path)
     skeleton = Skeleton(Checkpoint(directory), trust_remote_code=True)
     assert type(skeleton.model).__name__ == "M"
     assert len(run_all_blocks(skeleton, some_tokens(2), 2)) == 3
+
+
+def test_tensors_that_transformers_joins_are_named(tmp_path: Path) -> None:
+    what = r"olmo_hybrid is not supported: transformers rewrites model\S*_conv1d.weight while it loads it. It joins"
+    with pytest.raises(SourceError, match=f"{what}.*such as cast"):
+        Skeleton(Checkpoint(save_model("olmo_hybrid", tmp_path / "model")))
