@@ -18,11 +18,13 @@ def _schema(what: str) -> dict[str, Any]:
         from optkit.recipe.schema import recipe_schema
 
         return recipe_schema()
-    from pydantic.json_schema import GenerateJsonSchema
+    from optkit.common.meanings import DescribedSchema
 
     module = import_module(DOCUMENTS[what])
-    schema = getattr(module, what.capitalize()).model_json_schema(mode="serialization")
-    head = {"$schema": GenerateJsonSchema.schema_dialect, "$id": f"urn:optkit:{what}:{module.SCHEMA}"}
+    schema = getattr(module, what.capitalize()).model_json_schema(
+        mode="serialization", schema_generator=DescribedSchema
+    )
+    head = {"$schema": DescribedSchema.schema_dialect, "$id": f"urn:optkit:{what}:{module.SCHEMA}"}
     return {**head, **schema, "title": f"optkit {what}"}
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 class Frozen(BaseModel):
     """An immutable record whose fields are exactly the keys of its YAML or JSON form."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     def set_among(self, *names: str) -> list[str]:
         """Return those of some fields that are not as by default: a resolved recipe writes down all."""

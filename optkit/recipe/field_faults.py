@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from optkit.common.meanings import described
 from optkit.errors import did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -167,7 +168,7 @@ def _sentence(model: type[BaseModel], steps: tuple[str | int, ...], details: lis
 
 
 def _meaning(owner: type[BaseModel] | None, steps: tuple[str | int, ...]) -> str:
-    about = owner.model_fields[str(steps[-1])].description if owner else None
+    about = described(owner)[str(steps[-1])].description if owner else None
     return f" It is: {' '.join(about.split())}" if about else ""
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from optkit.common.meanings import described
 from optkit.measure import Eval
 from optkit.recipe.entries import class_of
 from optkit.recipe.files import shipped_recipes
@@ -97,7 +98,7 @@ def fields_of(model: type[BaseModel], home: str = "fields.md") -> str:
             f"`{field.alias or name}`: {_type(field.annotation, field.metadata, home)}{_default(field)}",
             field.description or "",
         )
-        for name, field in model.model_fields.items()
+        for name, field in described(model).items()
     )
 
 
@@ -121,14 +122,14 @@ def field_names() -> set[str]:
 
 def _every_field() -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
     """Yield each field of a recipe with the way to it."""
-    yield from (((name,), field) for name, field in Recipe.model_fields.items())
+    yield from (((name,), field) for name, field in described(Recipe).items())
     for role, kinds in (("stage", STAGES), ("eval", EVALS)):
         for kind in kinds:
             yield from _fields_below(class_of(role, kind), (f"{role}s", kind))
 
 
 def _fields_below(model: type[BaseModel], way: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    for name, field in model.model_fields.items():
+    for name, field in described(model).items():
         here = (*way, field.alias or name)
         yield here, field
         for inner in _models_in(field.annotation):
@@ -169,7 +170,7 @@ def _fields_page() -> str:
     recipes = {name: path.read_text(encoding="utf-8") for name, path in shipped_recipes().items()}
     entries = [class_of(role, kind) for role, kinds in (("stage", STAGES), ("eval", EVALS)) for kind in kinds]
     parts = {
-        "Keys of a recipe": ((f"`{name}`", field.description or "") for name, field in Recipe.model_fields.items()),
+        "Keys of a recipe": ((f"`{name}`", field.description or "") for name, field in described(Recipe).items()),
         "Built-in models": ((f"`{name}`", line) for name, line in known_models().items()),
         "Built-in texts": ((f"`{name}`", line) for name, line in known_texts().items()),
         "Presets": ((f"`- {name}`", f"Short for `- {one_line(each)}`.") for name, each in sorted(PRESETS.items())),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+from pydantic.json_schema import models_json_schema
 
+from optkit.common.meanings import DescribedSchema, described
 from optkit.recipe.entries import class_of, names_of
 from optkit.recipe.recipe import MATRIX, Heading, Recipe
 from optkit.recipe.registry import PRESETS, summary
@@ -14,7 +15,9 @@ from optkit.recipe.registry import PRESETS, summary
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of recipes, plug-ins included."""
     models = [Heading, *(class_of(role, kind) for role in ("stage", "eval") for kind in names_of(role))]
-    references, schema = models_json_schema([(model, "validation") for model in models], ref_template="#/$defs/{model}")
+    references, schema = models_json_schema(
+        [(model, "validation") for model in models], ref_template="#/$defs/{model}", schema_generator=DescribedSchema
+    )
     definitions = _without_titles(schema["$defs"])
     named = {model: reference["$ref"].rpartition("/")[2] for (model, _), reference in references.items()}
     properties = definitions.pop(named[Heading])["properties"] | {
@@ -23,7 +26,7 @@ def recipe_schema() -> dict[str, Any]:
         "gates": {"type": "object", "additionalProperties": {"type": "string", "examples": ["<= 1.10x"]}},
     }
     properties["model"] = {"anyOf": [{"type": "string", "minLength": 1}, {"$ref": properties["model"]["$ref"]}]}
-    about = {name: " ".join((field.description or "").split()) for name, field in Recipe.model_fields.items()}
+    about = {name: " ".join((field.description or "").split()) for name, field in described(Recipe).items()}
     axes: dict[str, Any] = {"type": "array", "minItems": 1, "items": True}
     partial: dict[str, Any] = {"type": "array", "items": {"type": "object", "minProperties": 1}}
     matrix: dict[str, Any] = {
@@ -33,7 +36,7 @@ def recipe_schema() -> dict[str, Any]:
     }
     matrix |= {"minProperties": 1, "description": "Axes, a path and its values each: every combination is a recipe."}
     return {
-        "$schema": GenerateJsonSchema.schema_dialect,
+        "$schema": DescribedSchema.schema_dialect,
         "title": "optkit recipe",
         "type": "object",
         "additionalProperties": False,
