@@ -7,13 +7,12 @@ wrong layer in the second half of the model does. In one block, begun with the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from optkit.errors import SourceError
-from optkit.model.blocks import find_blocks
-from optkit.model.replaced_forward import hooked
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 FURTHEST = 0.3
 """How far what a block adds to the hidden states may be from what it adds in optkit, as a share of
@@ -28,12 +27,15 @@ def states_of(session: Any, tokens: Tensor) -> Tensor | None:
     """Return what enters each block on int64 [1, tokens], and what leaves the last one: float32
     [blocks + 1, tokens, hidden]; None if the blocks are not known.
     """
+    import torch
+
+    from optkit.model.blocks import find_blocks
+    from optkit.model.replaced_forward import hooked
+
     try:
         blocks = [block.module for block in find_blocks(session.model)]
     except SourceError:
         return None
-    import torch
-
     found: list[Tensor] = []
 
     def enter(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
