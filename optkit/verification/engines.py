@@ -275,7 +275,10 @@ def _environment(python: str, device: str) -> dict[str, str]:
     }
 
 
-REMEDIES = {"Failed to find a kernel": "Take 4 bits in groups of 32, 64 or 128, or serve it by transformers"}
+REMEDIES = {
+    "Failed to find a kernel": "Take 4 bits in groups of 32, 64 or 128, or serve it by transformers",
+    "MoE backend": "Serve experts in this form on a GPU, or by transformers",
+}
 """What an engine says -> what to do."""
 
 
@@ -290,6 +293,8 @@ def _reason(text: str) -> str:
                 break
             first += f" {line}"
     remedy = next((remedy for words, remedy in REMEDIES.items() if words in first), "")
+    if len(first) > LONGEST_REASON:  # a reason for each kernel that it has, in one line
+        first = first[:LONGEST_REASON].rpartition(". ")[0] or f"{first[:LONGEST_REASON]}..."
     return f"{first.rstrip('.')}. {remedy}" if remedy else first
 
 

@@ -82,6 +82,11 @@ def test_a_process_that_fails_says_its_last_lines(tmp_path: Path) -> None:
             "ValueError: Failed to find a kernel that can implement the WNA16 linear layer. Reasons: A: 3 bits. Take 4 "
             "bits in groups of 32, 64 or 128, or serve it by transformers",
         ),
+        (
+            f"NotImplementedError: No MXFP4 MoE backend supports this. Reasons: {'A is for GPUs, ' * 40}",
+            "NotImplementedError: No MXFP4 MoE backend supports this. Serve experts in this form on a GPU, or by "
+            "transformers",
+        ),
     ],
 )
 def test_a_refusal_is_its_first_line(words: str, problem: str, tmp_path: Path) -> None:
