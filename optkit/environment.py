@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,12 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         if found:
             return found[1].strip()
     return platform.processor() or platform.machine()
+
+
+@cache
+def cpu_has(feature: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Say whether Linux lists a feature of the CPU, e.g. `avx512_bf16`."""
+    return cpuinfo.is_file() and bool(re.search(rf"^flags\s*:.*\b{feature}\b", cpuinfo.read_text(), re.MULTILINE))
 
 
 def device_name(device: str) -> str:

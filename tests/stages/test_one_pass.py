@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales, round_to_nearest
+from optkit.environment import cpu_has
 from optkit.kernels.cpu.native import why_not_native
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.replaced_forward import hooked
@@ -78,4 +79,4 @@ def test_the_report_says_that_layers_were_rounded_in_turn(
     for kind, fields, said in (("llama", {}, 1), ("llama", {"true_sequential": False}, 0), ("gemma", {}, 0)):
         report = quantize(tiny_model(kind), tmp_path / f"{kind}{len(fields)}", text, **fields)
         assert len([note for note in report.notes if "true_sequential" in note]) == said
-        assert len([note for note in report.notes if "bfloat16" in note]) == torch.cpu._is_avx512_bf16_supported()
+        assert len([note for note in report.notes if "bfloat16" in note]) == cpu_has("avx512_bf16")

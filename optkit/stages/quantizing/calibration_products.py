@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optkit.environment import cpu_has
 from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
 from optkit.kernels.cpu.decoding import why_not_step
 from optkit.kernels.cpu.prompts import PromptPass
@@ -44,7 +45,7 @@ def in_bfloat16(layers: Mapping[str, nn.Module]) -> AbstractContextManager[None]
 
 def bfloat16_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable[[Tensor], Tensor]]:
     """Return what `in_bfloat16` lets layers compute by, with the weights that they have now."""
-    if not torch.cpu._is_avx512_bf16_supported():  # type: ignore[no-untyped-call]
+    if not cpu_has("avx512_bf16"):
         return {}
     return {module: _rounding(module) for module in modules if _is_plain(module)}
 
