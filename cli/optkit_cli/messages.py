@@ -59,6 +59,7 @@ def error_classes(base: type[OptkitError] = OptkitError) -> Iterator[type[Optkit
             yield from error_classes(derived)
 
 
+@cache
 def read_sources() -> Sources:
     """Return what optkit is made of."""
     roots = [Path(str(package.__file__)).parent for package in (optkit, optkit_cli, optkit_evals)]
