@@ -149,12 +149,12 @@ def test_parts_that_are_not_run_again_would_return_the_same(
 
 
 def test_encoder_decoders_are_refused(tiny_encoder_decoder: TinyModel, text: Calibration) -> None:
-    stage = Gptq(calibration=text, earlier_errors=0.5)
+    stage = Gptq(calibration=text, effort="balanced")
     with pytest.raises(StageError) as refused:
         stage.predict(Checkpoint(tiny_encoder_decoder("BartForConditionalGeneration")).shape, "cpu")
     assert str(refused.value) == (
         "gptq.earlier_errors: blocks of encoder-decoders are not held to those of the unmodified model. "
-        "A decoder's targets would be those of another encoder. Leave out earlier_errors."
+        "A decoder's targets would be those of another encoder. Leave out earlier_errors, or effort: balanced."
     )
 
 

@@ -16,14 +16,16 @@ from optkit.packed_tensors.base import COMPRESSED_TENSORS, LayerFormat
 from optkit.packed_tensors.gptq import GPTQ, GPTQ_MULTIPLE
 
 
-def refuse_encoder_decoder(config: Mapping[str, Any], field: str) -> None:
-    """Raise StageError if blocks of a model cannot be held to those of the unmodified model."""
+def refuse_encoder_decoder(config: Mapping[str, Any], field: str, effort: str) -> None:
+    """Raise StageError if blocks of a model cannot be held to those of the unmodified model.
+    `effort`: which picks the field.
+    """
     if config.get("is_encoder_decoder"):
         raise StageError(
             "blocks of encoder-decoders are not held to those of the unmodified model",
             where=f"gptq.{field}",
             why="A decoder's targets would be those of another encoder",
-            remedy=f"Leave out {field}{', or effort: best' if field == 'learn' else ''}",
+            remedy=f"Leave out {field}, or effort: {effort}",
         )
 
 

@@ -42,7 +42,7 @@ LEAVES = ("codes", "scales", "zeros")
 
 def block_learner(job: QuantizationJob, inputs: BlockInputs, steps: int) -> BlockLearner:
     """Return what teaches the blocks behind `inputs`. Raises StageError for models whose blocks cannot."""
-    refuse_encoder_decoder(job.skeleton.checkpoint.config, "learn")
+    refuse_encoder_decoder(job.skeleton.checkpoint.config, "learn", "best")
     from optkit.training.block_learning import BlockLearner
 
     job.details["block_losses"] = {}
@@ -126,7 +126,7 @@ def with_learning(
     """Return what it takes if blocks learn too, of what it takes without; `scales`: how many there are.
     Raises StageError for models whose blocks cannot.
     """
-    refuse_encoder_decoder(shape.config, "learn")
+    refuse_encoder_decoder(shape.config, "learn", "best")
     hidden, running = calibration_bytes(shape, layers, text, batch)
     counts = [sum(layers[name].outputs * layers[name].inputs for name in block) for block in by_block(shape, layers)]
     running *= LEARNING_BATCHES
