@@ -46,8 +46,8 @@ def test_qat_holds_a_gptq_with_its_own_fields() -> None:
 @pytest.mark.parametrize(
     ("stage", "fields", "key"),
     [
-        (Qat, {}, "028733b5ae3671f5"),
-        (Qat, {"start": "rtn"}, "87a2f40b3c57e0ef"),
+        (Qat, {}, "563982244b7fcffb"),
+        (Qat, {"start": "rtn"}, "67c2da79ba37e079"),
         (Gptq, {"backend": "gptqmodel"}, "ec2b2591101917c1"),
         (Awq, {"backend": "auto_round"}, "e807cc2b77bbcec0"),
         (Prune, {"method": "sparsegpt", "pattern": "2:4"}, "5cc985b0e0218cf1"),
