@@ -63,17 +63,17 @@ PARTIAL = frozenset({"nemotron", "phi3", "stablelm"})
 
 def corrections(gguf: Gguf) -> dict[str, Any]:
     """Return fields of the config that transformers leaves at defaults or reads wrong, as llama.cpp has them."""
-    kind, heads, width = gguf.architecture, gguf.get("attention.head_count"), gguf.get("embedding_length")
-    found: dict[str, Any] = {}
+    kind, found = gguf.architecture, dict[str, Any]()
+    share = gguf.get("embedding_length", 0) // (gguf.get("attention.head_count") or 1)
+    size = gguf.get("attention.key_length", share)
     if kind in LARGEST:
-        largest = gguf.get("block_count") == LARGEST[kind]
-        found["query_pre_attn_scalar"] = width // heads if largest else gguf.get("attention.key_length")
-    if kind in PARTIAL and (rotated := gguf.get("rope.dimension_count")):
-        found["partial_rotary_factor"] = rotated / gguf.get("attention.key_length", width // heads)
+        found["query_pre_attn_scalar"] = share if gguf.get("block_count") == LARGEST[kind] else size
+    if kind in PARTIAL and size and (rotated := gguf.get("rope.dimension_count")):
+        found["partial_rotary_factor"] = rotated / size
     if kind == "phi3":
         found |= {"sliding_window": gguf.get("attention.sliding_window") or None}
         found |= {"pad_token_id": gguf.metadata.get("tokenizer.ggml.padding_token_id")}
-    if scaling := gguf.get("rope.scaling.type"):
+    if (scaling := gguf.get("rope.scaling.type")) == "linear":
         found["rope_scaling"] = {"rope_type": scaling, "factor": gguf.get("rope.scaling.factor")}
     return found
 
@@ -234,6 +234,7 @@ def _left_out(gguf: Gguf) -> list[str]:
 
     words = {*GGUF_CONFIG_MAPPING.get(SPELLED.get(gguf.architecture, gguf.architecture), ())}
     words |= OF_NO_MATTER | CORRECTED.get(gguf.architecture, set())
+    words -= {"rope.scaling.type"} if gguf.get("rope.scaling.type") not in ("none", "linear") else set()
     prefix = f"{gguf.architecture}."
     asked = [name.removeprefix(prefix) for name in gguf.metadata if name.startswith(prefix)]
     return [name for name in asked if name not in words] + [name for name in gguf.tensors if name.startswith("rope_")]

@@ -60,7 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str], float, dict[str, Any
         {key: SIZES[key] for key in SIZES if "feed" not in key and "kv" not in key} | {NORM: "layer_norm_epsilon"},
         0, {"attention__head_count_kv": 1, "feed_forward_length": 256}),
     "nemotron": ("nemotron", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
-        SIZES | {NORM: "norm_eps"}, 1, {"rope__dimension_count": 8}),
+        SIZES | {NORM: "norm_eps"}, 1, {"rope__dimension_count": 16}),
 }  # fmt: skip
 """Architecture of GGUF -> the zoo's kind, its fields, and what `save_by_names` is given."""
 

@@ -107,10 +107,13 @@ def test_experts_have_the_sizes_of_the_file(tmp_path: Path, told: bool) -> None:
     assert near(plain_logits(target), plain_logits(source))
 
 
-def test_metadata_that_nobody_looks_at_is_refused(tmp_path: Path, tiny_model: TinyModel) -> None:
-    told = {"router_logit_softcapping": 30.0}
-    file = save_by_names(tiny_model("gemma3"), tmp_path / "tiny.gguf", "gemma3", GEMMA3, 1.0, **told)
-    with pytest.raises(SourceError, match=r"cannot read this gemma3. .*look at router_logit_softcapping.*safetensors"):
+@pytest.mark.parametrize(("key", "value"), [("router_logit_softcapping", 30.0), ("rope__scaling__type", "yarn")])
+def test_metadata_that_nobody_looks_at_is_refused(
+    tmp_path: Path, tiny_model: TinyModel, key: str, value: object
+) -> None:
+    file = save_by_names(tiny_model("gemma3"), tmp_path / "tiny.gguf", "gemma3", GEMMA3, 1.0, **{key: value})
+    said = f"cannot read this gemma3. It does not look at {key.replace('__', '.')}. .*safetensors"
+    with pytest.raises(SourceError, match=said):
         model_shape(pin_model(ModelSource(name=str(file)), tmp_path / "cache"), None)
 
 
