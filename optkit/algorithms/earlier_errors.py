@@ -11,17 +11,12 @@ Rounding Q against E[c x x^T] gives the least error of the same objective.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from optkit.algorithms import column_kernels
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.tensor_cores import LONGEST, add_product_, has_tensor_cores
-
-if TYPE_CHECKING:
-    from optkit.model.together import Together
 
 
 class Mismatch(Hessian):
@@ -49,12 +44,6 @@ class Mismatch(Hessian):
             if self._of_sums is None:
                 self._of_sums = self._of_inputs.new_zeros(lacking.shape[1], given.shape[1])
             add(self._of_sums, lacking.float(), counted)
-
-    def add_up_(self, together: Together, tokens: int) -> None:
-        super().add_up_(together, tokens)
-        for each in (self._of_inputs, self._of_sums):
-            if each is not None:
-                together.sum_(each)
 
     def moved(self, weight: Tensor, share: float, damping: float) -> Tensor:
         """Return a weight, float32 [out, in], moved by a share of the way.

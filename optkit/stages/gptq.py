@@ -103,6 +103,11 @@ class Gptq(GptqFields, SharedText, Backed):
                 raise ValueError(f"{name} would not be read: take it out, or set learn: blocks")
         if self.learn and not (self.learning_steps or self.scale_steps):
             raise ValueError("learning_steps and scale_steps are 0: nothing would learn. Raise one, or leave out learn")
+        if self.earlier_errors and self.devices > 1:
+            raise ValueError(
+                "earlier_errors are summed on one device, beside the unmodified model. "
+                "Leave out devices, earlier_errors or effort: balanced"
+            )
         if self.learn and self.devices > 1:
             raise ValueError(
                 "blocks learn on one device, because each step changes what the next one begins with. "
@@ -270,7 +275,7 @@ class Gptq(GptqFields, SharedText, Backed):
         found = calibrated_work(shape, layers, text, self.batch_size, sums, work, self.devices)
         if self.earlier_errors:
             refuse_encoder_decoder(shape.config, "earlier_errors", "balanced")
-            found = with_unmodified(found, shape, layers, text, self.batch_size, self.devices)
+            found = with_unmodified(found, shape, layers, text, self.batch_size)
         if not self.learn:
             return found
         sizes = [(layer, getattr(self.layer_format(layer), "group_size", None)) for layer in layers.values()]

@@ -148,6 +148,14 @@ def test_parts_that_are_not_run_again_would_return_the_same(
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
+def test_several_devices_are_refused() -> None:
+    with pytest.raises(
+        ValueError,
+        match="earlier_errors are summed on one device, beside the unmodified model. Leave out devices, earl",
+    ):
+        Gptq(effort="balanced", devices=2)
+
+
 def test_encoder_decoders_are_refused(tiny_encoder_decoder: TinyModel, text: Calibration) -> None:
     stage = Gptq(calibration=text, effort="balanced")
     with pytest.raises(StageError) as refused:

@@ -107,8 +107,6 @@ class EarlierErrors:
                 lacking = (wanted_sums[name].float() - sums[name].float()).flatten(0, -2) if added else None
                 total = found.setdefault(name, Mismatch(rows.shape[-1], rows.device))
                 total.add_pair(rows.flatten(0, -2), wanted[name].flatten(0, -2), sizes, lacking)
-        for total in {id(each): each for each in found.values()}.values():
-            total.add_up_(inputs.together, sum(inputs.together.gather(total.tokens)))
         for name, total in found.items():
             refuse_infinite(total.matrix(), name, self.skeleton)
             if total.tokens < FEW_TOKENS:

@@ -107,14 +107,12 @@ def with_learned_scales(
         yield BlockOutput({name: packed_format(job, name).pack(*each) for name, each in learned.items()})
 
 
-def with_unmodified(
-    work: Work, shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, devices: int
-) -> Work:
+def with_unmodified(work: Work, shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int) -> Work:
     """Return what it takes if layers make up for earlier errors too, of what it takes without.
     The unmodified model's hidden states, what both models' attention and its feed-forward layers add to
     them, a block's float weights, and two sums as large as the Hessians are kept.
     """
-    hidden, _ = calibration_bytes(shape, layers, text, batch, devices)
+    hidden, _ = calibration_bytes(shape, layers, text, batch)
     largest = max(layer.outputs * layer.inputs for layer in layers.values())
     kept = 4 * hidden + shape.block_bytes + 2 * hessian_bytes(shape, layers) + 4 * 3 * largest
     return replace(work, block=work.block + kept)
