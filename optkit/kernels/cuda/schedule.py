@@ -119,7 +119,9 @@ def default_schedule(form: Form, tokens: int, gated: bool) -> Schedule:
     wide, narrow, long = form.outputs > 16 * form.inputs, form.outputs <= form.inputs, form.inputs > 2 * form.outputs
     if form.bits == 8 and not wide:
         square = few and narrow and not long and not gated
-        depth = 4 if few and not square and not gated and not long else 2
+        if few and long and not gated:
+            return Schedule(warps=8, depth=7, row_tiles=1, blocks=1)
+        depth = 4 if few and not square and not gated else 2
         return Schedule(warps=8, depth=depth, row_tiles=1 if square else 2, blocks=2 if square else 1)
     if not few:
         return Schedule(warps=8, depth=1 if gated or wide else 2, row_tiles=2, blocks=1 if gated else 3)
@@ -132,7 +134,11 @@ def default_schedule(form: Form, tokens: int, gated: bool) -> Schedule:
     if long:
         return Schedule(warps=16 if quantized else 8, depth=4 if quantized else 7, row_tiles=1, blocks=1)
     if wide:
-        return Schedule(warps=4, depth=4, row_tiles=1, blocks=4)
+        return (
+            Schedule(warps=8, depth=2, row_tiles=1, blocks=1)
+            if form.bits == 16
+            else Schedule(warps=4, depth=4, row_tiles=1, blocks=4)
+        )
     if quantized:
         return Schedule(warps=16 if narrow else 8, depth=2, row_tiles=1, blocks=2 if narrow else 3)
     return Schedule(warps=8, depth=4, row_tiles=1, blocks=1)
