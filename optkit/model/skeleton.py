@@ -163,7 +163,6 @@ class Skeleton:
     def _read_next(self, block: Block, device: str) -> None:
         before, self._last = self._last, next(index for index, each in enumerate(self.blocks) if each is block)
         if device.startswith("cuda") and before + 1 == self._last < len(self.blocks) - 1:
-            torch.cuda.current_stream(device).synchronize()  # so that the next block takes the memory of this one
             slots = self._slots(self.blocks[self._last + 1].name)
             here = [slot for slot in slots if self._is_apart(slot, device)]
             self._ahead.begin({slot.name: partial(reading_ahead.pinned, partial(self._read, slot)) for slot in here})
