@@ -23,7 +23,6 @@ from transformers.pytorch_utils import Conv1D
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import SourceError, StageError
-from optkit.model import reading_ahead
 from optkit.model.blocks import Block, BlockInputs, Call, find_chains
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.empty_model import TORCH_DTYPES, empty_model, stored_dtype
@@ -164,8 +163,7 @@ class Skeleton:
         before, self._last = self._last, next(index for index, each in enumerate(self.blocks) if each is block)
         if device.startswith("cuda") and before + 1 == self._last < len(self.blocks) - 1:
             slots = self._slots(self.blocks[self._last + 1].name)
-            here = [slot for slot in slots if self._is_apart(slot, device)]
-            self._ahead.begin({slot.name: partial(reading_ahead.pinned, partial(self._read, slot)) for slot in here})
+            self._ahead.begin({slot.name: partial(self._read, slot) for slot in slots if self._is_apart(slot, device)})
 
     def _is_apart(self, slot: _Slot, device: str) -> bool:
         """Whether a slot takes a tensor of the checkpoint that no other block has on the device."""

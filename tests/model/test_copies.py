@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from optkit.model import copies
-from optkit.model.copies import by_pieces, in_main_memory
+from optkit.model.copies import in_main_memory
 
 
 class OnGpu(Tensor):
@@ -50,13 +50,3 @@ def test_only_what_a_gpu_makes_is_waited_for(
         events.append(f"got {name}")
         assert tensor.tolist() == [float(name)] * 4
     assert ", ".join(events) == expected
-
-
-@pytest.mark.parametrize("shape", [(7, 9), (0, 4), (5,)])
-def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    monkeypatch.setattr(copies, "PASSED_BYTES", 40)
-    given = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mT if len(shape) > 1 else torch.randn(shape)
-    found = by_pieces(given)
-    assert torch.equal(found, given)
-    assert found.is_contiguous()
-    assert found.untyped_storage().nbytes() == given.nbytes

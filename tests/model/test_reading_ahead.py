@@ -18,7 +18,7 @@ TinyModel = Callable[[str], Path]
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading_ahead, "pinned", lambda read: read())
+    monkeypatch.setattr(reading_ahead, "_pinned", lambda read: read())
 
 
 def test_what_was_read_ahead_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:

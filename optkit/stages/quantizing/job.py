@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Selection
 from optkit.model.output_layer import HEAD
-from optkit.model.reading_ahead import ReadAhead, pinned
+from optkit.model.reading_ahead import ReadAhead
 from optkit.model.together import Together
 from optkit.packed_tensors.base import LayerFormat
 from optkit.progress import Task
@@ -76,7 +76,7 @@ class QuantizationJob:
     inputs: BlockInputs | None = None
     """What the last block returned on the calibration text, for the output layer."""
     ahead: ReadAhead = field(default_factory=partial(ReadAhead, 3))
-    """Reads what is rounded without a text, or is only passed on, while a GPU works."""
+    """Reads what is rounded without a text, while a GPU rounds."""
 
     def weight(self, name: str) -> str:
         """Return the tensor of the checkpoint that holds the weight of a layer.
@@ -89,13 +89,11 @@ class QuantizationJob:
         """Return a tensor of the checkpoint; raises SourceError for weights that are NaN or Inf."""
         return self.ahead.take(tensor, partial(self.skeleton.checkpoint.read_finite, tensor))
 
-    def read_ahead(self, passed_on: Iterable[str], rounded: Sequence[str]) -> None:
+    def read_ahead(self, tensors: Iterable[str]) -> None:
         """Begin to read tensors that will be asked for, in this order."""
         stored = self.skeleton.checkpoint
-        reads = {name: partial(stored.read_finite, name) for name in (*passed_on, *rounded)}
-        for_gpu = {name: partial(pinned, reads[name]) for name in rounded}
-        sizes = {name: stored.tensors[name].size_bytes for name in rounded}
-        self.ahead.begin({**reads, **for_gpu}, {**dict.fromkeys(reads, 0), **sizes})
+        reads = {name: partial(stored.read_finite, name) for name in tensors}
+        self.ahead.begin(reads, {name: stored.tensors[name].size_bytes for name in reads})
 
     @property
     def head(self) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -249,19 +249,16 @@ class LayerQuantizer(Transform):
         """Yield the tensors that are left, in the order in which they are written."""
         blocks, made = job.skeleton.blocks, BlockOutput({})
         towers = [name for name, layer in job.selection.layers.items() if layer.tower]
-        head = [job.head] if job.head else []
-        packed = {f"{name}.weight" for name in (*towers, *head)}
+        packed = {f"{name}.weight" for name in (*towers, *filter(None, (job.head,)))}
         outside = [name for name in job.skeleton.outside_tensors if name not in packed]
-        if job.context.device.startswith("cuda"):
+        if self.needs_no_text and job.context.device.startswith("cuda"):
             inside = (name for block in blocks for name in job.skeleton.block_tensors(block))
-            rounded = (*map(job.weight, towers), *inside, *map(job.weight, head)) if self.needs_no_text else ()
-            job.read_ahead(outside, rounded)
+            job.read_ahead((*outside, *map(job.weight, towers), *inside, *map(job.weight, filter(None, (job.head,)))))
+        yield from self._replaced(job, (*outside, *(f"{name}.weight" for name in towers)), towers, made)
         outputs: Iterable[BlockOutput] = repeat(made, len(blocks))
         if not self.needs_no_text:
             flat = job.kept.each(map(BlockOutput.flat, self.quantized_blocks(job)))
-            made_blocks = iter(self.finished(job, map(BlockOutput.of, flat)))
-            outputs = chain([next(made_blocks)], made_blocks)  # what is outside of blocks is read meanwhile
-        yield from self._replaced(job, (*outside, *(f"{name}.weight" for name in towers)), towers, made)
+            outputs = self.finished(job, map(BlockOutput.of, flat))
         for index, (block, output) in enumerate(zip(blocks, outputs, strict=True)):
             layers = output.layers or job.modules(index)
             yield from self._replaced(job, job.skeleton.block_tensors(block), layers, output)
