@@ -64,6 +64,7 @@ def figures() -> dict[str, Figure]:
     """Return all figures by name; each is the file figures/NAME.svg."""
     results, sweep, card = read_results(), compare(sorted(SWEEP.glob("*.json"))), read_json(CARD)
     decode, roof = results["decode_h200"], results["roofline_h200"]
+    decoded = _made(decode, "optkit", "wide", "vllm")
     compress, machine = results["compress_cpu"], _measured(card)
     by_size, by_speed = tradeoffs(sweep, sweep.groups[0], "pareto")
     charts = {
@@ -72,8 +73,8 @@ def figures() -> dict[str, Figure]:
         "damage": (_damage(compress, card), _made(compress, "optkit")),
         "speed": (replace(speed(card)[1], title="Where the speed comes from"), f"SmolLM2-135M. {machine}"),
         "bits": (_accuracy_by_bits(results["methods"]), _made(results["methods"], "optkit")),
-        "batch": (_decode_by_batch(decode), _made(decode, "optkit", "wide", "vllm")),
-        "roofline": (_roofline(decode, roof), _made(roof, "optkit")),
+        "batch": (_decode_by_batch(decode), decoded),
+        "roofline": (_roofline(decode, roof), f"The roof: {_made(roof, 'optkit')} The points: {decoded}"),
     }
     place = Path("artifacts", "sweep_int4", CARD.stem)
     shown = terminal(short_scorecard(card, place), f"optkit show {place}")
