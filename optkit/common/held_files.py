@@ -59,10 +59,10 @@ def held_directory(parent: Path, prefix: str, left_by: str | None = None) -> Ite
 
 
 def delete_abandoned(parent: Path, prefix: str = "") -> None:
-    """Delete the directories that begin so and whose process is gone."""
+    """Delete the directories that begin so and whose process is gone. What a link leads to stays."""
     for home in parent.iterdir():
         with contextlib.suppress(OSError):
-            if home.name.startswith(prefix) and home.is_dir():
+            if home.name.startswith(prefix) and home.is_dir() and not home.is_symlink():
                 with hold(home / ALIVE):
                     clear(home)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from optkit.common.held_files import held_directory
 from optkit.model.as_floats import as_floats
 from tests.conftest import TinyModel
 from tests.support.packed_models import save_packed
@@ -24,3 +25,12 @@ def test_the_next_one_deletes_what_killed_processes_left(
             assert {*tmp_path.iterdir()} == {packed, plain, first.parent, second.parent}
         assert first.is_dir()
     assert {*tmp_path.iterdir()} == {packed, plain}
+
+
+def test_what_a_link_in_the_temporary_directory_leads_to_stays(tmp_path: Path) -> None:
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "file").touch()
+    (temporary := tmp_path / "temporary").mkdir()
+    (temporary / "optkit-floats-0123").symlink_to(elsewhere)
+    with held_directory(temporary, "optkit-floats-"):
+        assert [each.name for each in elsewhere.iterdir()] == ["file"]

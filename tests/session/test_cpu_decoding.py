@@ -128,6 +128,7 @@ def test_reasons() -> None:
     assert "gemma is not of the families" in str(why_not_step(model("gemma")))
     assert why_not_step(model("llama", hidden_act="gelu")) == "the MLP's activation is gelu, not silu"
     assert why_not_step(model("mistral", sliding_window=8)) == "its attention has a sliding window"
+    assert "is_causal: false" in str(why_not_step(model("llama", is_causal=False)))
     assert step_decoder(model("mistral", sliding_window=8)) == (
         None,
         ["decode: transformers computes each step, because its attention has a sliding window"],

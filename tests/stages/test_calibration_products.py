@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from optkit.kernels.cpu.native import why_not_native
 from optkit.kernels.cpu.prompts import PromptPass
@@ -44,6 +45,23 @@ def test_a_block_in_cpp_is_that_of_transformers(
     assert len(computed) == (3 if known else 0)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changed"), [("LlamaForSequenceClassification", {}), ("LlamaForCausalLM", {"is_causal": False})]
+)
+def test_other_heads_and_attention_are_left_to_the_model(
+    tiny_model: TinyModel, tmp_path: Path, architecture: str, changed: dict[str, bool]
+) -> None:
+    config = transformers.AutoConfig.from_pretrained(tiny_model("llama"))
+    config.__dict__ |= changed
+    getattr(transformers, architecture)(config).save_pretrained(tmp_path)
+    skeleton, inputs = entered(tmp_path)
+    expected, found = inputs.hidden.clone(), inputs.hidden.clone()
+    skeleton.advance_(0, inputs, expected)
+    with in_cpp(skeleton, 0, inputs):
+        skeleton.advance_(0, inputs, found)
+    assert torch.equal(found, expected)
+
+
 def test_a_mask_is_left_to_the_model(tiny_model: TinyModel) -> None:
     skeleton, inputs = entered(tiny_model("llama"))
     batch = inputs.batches[0]
@@ -51,6 +69,7 @@ def test_a_mask_is_left_to_the_model(tiny_model: TinyModel) -> None:
     mask = torch.ones(37, 37, dtype=torch.bool).tril().triu(-4)[None, None]
     masked = replace(call, keywords={**call.keywords, "attention_mask": mask})
     expected, other = (skeleton.run_block(0, hidden, each) for each in (masked, call))
-    with in_cpp(skeleton, 0, inputs):
+    given = replace(inputs, batches=(replace(batch, calls=(masked,)),))
+    with in_cpp(skeleton, 0, given):
         assert torch.equal(skeleton.run_block(0, hidden, masked), expected)
     assert not torch.allclose(expected, other, atol=1e-3)

@@ -33,6 +33,10 @@ def why_not_step(model: Any) -> str | None:
     config = model.config
     if reason := why_not_family(config.model_type):
         return reason
+    if not hasattr(model, "lm_head"):
+        return f"{type(model).__name__} has no output layer over a vocabulary"
+    if not getattr(config, "is_causal", True):
+        return "its attention sees the tokens that follow, too (is_causal: false)"
     attention = model.model.layers[0].self_attn
     if config.hidden_act != "silu":
         return f"the MLP's activation is {config.hidden_act}, not silu"
