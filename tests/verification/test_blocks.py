@@ -66,5 +66,21 @@ def test_a_wrong_layer_is_found_in_its_block_alone(packed: Path, tmp_path: Path)
     )
 
 
+def test_a_tower_as_deep_as_the_decoder_is_not_taken_for_it(tiny_model: TinyModel, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
+    states = states_of(open_session(tiny_model("llama")), TOKENS)
+    assert states is not None
+    states.numpy().tofile(tmp_path / "states")
+    tower = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in states[1:])
+    model._modules = {"vision_tower": tower, **model._modules}
+    request = {"states": str(tmp_path / "states"), "states_shape": list(states.shape)}
+    with torch.no_grad():
+        found = differing_blocks(model, TOKENS, request)
+    assert len(found) == len(tower)
+    assert max(found) < 0.1
+
+
 def test_numbers_that_are_none_are_a_problem() -> None:
     assert problem_of([0.1, float("nan")]).startswith("what block 1 adds to optkit's hidden states is off by nan")

@@ -83,7 +83,7 @@ def differing_blocks(model: Any, tokens: Any, request: dict[str, Any]) -> list[f
     count, length, width = request["states_shape"]
     states = torch.from_file(request["states"], size=count * length * width, dtype=torch.float32)
     states = states.view(count, 1, length, width).to(tokens.device)
-    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    lists = (module for module in model.get_decoder().modules() if isinstance(module, torch.nn.ModuleList))
     blocks = next(each for each in lists if len(each) == count - 1)
     found = []
 
