@@ -159,7 +159,7 @@ class Gptq(GptqFields, SharedText, Backed):
         compensation, earlier = self._compensation(job), self._earlier(job, inputs)
         once = self._in_one_pass and all(is_prompt(skeleton, index, inputs) for index in range(len(skeleton.blocks)))
         if once and self.true_sequential == "auto":
-            job.notes.append("gptq: each layer makes up for errors of those before it (true_sequential on this CPU)")
+            job.notes.append("each layer makes up for errors of those before it (true_sequential on this CPU)")
         for index in job.resume(inputs):
             with skeleton.loaded(skeleton.blocks[index], device, LESS_MEMORY):
                 modules = job.modules(index)
@@ -192,12 +192,13 @@ class Gptq(GptqFields, SharedText, Backed):
             del job.details["expert_tokens"]
         if few := job.details["rounded_to_nearest"]:
             name, tokens = next(iter(few.items()))
-            job.context.progress.warn(
+            job.notes.append(
                 f"{len(few):,} layers are rounded to nearest: they saw fewer than the {FEW_TOKENS} "
                 "calibration tokens that GPTQ needs"
                 f" ({name}: {tokens}); raise gptq.calibration.samples"
                 + (", or set gptq.calibration.experts: all" if EXPERTS in name else "")
             )
+            job.context.progress.warn(job.notes[-1])
 
     @property
     def _in_one_pass(self) -> bool:

@@ -208,13 +208,15 @@ class Prune(SharedText):
             return Report(changed=0)
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, skeleton.checkpoint.config)
+        notes = [*notes_on_sums(context.device)] if self.method == "sparsegpt" else []
         if few := pruner.by_magnitude:
             name, seen = next(iter(few.items()))
-            context.progress.warn(
+            notes.append(
                 f"{len(few):,} layers are pruned by magnitude: they saw fewer than the {FEW_TOKENS} calibration "
                 f"tokens that {self.method}"
                 f" needs ({name}: {seen}); raise {KIND}.calibration.samples"
             )
+            context.progress.warn(notes[-1])
         counted = recount(Checkpoint(target), selection.layers, self._pattern)
         details: dict[str, Any] = {
             **counted,
@@ -226,7 +228,6 @@ class Prune(SharedText):
             "raised_damping": pruner.raised_damping,
             "seconds": round(time.monotonic() - started, 2),
         }
-        notes = notes_on_sums(context.device) if self.method == "sparsegpt" else ()
         return Report(
             changed=len(selection.layers),
             skipped={**selection.skipped, **skeleton.fused},

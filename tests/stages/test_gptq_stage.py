@@ -210,6 +210,7 @@ def test_experts_that_saw_too_little_are_rounded_and_told(
     assert all(".experts." in name and tokens < 128 for name, tokens in rounded.items())
     assert len(progress.lines) == 1
     assert f"{len(rounded)} layers are rounded to nearest: they saw fewer than the 128" in progress.lines[0]
+    assert report.notes[-1] == progress.lines[0]  # a scorecard says it too, also when the step is found in the store
     for name, weight in ours.items():
         assert torch.equal(weight, theirs[name]) == (name in rounded)
     assert not set(rounded) & set(report.details["losses"])

@@ -190,6 +190,7 @@ def test_experts_that_few_tokens_reach_are_pruned_by_magnitude(
             f"tokens that {method} needs"
             f" ({name}: {tokens}); raise prune.calibration.samples"
         ]
+        assert report.notes[-1] == told.lines[0]
     prune(tiny_model("mixtral"), tmp_path / "magnitude", method="magnitude", pattern="2:4")
     expected = load_file(tmp_path / "magnitude" / "model.safetensors")
     for method in ("wanda", "sparsegpt"):
