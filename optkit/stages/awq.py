@@ -97,13 +97,13 @@ class Awq(InputScaling, SharedText, Backed):
             refuse_unfit(selection, formats, self.kind)
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
-        from optkit.stages.quantizing.hessians import notes_on_sums, read_text
+        from optkit.stages.quantizing.hessians import details_of_sums, read_text
 
         device, skeleton = job.context.device, job.skeleton
         tokens = read_text(skeleton, self.calibration, job.context, self.kind)
         job.calibrated_on = (self.calibration.identity(),)
-        job.notes += notes_on_sums(device)
         job.details |= {"losses": {}, "gains": {}, "unscaled": {}, "rounded_without_inputs": []}
+        job.details |= details_of_sums(device)
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             scaler = BlockScaler(skeleton, tokens, device, self, job.together)
         for index in job.resume(scaler.inputs):

@@ -62,7 +62,7 @@ class AwqScale(InputScaling, SharedText):
         ResourceError when memory runs out.
         """
         from optkit.model.skeleton import Skeleton
-        from optkit.stages.quantizing.hessians import notes_on_sums, read_text
+        from optkit.stages.quantizing.hessians import details_of_sums, read_text
 
         if report := self.launched(source, target, context):
             return report
@@ -70,7 +70,7 @@ class AwqScale(InputScaling, SharedText):
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
         layers = self._layers(skeleton.checkpoint.shape)
-        details: dict[str, Any] = {"gains": {}}
+        details: dict[str, Any] = {"gains": {}, **details_of_sums(context.device)}
         refused: dict[str, str] = {}
         changed: list[str] = []
         size = skeleton.checkpoint.shape.size_bytes
@@ -103,7 +103,6 @@ class AwqScale(InputScaling, SharedText):
             len(set(changed)),
             {**refused, **skeleton.fused},
             details,
-            notes_on_sums(context.device),
             calibrated_on=(self.calibration.identity(),),
         )
 

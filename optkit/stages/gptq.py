@@ -143,15 +143,15 @@ class Gptq(GptqFields, SharedText, Backed):
     def calibrated_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield each block's quantized layers, and count the zeros of pruned ones in the details."""
         from optkit.stages.quantizing.calibration_products import in_codes, in_cpp, is_prompt, sequences_at_once
-        from optkit.stages.quantizing.hessians import notes_on_sums, read_text, tokens_of_experts
+        from optkit.stages.quantizing.hessians import details_of_sums, read_text, tokens_of_experts
         from optkit.stages.quantizing.input_ranges import FEW_TOKENS
         from optkit.stages.quantizing.one_pass import one_pass
 
         device, skeleton = job.context.device, job.skeleton
         tokens = read_text(skeleton, self.calibration, job.context, self.kind)
         job.calibrated_on = (self.calibration.identity(),)
-        job.notes += notes_on_sums(device)
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}, "expert_tokens": {}}
+        job.details |= details_of_sums(device)
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             fewer = sequences_at_once(self.batch_size, self.calibration.size[1], device)
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size if self.learn else fewer, job.together)
@@ -159,7 +159,7 @@ class Gptq(GptqFields, SharedText, Backed):
         compensation, earlier = self._compensation(job), self._earlier(job, inputs)
         once = self._in_one_pass and all(is_prompt(skeleton, index, inputs) for index in range(len(skeleton.blocks)))
         if once and self.true_sequential == "auto":
-            job.notes.append("each layer makes up for errors of those before it (true_sequential on this CPU)")
+            job.details["true_sequential"] = True
         for index in job.resume(inputs):
             with skeleton.loaded(skeleton.blocks[index], device, LESS_MEMORY):
                 modules = job.modules(index)

@@ -181,7 +181,7 @@ class Prune(SharedText):
         from optkit.model.skeleton import Skeleton
         from optkit.model.skeleton_layers import layers_of_skeleton
         from optkit.stages.pruning.blocks import FEW_TOKENS, BlockPruner, PruneOptions
-        from optkit.stages.quantizing.hessians import notes_on_sums, read_text
+        from optkit.stages.quantizing.hessians import details_of_sums, read_text
 
         if report := self.launched(source, target, context):
             return report
@@ -208,7 +208,8 @@ class Prune(SharedText):
             return Report(changed=0)
         copy_companions(source, target, context.trust_remote_code)
         write_config(target, skeleton.checkpoint.config)
-        notes = [*notes_on_sums(context.device)] if self.method == "sparsegpt" else []
+        counted = recount(Checkpoint(target), selection.layers, self._pattern)
+        notes = [engines_note(self._pattern, counted["sparsity"], len(selection.layers))]
         if few := pruner.by_magnitude:
             name, seen = next(iter(few.items()))
             notes.append(
@@ -217,7 +218,6 @@ class Prune(SharedText):
                 f" needs ({name}: {seen}); raise {KIND}.calibration.samples"
             )
             context.progress.warn(notes[-1])
-        counted = recount(Checkpoint(target), selection.layers, self._pattern)
         details: dict[str, Any] = {
             **counted,
             "sparsities": {}
@@ -227,12 +227,13 @@ class Prune(SharedText):
             "pruned_by_magnitude": pruner.by_magnitude,
             "raised_damping": pruner.raised_damping,
             "seconds": round(time.monotonic() - started, 2),
+            **(details_of_sums(context.device) if self.method == "sparsegpt" else {}),
         }
         return Report(
             changed=len(selection.layers),
             skipped={**selection.skipped, **skeleton.fused},
             details=details,
-            notes=(engines_note(self._pattern, counted["sparsity"], len(selection.layers)), *notes),
+            notes=tuple(notes),
             calibrated_on=(self.calibration.identity(),) if self.calibration else (),
         )
 

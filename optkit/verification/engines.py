@@ -294,7 +294,8 @@ def _reason(text: str) -> str:
             first += f" {line}"
     remedy = next((remedy for words, remedy in REMEDIES.items() if words in first), "")
     if len(first) > LONGEST_REASON:  # a reason for each kernel that it has, in one line
-        first = first[:LONGEST_REASON].rpartition(". ")[0] or f"{first[:LONGEST_REASON]}..."
+        half = LONGEST_REASON // 2  # paths and places of source code may stand in front of what went wrong
+        first = first[:LONGEST_REASON].rpartition(". ")[0] or f"{first[:half]} ... {first[-half:]}"
     return f"{first.rstrip('.')}. {remedy}" if remedy else first
 
 

@@ -166,4 +166,4 @@ def test_a_full_disk_is_said(
 
     monkeypatch.setattr(HfApi, "preupload_lfs_files", full)
     _, err = spoken(capsys, "push", str(artifact), "hf://me/tiny", "--quiet", status=1)
-    assert err == "error: /cache/xet: the disk is full. Free some space and run the same command again.\n"
+    assert err == "error: /cache/xet: the disk is full. Free some space, or use another disk.\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def store(tmp_path: Path) -> Store:
     for key, kind, source in ((MODEL, "model", None), (ROUNDED, "rtn", MODEL)):
         with store.write(key) as draft:
             (draft.model / "weights").write_bytes(key.encode() * 100)
-            created = "2026-11-20T12:00:00+00:00"
+            created = (datetime.now(UTC) - timedelta(hours=30)).isoformat(timespec="seconds")
             draft.record.update(
                 kind=kind, seconds=1.0, report={}, fields={"name": "smol"}, source_key=source, created=created
             )

@@ -75,11 +75,11 @@ def collect_hessians(
         return watch_inputs(skeleton, index, inputs, layers, start)
 
 
-def notes_on_sums(device: str) -> tuple[str, ...]:
-    """Say in the report what the fields do not: that a CPU rounds what Hessians are summed of."""
+def details_of_sums(device: str) -> dict[str, str]:
+    """Return for the report what the fields do not say: that a CPU rounds what Hessians are summed of."""
     if device != "cpu" or why_not_native() or not multiplies_bfloat16(torch.empty(0)):
-        return ()
-    return ("Hessians are summed of bfloat16 on this CPU: other processors may leave other weights",)
+        return {}
+    return {"hessians_of": "bfloat16"}
 
 
 def read_text(skeleton: Skeleton, text: Calibration, context: Context, stage: str) -> Tensor | Any:
