@@ -100,10 +100,7 @@ class AwqScale(InputScaling, SharedText):
         write_config(target, skeleton.checkpoint.config)
         details["seconds"] = round(time.monotonic() - started, 2)
         return Report(
-            len(set(changed)),
-            {**refused, **skeleton.fused},
-            details,
-            calibrated_on=(self.calibration.identity(),),
+            len(set(changed)), {**refused, **skeleton.fused}, details, calibrated_on=(self.calibration.identity(),)
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:

@@ -12,7 +12,7 @@ from optkit.common.field_types import Amount
 from optkit.common.out_of_resources import out_of_memory
 from optkit.kernels.cpu.families import why_not_family
 from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes, waiting_bytes
-from optkit.model.linear_layers import EXPERTS, Layer, by_block
+from optkit.model.linear_layers import Layer, by_block
 from optkit.model.linear_layers import stacks as sharing_input
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
@@ -103,6 +103,11 @@ class Gptq(GptqFields, SharedText, Backed):
                 raise ValueError(f"{name} would not be read: take it out, or set learn: blocks")
         if self.learn and not (self.learning_steps or self.scale_steps):
             raise ValueError("learning_steps and scale_steps are 0: nothing would learn. Raise one, or leave out learn")
+        if self.earlier_errors and self.true_sequential is False and not self._offer:
+            raise ValueError(
+                "earlier_errors and effort: balanced round layers one after another, so true_sequential: false would "
+                "not be read. Leave it out"
+            )
         if self.earlier_errors and self.devices > 1:
             raise ValueError(
                 "earlier_errors are summed on one device, beside the unmodified model. "
@@ -144,7 +149,7 @@ class Gptq(GptqFields, SharedText, Backed):
         """Yield each block's quantized layers, and count the zeros of pruned ones in the details."""
         from optkit.stages.quantizing.calibration_products import in_codes, in_cpp, is_prompt, sequences_at_once
         from optkit.stages.quantizing.hessians import details_of_sums, read_text, tokens_of_experts
-        from optkit.stages.quantizing.input_ranges import FEW_TOKENS
+        from optkit.stages.quantizing.input_ranges import tell_few_tokens
         from optkit.stages.quantizing.one_pass import one_pass
 
         device, skeleton = job.context.device, job.skeleton
@@ -190,15 +195,7 @@ class Gptq(GptqFields, SharedText, Backed):
         job.inputs = inputs
         if not job.details["expert_tokens"]:
             del job.details["expert_tokens"]
-        if few := job.details["rounded_to_nearest"]:
-            name, tokens = next(iter(few.items()))
-            job.notes.append(
-                f"{len(few):,} layers are rounded to nearest: they saw fewer than the {FEW_TOKENS} "
-                "calibration tokens that GPTQ needs"
-                f" ({name}: {tokens}); raise gptq.calibration.samples"
-                + (", or set gptq.calibration.experts: all" if EXPERTS in name else "")
-            )
-            job.context.progress.warn(job.notes[-1])
+        tell_few_tokens(job, self.kind)
 
     @property
     def _in_one_pass(self) -> bool:

@@ -157,6 +157,7 @@ class Mx(SharedText, LayerQuantizer):
         """Yield the stacked tensors of block after block, as `quantized_blocks` does layers."""
         from optkit.algorithms.microscaling import quantize_mxfp4
         from optkit.stages.quantizing.hessians import watch_inputs
+        from optkit.stages.quantizing.input_ranges import tell_few_tokens
 
         def rounded(name: str, weight: Tensor, seen: InputRange | None) -> MicroscaledWeight:
             job.task.advance(0, note=name)
@@ -172,6 +173,7 @@ class Mx(SharedText, LayerQuantizer):
                 if index + 1 < len(job.skeleton.blocks):
                     job.skeleton.advance_(index, inputs)
             yield found
+        tell_few_tokens(job, self.kind)
 
     def _read(self, job: QuantizationJob) -> BlockInputs:
         """Return the calibration text in front of the first block."""
@@ -221,6 +223,7 @@ class Mx(SharedText, LayerQuantizer):
         """Yield block after block, each quantized on what those before it make of the text."""
         from optkit.model.replaced_forward import replaced_forward
         from optkit.stages.quantizing.hessians import watch_inputs
+        from optkit.stages.quantizing.input_ranges import tell_few_tokens
 
         device, skeleton = job.context.device, job.skeleton
         inputs = self._read(job)
@@ -237,6 +240,7 @@ class Mx(SharedText, LayerQuantizer):
                     with replaced_forward(opened):
                         skeleton.advance_(index, inputs)
             yield BlockOutput(layers)
+        tell_few_tokens(job, self.kind)
 
     def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
         return self._rounded_module(job, names, {})
@@ -247,9 +251,8 @@ class Mx(SharedText, LayerQuantizer):
 
         packed, scales = tensors["weight_packed"], tensors["weight_scale"]
         bias, weight = (getattr(module, leaf) for leaf in ("bias", "weight"))
-        rounds, of_inputs = self.activations == "dynamic", tensors.get("input_global_scale")
-        shared = tensors.get("weight_global_scale")
-        return MicroscaledLinear(packed, scales, shared, bias, weight.dtype, rounds, of_inputs)
+        shared, of_inputs = (tensors.get(f"{leaf}_global_scale") for leaf in ("weight", "input"))
+        return MicroscaledLinear(packed, scales, shared, bias, weight.dtype, self.activations == "dynamic", of_inputs)
 
     def _rounded_module(
         self, job: QuantizationJob, names: Sequence[str], seen: Mapping[str, InputRange]

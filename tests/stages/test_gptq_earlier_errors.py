@@ -156,6 +156,13 @@ def test_several_devices_are_refused() -> None:
         Gptq(effort="balanced", devices=2)
 
 
+def test_layers_that_are_not_rounded_in_turn_are_refused() -> None:
+    for fields in ({"effort": "balanced"}, {"earlier_errors": 0.5}):
+        with pytest.raises(ValueError, match="so true_sequential: false would not be read. Leave it out"):
+            Gptq(true_sequential=False, **fields)
+    assert Gptq(true_sequential=False, earlier_errors=0.5, backend="gptqmodel", format="gptq").earlier_errors == 0.5
+
+
 def test_encoder_decoders_are_refused(tiny_encoder_decoder: TinyModel, text: Calibration) -> None:
     stage = Gptq(calibration=text, effort="balanced")
     with pytest.raises(StageError) as refused:

@@ -285,6 +285,8 @@ def test_experts_that_saw_few_tokens_are_rounded_to_nearest(halved: Halved, text
     nearest = report.details["rounded_to_nearest"]
     assert nearest
     assert all(".experts." in name and tokens < 128 for name, tokens in nearest.items())
+    assert f"{len(nearest)} layers are rounded to nearest: they saw fewer than the 128" in report.notes[-1]
+    assert report.notes[-1].endswith("raise mx.calibration.samples, or set mx.calibration.experts: all")
 
 
 def test_a_hessian_that_is_none_is_an_error_of_its_layer(

@@ -173,3 +173,11 @@ def test_other_stages_say_what_packs_them(floats: Path) -> None:
     assert next(iter(notes_on_size(shape, shape, left))).endswith(
         "and it takes these alone; `mx: {type: mxfp4}` packs them, in the form in which such models are published"
     )
+
+
+def test_experts_that_saw_few_tokens_are_told(floats: Path, text: Calibration, tmp_path: Path) -> None:
+    few = text.model_copy(update={"samples": 1})
+    (tmp_path / "packed").mkdir()
+    report = Mx(type="mxfp4", rounding="gptq", calibration=few).run(floats, tmp_path / "packed", Context())
+    told = f"{len(report.details['rounded_to_nearest'])} layers are rounded to nearest: they saw fewer than the 128 "
+    assert report.notes[-1].startswith(told)

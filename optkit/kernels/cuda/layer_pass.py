@@ -109,9 +109,8 @@ class Rows:
             if isinstance(x, Lined) or not is_coded(matrix, len(x)):
                 step_product(matrix, x, self.hidden, add=True, ordered=self.ordered)
             else:
-                self._unadded = code_products(
-                    matrix, x
-                )  # the next product's kernels add it, norm it and round it in one
+                # the kernel in front of the next product adds it, norms it and rounds it in one
+                self._unadded = code_products(matrix, x)
             return
         added = torch.empty_like(self.hidden)
         self.product(matrix, x, added)

@@ -1,7 +1,7 @@
 """How a CPU computes while a block runs on the calibration text, which is most of what GPTQ does.
 
 What Hessians are summed of may be off by a thousandth of itself, as such errors cancel over many tokens;
-what the next block is given may not.
+what the next block is given may not. So may the unmodified model's states beside it (`earlier_errors`).
 """
 
 from __future__ import annotations

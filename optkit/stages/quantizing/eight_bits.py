@@ -136,6 +136,7 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         Each sees what the quantized blocks before it make of the calibration text.
         """
         from optkit.stages.quantizing.hessians import read_text
+        from optkit.stages.quantizing.input_ranges import tell_few_tokens
 
         device, skeleton = job.context.device, job.skeleton
         less = (
@@ -152,6 +153,7 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
                 if index + 1 < len(skeleton.blocks):
                     self._advance_(job, index, inputs, output.layers)
             yield output
+        tell_few_tokens(job, self.kind)
 
     def _calibrated_block(
         self, job: QuantizationJob, index: int, inputs: BlockInputs, prepare: Preparation

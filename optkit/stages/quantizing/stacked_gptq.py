@@ -89,7 +89,8 @@ def compensate_stacked(
                     writer.add(name, tensor)
                 task.advance(note=block.name)
     report = finished(checkpoint, target, context, stacked, started)
-    return replace(report, details={**report.details, **job.details}, calibrated_on=job.calibrated_on)
+    details = {**report.details, **job.details}
+    return replace(report, details=details, notes=tuple(job.notes), calibrated_on=job.calibrated_on)
 
 
 @contextmanager
