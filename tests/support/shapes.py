@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from optkit.model.empty_model import TORCH_DTYPES
+from optkit.model.checkpoint import TORCH_NAMES
+from optkit.model.safetensors_file import read_places
 from optkit.model.shape import DTYPE_BITS, TensorInfo
-from optkit.model.writer import INDEX, SHARD_BYTES, CheckpointWriter, write_config
+from optkit.model.writer import INDEX, SHARD_BYTES, write_config
 from tests.support.tiny_models import save_tokenizer
 
 TEMPLATE = 4
 """Blocks that are asked of transformers; those behind are like the last of them."""
+DRAWN = 1 << 24
+"""Random values of a kind."""
+THREADS = 16
+SMALL = {"hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 512, "vocab_size": 1024}
+SMALL |= {"num_experts": 16, "n_routed_experts": 16, "num_local_experts": 16}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 TILE = 128
 """Rows and columns of a weight that share a scale in DeepSeek's FP8."""
 HALF = {"dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
@@ -135,20 +144,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 """What differs from the defaults of transformers' classes."""
 
 
-def write_random(kind: str, directory: Path, blocks: int | None = None, device: str = "cpu") -> Path:
-    """Write a checkpoint of a shape with random weights, made on a device, and a tokenizer of few tokens."""
-    config = _config(kind, blocks)
-    drawn = torch.Generator(device).manual_seed(0)
-    directory.mkdir(parents=True)
-    with CheckpointWriter(directory, beside=True) as writer:
-        for name, info in stored_tensors(config):
-            writer.add(name, _random(name, info, drawn))
-    return _beside(directory, config)
+def write_random(kind: str, directory: Path, blocks: int | None = None, small: bool = False) -> Path:
+    """Write a checkpoint of a shape with random weights, and a tokenizer of few tokens."""
+    write_holes(kind, directory, blocks, small=small)
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(_fill, sorted(directory.glob("*.safetensors"))))
+    return directory
 
 
-def write_holes(kind: str, directory: Path, blocks: int | None = None, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write a checkpoint of a shape with zeros in place of weights, which take no room on the disk."""
-    config = _config(kind, blocks)
+def write_holes(
+    kind: str, directory: Path, blocks: int | None = None, shard_bytes: int = SHARD_BYTES, small: bool = False
+) -> Path:
+    """Write a checkpoint of a shape with zeros in place of weights, which take no room on the disk.
+    `small`: of the same architecture, with matrices of a few hundred rows.
+    """
+    config = _config(kind, blocks, small)
     directory.mkdir(parents=True)
     shards: list[dict[str, TensorInfo]] = [{}]
     for name, info in stored_tensors(config):
@@ -161,7 +171,9 @@ def write_holes(kind: str, directory: Path, blocks: int | None = None, shard_byt
         _write_header(file, tensors)
         names |= dict.fromkeys(tensors, file.name)
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}), encoding="utf-8")
-    return _beside(directory, config)
+    write_config(directory, config)
+    save_tokenizer(directory)
+    return directory
 
 
 def stored_tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, TensorInfo]]:
@@ -196,18 +208,35 @@ def _packed(name: str, shape: tuple[int, ...], method: str) -> Iterator[tuple[st
         yield name, TensorInfo("BF16", shape)
 
 
-def _random(name: str, info: TensorInfo, drawn: torch.Generator) -> Tensor:
-    place: dict[str, Any] = {"generator": drawn, "device": drawn.device}
-    if info.dtype == "U8":
-        low, high = (118, 122) if name.endswith("_scales") else (0, 256)
-        return torch.randint(low, high, info.shape, dtype=torch.uint8, **place)
-    if info.dtype == "F32":
-        return torch.full(info.shape, 1 / 64, device=drawn.device)
-    values = torch.randn(info.shape, dtype=torch.bfloat16, **place)
-    if info.dtype == "F8_E4M3":
-        return values.to(torch.float8_e4m3fn)
-    wide = len(info.shape) > 1
-    return (values * info.shape[-1] ** -0.5 if wide else 1 + values / 16).to(TORCH_DTYPES[info.dtype])
+def _fill(file: Path) -> None:
+    """Write random values in place of holes."""
+    with file.open("r+b") as opened:
+        for name, (info, begin) in read_places(file)[0].items():
+            opened.seek(begin)
+            inputs = info.shape[-1] if len(info.shape) > 1 else 0
+            drawn = memoryview(_drawn(info.dtype, inputs, name.endswith("_scales")))
+            first = zlib.crc32(name.encode()) % DRAWN * (len(drawn) // DRAWN)
+            left = info.size_bytes
+            while left:
+                left -= opened.write(drawn[first : first + left])
+                first = 0
+
+
+@lru_cache
+def _drawn(dtype: str, inputs: int, scales: bool) -> bytearray:
+    """Return random values of a dtype: tensors hold a part of them each, again and again if they are larger."""
+    drawn = torch.Generator().manual_seed(inputs)
+    if dtype == "U8":
+        low, high = (118, 122) if scales else (0, 256)
+        found = torch.randint(low, high, (DRAWN,), dtype=torch.uint8, generator=drawn)
+    elif dtype == "F32":
+        found = torch.full((DRAWN,), 1 / 64)
+    else:
+        values = torch.randn(DRAWN, generator=drawn)
+        if dtype != "F8_E4M3":
+            values = values * inputs**-0.5 if inputs else 1 + values / 16
+        found = values.to(getattr(torch, TORCH_NAMES[dtype]))
+    return bytearray(found.view(torch.uint8).numpy())
 
 
 def _write_header(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
@@ -223,20 +252,23 @@ def _write_header(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
         opened.truncate(8 + len(text) + end)
 
 
-def _config(kind: str, blocks: int | None) -> dict[str, Any]:
-    config = SHAPES[kind]
+def _config(kind: str, blocks: int | None, small: bool) -> dict[str, Any]:
+    config = _small(SHAPES[kind]) if small else SHAPES[kind]
     if blocks is None:
         return config
     return _with_blocks(config, blocks) | ({"first_k_dense_replace": 1} if kind == "deepseek_v3" else {})
+
+
+def _small(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose sizes are SMALL where it has or inherits them."""
+    parts = {name: _small(part) for name, part in config.items() if name.endswith("text_config")}
+    if "vision_config" in config:
+        parts["vision_config"] = {**config["vision_config"], "depth": 2, "out_hidden_size": SMALL["hidden_size"]}
+    has = transformers.AutoConfig.for_model(config["model_type"]).to_dict()
+    return {**config, **{name: size for name, size in SMALL.items() if name in has}, **parts}
 
 
 def _with_blocks(config: Mapping[str, Any], blocks: int) -> dict[str, Any]:
     if "text_config" in config:
         return {**config, "text_config": {**config["text_config"], "num_hidden_layers": blocks}}
     return {**config, "num_hidden_layers": blocks}
-
-
-def _beside(directory: Path, config: Mapping[str, Any]) -> Path:
-    write_config(directory, config)
-    save_tokenizer(directory)
-    return directory
