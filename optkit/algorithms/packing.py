@@ -90,9 +90,14 @@ def pack_compressed_tensors(weight: QuantizedWeight, symmetric: bool, scale_dtyp
     return tensors
 
 
-def signed_codes(weight: QuantizedWeight) -> Tensor:
-    """Return codes as int-quantized has them: int8 [out, in], centred on 0."""
-    return (weight.codes.to(torch.int16) - (1 << (weight.bits - 1))).to(torch.int8)
+def signed_codes(codes: Tensor, bits: int) -> Tensor:
+    """Return uint8 codes or zero points as int8 centred on 0, as compressed-tensors has them in whole bytes."""
+    return (codes.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+
+
+def unsigned_codes(codes: Tensor, bits: int) -> Tensor:
+    """Undo `signed_codes`."""
+    return (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
 
 
 def pack_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from optkit.errors import SourceError
 from optkit.kernels.eight_bit import FloatQuantizedLayer, IntQuantizedLayer
-from optkit.kernels.integer_layers import PackQuantizedLayer
+from optkit.kernels.integer_layers import BytesLayer, PackQuantizedLayer
 from optkit.kernels.microscaled import MicroscaledLayer
 from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
@@ -38,6 +38,7 @@ class LayerClass(Protocol):
 FORMATS: dict[str, LayerClass] = {
     "float-quantized": FloatQuantizedLayer,
     "int-quantized": IntQuantizedLayer,
+    "naive-quantized": BytesLayer,
     "mxfp4-pack-quantized": MicroscaledLayer,
     "nvfp4-pack-quantized": MicroscaledLayer,
     "pack-quantized": PackQuantizedLayer,

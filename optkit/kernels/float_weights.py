@@ -28,7 +28,7 @@ from optkit.errors import SourceError
 from optkit.kernels.bitsandbytes_layers import four_bit_layers
 from optkit.kernels.compressed_tensors_groups import BEYOND, FORMATS, groups_of, layers_in_groups
 from optkit.kernels.eight_bit import FloatQuantizedLayer, IntQuantizedLayer
-from optkit.kernels.integer_layers import awq_layers, gptq_layers
+from optkit.kernels.integer_layers import BytesLayer, awq_layers, gptq_layers
 from optkit.kernels.microscaled import MicroscaledLinear
 from optkit.kernels.stored_layer import StoredLayer
 from optkit.model.checkpoint import Checkpoint
@@ -113,22 +113,21 @@ class DoublyScaledLayer(StoredLayer):
 
 
 class NaiveLayer(StoredLayer):
-    """naive-quantized of compressed-tensors: float-quantized or int-quantized, as the type says."""
+    """naive-quantized of compressed-tensors: integers in groups, or float-quantized or int-quantized, as it says."""
 
-    leaves = FloatQuantizedLayer.leaves
+    leaves = BytesLayer.leaves
     dtypes = FloatQuantizedLayer.dtypes | IntQuantizedLayer.dtypes
+    classes: ClassVar[tuple[Any, ...]] = (BytesLayer, IntQuantizedLayer, FloatQuantizedLayer)
 
     @classmethod
     def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:
-        return _eight_bits(scheme).reads_weights(scheme)
+        return any(each.reads_weights(scheme) for each in cls.classes)
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
         """Return float [out, in]."""
-        return _eight_bits(self.scheme)(self.checkpoint, self.name, self.scheme).dequantize(dtype, device)
-
-
-def _eight_bits(scheme: Mapping[str, Any]) -> type[FloatQuantizedLayer] | type[IntQuantizedLayer]:
-    return FloatQuantizedLayer if (scheme.get("weights") or {}).get("type") == "float" else IntQuantizedLayer
+        kind = next(each for each in self.classes if each.reads_weights(self.scheme))
+        floats: Tensor = kind(self.checkpoint, self.name, self.scheme).dequantize(dtype, device)
+        return floats
 
 
 class EightBitRowsLayer(StoredLayer):

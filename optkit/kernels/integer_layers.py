@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from optkit.algorithms.packing import pack, unpack, unpack_awq
+from optkit.algorithms.packing import pack, unpack, unpack_awq, unsigned_codes
 from optkit.errors import SourceError
-from optkit.kernels.integer_kernels import IntegerLayer, bits_of, packed_weight
+from optkit.kernels.integer_kernels import BITS, IntegerLayer, bits_of, packed_weight
 from optkit.kernels.packed_linear import PackedWeight
 from optkit.model.checkpoint import Checkpoint
 
@@ -37,6 +37,36 @@ class PackQuantizedLayer(IntegerLayer):
         bits = bits_of(words, scales, (outputs, inputs), self.where)
         zeros = None if packed is None else unpack(packed, bits, outputs, 0)
         return packed_weight(words, scales, zeros, parts.get("weight_g_idx"), bits, inputs)
+
+
+class BytesLayer(IntegerLayer):
+    """A layer of integers in a byte each: compressed-tensors' format "naive-quantized"."""
+
+    leaves = ("weight", "weight_scale", "weight_zero_point")
+    dtypes = frozenset({"I8"})
+
+    @classmethod
+    def reads(cls, scheme: Mapping[str, Any]) -> bool:
+        return cls.reads_weights(scheme) and not scheme.get("input_activations")
+
+    @classmethod
+    def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:
+        weights = scheme.get("weights") or {}
+        known = weights.get("type") == "int" and weights.get("num_bits") in BITS
+        return known and weights.get("strategy") in ("group", "channel")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.checkpoint.tensors[f"{self.name}.weight"].shape
+        return outputs, inputs
+
+    def integers(self, device: str) -> PackedWeight:
+        parts = self.read(self.leaves, device, required=("weight_scale",))
+        bits, scales, zeros = self.scheme["weights"]["num_bits"], parts["weight_scale"], parts.get("weight_zero_point")
+        words = pack(unsigned_codes(parts["weight"], bits), bits, 1)
+        bits_of(words, scales, self.shape, self.where)
+        zeros = None if zeros is None else unsigned_codes(zeros, bits)
+        return packed_weight(words, scales, zeros, None, bits, self.shape[1])
 
 
 def gptq_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[GptqLayer] | None:

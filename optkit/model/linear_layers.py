@@ -37,6 +37,8 @@ class Layer:
     """What the model's own code does with its weight."""
     tower: bool = False
     """In a block of a tower of vision or audio."""
+    whole_bytes: bool = False
+    """Its codes take a byte each, so that what holds them is called weight."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ PATCHED = "MODULES_TO_PATCH_FOR_QUANTIZATION", "quantizers/base.py"
 """transformers' table of the classes of modules that it replaces in a packed model (Llama 4)."""
 SHARED = ".shared_transf"
 """In the names of layers that several blocks of Zamba share."""
+OF_FOUR = {"prophetnet": ("decoder.layers.self_attn.out_proj", "relative_pos_embeddings")}
+"""Layers by `model_type` whose inputs get four dimensions in another function than the one that calls them."""
 LINEARS = frozenset({"Linear", "Conv1D"})
 ASKED = frozenset({"dtype", "device"})
 
@@ -58,7 +60,7 @@ def reads_of(config: Mapping[str, Any]) -> Callable[[str], frozenset[Read]]:
 @cache
 def _found(model_type: str, modes: frozenset[str]) -> frozenset[tuple[str, Read]]:
     """Return ends of names of layers; "" stands for every layer."""
-    found: set[tuple[str, Read]] = set()
+    found = {(place, Read.FOUR) for place in OF_FOUR.get(model_type, ())}
     folder = model_folder(model_type)
     for file in sorted(folder.glob("modeling_*.py")) if folder else ():
         tree = ast.parse(file.read_text(encoding="utf-8"))

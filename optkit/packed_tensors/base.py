@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -94,15 +95,13 @@ def _is_opened_apart(shape: ModelShape, form: Callable[[Layer], LayerFormat]) ->
 
 def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: str) -> Selection:
     """Return the selection without layers in whose form the model's own code would miss the weight.
-    Raises StageError if no layer is left.
+    If that is all of the blocks', with codes in whole bytes. Raises StageError if no layer is left.
     """
-    found = {
-        name: _missed_weight(layer, form(layer))
-        for name, layer in selection.layers.items()
-        if layer.reads and not layer.transposed  # no form of compressed-tensors is for these
-    }
-    missed = {name: why for name, why in found.items() if why}
-    if missed.keys() == selection.layers.keys():
+    missed = _missed_weights(selection, form)
+    if missed and missed.keys() >= selection.layers.keys() - {HEAD}:
+        whole = {name: replace(layer, whole_bytes=name in missed) for name, layer in selection.layers.items()}
+        if not _missed_weights(larger := Selection(whole, selection.skipped), form):
+            return larger
         name, why = next(iter(missed.items()))
         raise StageError(
             f"none of the {len(missed):,} layers can be packed so ({name}, ...)",
@@ -111,6 +110,16 @@ def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: 
             remedy=REMEDIES.get(why, "Use the stage fp8, int8 or nf4"),
         )
     return selection.without(missed, stage)
+
+
+def _missed_weights(selection: Selection, form: Callable[[Layer], LayerFormat]) -> dict[str, str]:
+    """Return layer -> what the model's own code would not find in it."""
+    found = {
+        name: _missed_weight(layer, form(layer))
+        for name, layer in selection.layers.items()
+        if layer.reads and not layer.transposed  # no form of compressed-tensors is for these
+    }
+    return {name: why for name, why in found.items() if why}
 
 
 def _missed_weight(layer: Layer, form: LayerFormat) -> str:

@@ -1,5 +1,5 @@
-"""Integer weights of a few bits, packed into 32-bit words.
-They are pack-quantized and int-quantized of compressed-tensors.
+"""Integer weights of a few bits, packed into 32-bit words or a byte each.
+They are pack-quantized, naive-quantized and int-quantized of compressed-tensors.
 
 No torch is needed to describe them; `pack` imports it.
 """
@@ -113,6 +113,33 @@ class PackQuantized(_Grid):
 
 
 @dataclass(frozen=True)
+class BytesQuantized(PackQuantized):
+    """naive-quantized of compressed-tensors (0.19): each code is a byte, and the tensor of codes is called weight."""
+
+    @property
+    def label(self) -> str:
+        """Return e.g. `4 bits, groups of 64, in whole bytes`."""
+        return f"{super().label}, in whole bytes"
+
+    def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
+        """Return the tensors of one layer by their last name."""
+        scales = super().tensors(weight_dtype, outputs, inputs)["weight_scale"]
+        tensors = {"weight": TensorInfo("I8", (outputs, inputs)), "weight_scale": scales}
+        return tensors if self.symmetric else tensors | {"weight_zero_point": TensorInfo("I8", scales.shape)}
+
+    def scheme(self) -> dict[str, Any]:
+        """Return an entry of `config_groups` without `targets`."""
+        return super().scheme() | {"format": "naive-quantized"}
+
+    def pack(self, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        from optkit.algorithms.packing import signed_codes
+
+        codes = signed_codes(weight.codes, weight.bits)
+        tensors = {"weight": codes, "weight_scale": weight.scales.to(scale_dtype).contiguous()}
+        return tensors if self.symmetric else tensors | {"weight_zero_point": signed_codes(weight.zeros, weight.bits)}
+
+
+@dataclass(frozen=True)
 class IntQuantized(EightBitFormat):
     """int-quantized of compressed-tensors: 8-bit codes, a scale for each output channel.
     Inputs are rounded with a scale for each token.
@@ -132,7 +159,8 @@ class IntQuantized(EightBitFormat):
     def pack(self, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
         from optkit.algorithms.packing import signed_codes
 
-        return {"weight": signed_codes(weight), "weight_scale": weight.scales.to(scale_dtype).contiguous()}
+        codes = signed_codes(weight.codes, weight.bits)
+        return {"weight": codes, "weight_scale": weight.scales.to(scale_dtype).contiguous()}
 
 
 def words(count: int, bits: int) -> int:

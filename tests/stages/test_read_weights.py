@@ -14,7 +14,6 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.read_weights import Read
 from optkit.session import open_session
 from optkit.stage import Context
-from optkit.stages.fp8 import Fp8
 from optkit.stages.int8 import Int8
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
@@ -23,6 +22,8 @@ from tests.zoo.models import plain_logits, save_model
 
 TOKENS = torch.randint(1, 500, (2, 16), generator=torch.Generator().manual_seed(5))
 RTN = Rtn(group_size=16, lm_head=True)
+BACKED = Rtn(group_size=16, backend="llmcompressor")
+"""Libraries write no codes in whole bytes."""
 SHARED = ("0", "1", "gate_up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj")
 KEPT: dict[str, tuple[Any, dict[str, Read]]] = {
     "mamba": (RTN, {"dt_proj": Read.COMPUTES, "out_proj": Read.OPENS}),
@@ -32,8 +33,8 @@ KEPT: dict[str, tuple[Any, dict[str, Read]]] = {
     "zamba2": (Int8(), dict.fromkeys(SHARED, Read.SHARED)),
     "bamba": (RTN, {}),
     "qwen3_5": (RTN, {}),
-    "recurrent_gemma": (Fp8(), {}),
-    "falcon": (Fp8(), {}),
+    "recurrent_gemma": (RTN, {}),
+    "falcon": (RTN, {}),
 }
 CONTEXT = Context(device="cpu", seed=0)
 
@@ -61,8 +62,12 @@ def test_transformers_opens_what_is_written_and_computes_the_same(
 @pytest.mark.parametrize(
     ("kind", "stage", "message"),
     [
-        ("recurrent_gemma", Rtn(group_size=16), r"rtn: none of the 13 layers can be packed so .*fp8, int8 or nf4"),
-        ("falcon", Rtn(group_size=16), r"rtn: none of the 8 layers .*a class for it.*Use the stage fp8\."),
+        ("recurrent_gemma", Rtn(group_size=16, backend="llmcompressor"), r"rtn: none of the 13 .*fp8, int8 or nf4"),
+        (
+            "falcon",
+            Rtn(group_size=16, backend="llmcompressor"),
+            r"rtn: none of the 8 layers .*a class for it.*Use the stage fp8\.",
+        ),
         ("falcon", Int8(), r"int8: none of the 8 layers .*a class for it.*Use the stage fp8\."),
     ],
 )

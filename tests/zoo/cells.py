@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from optkit.errors import MissingPackageError, OptkitError, RecipeError, SourceError
-from optkit.execute import execute
+from optkit.execute import check_texts, execute
 from optkit.kernels.cpu.native import exact_products
 from optkit.model.prompts import placed
 from optkit.plan import make_plan
@@ -60,6 +60,7 @@ def _cell(source: Path, column: Column, place: Path) -> Cell:
         recipe = load_recipe(file)
         store = Store(source.parent / "store")
         todo = make_plan(recipe.pinned(None), store, "cpu")
+        check_texts(todo, store, None)
         mark = LATE
         weights = execute(todo, store, Context()).weights
         session = open_session(weights, [entry.value for entry in recipe.settings], "cpu")

@@ -208,6 +208,8 @@ def _tiny(default: PreTrainedConfig, fields: dict[str, Any]) -> PreTrainedConfig
             changed[name] = _rope(value)
         elif (smaller := _number(name, value)) != value:
             changed[name] = smaller
+    if said.get("is_encoder_decoder"):  # what the decoder begins with, which published models say
+        changed["decoder_start_token_id"] = 0
     if "qk_rope_head_dim" in said:  # latent attention has as many heads of keys, and rotates a part of them
         changed |= {"num_key_value_heads": 4} if "num_key_value_heads" in said else {}
         changed |= {"head_dim": SIZES["qk_rope_head_dim"]} if "head_dim" in said else {}

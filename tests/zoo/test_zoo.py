@@ -34,6 +34,7 @@ def test_what_the_table_says_of_a_model(kind: str, tmp_path: Path) -> None:
         ("gemma3n_text", "distill"),
         ("idefics2", "kv_scales"),
         ("phimoe", "auto_bits"),
+        ("prophetnet", "int8"),
         ("qwen2_vl", "distill"),
         ("recurrent_gemma", "kv_scales"),
         ("rwkv", "rotate"),

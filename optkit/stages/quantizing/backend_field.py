@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,11 +28,12 @@ from optkit.backends.process import run_worker, work_directory
 from optkit.backends.take_over import DTYPE_NAMES, take_over
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.linear_layers import Selection, layers_of
+from optkit.model.linear_layers import Layer, Selection, layers_of
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.model.task import Task, is_built_in, refuse_multi_modal
 from optkit.packed_tensors.base import LayerFormat, quantization_config
+from optkit.packed_tensors.integers import PackedFormat
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.backend_support import OFFERS, Offer
@@ -99,6 +101,10 @@ class Backed(WeightQuantizer):
     @property
     def _offer(self) -> Offer | None:
         return OFFERS.get((self.kind, getattr(self, "backend", OWN)))
+
+    def layer_format(self, layer: Layer) -> PackedFormat:
+        """Return the form of a layer; libraries write no codes in whole bytes."""
+        return super().layer_format(replace(layer, whole_bytes=False) if self._offer else layer)
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Quantize with optkit, or with the library that `backend` names.

@@ -14,6 +14,7 @@ from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
 from optkit.packed_tensors.base import COMPRESSED_TENSORS, LayerFormat
 from optkit.packed_tensors.gptq import GPTQ, GPTQ_MULTIPLE
+from optkit.packed_tensors.integers import BytesQuantized
 
 
 def refuse_encoder_decoder(config: Mapping[str, Any], field: str, effort: str) -> None:
@@ -182,6 +183,19 @@ def experts_for_gpus(formats: Mapping[str, LayerFormat]) -> list[str]:
         " format: compressed-tensors with symmetric: true is opened by both"
         for method in sorted(methods)
     ]
+
+
+def in_whole_bytes(formats: Mapping[str, LayerFormat]) -> list[str]:
+    """Return notes if codes take a byte each."""
+    bits = {form.bits for form in formats.values() if isinstance(form, BytesQuantized)}
+    if not bits:
+        return []
+    notes = [
+        "codes take a byte each, because the model's own code reads the weight of every layer: transformers "
+        "opens that, vLLM does not"
+    ]
+    fewer = [str(each) for each in sorted(bits - {8})]
+    return [*notes, f"bits: 8 makes the same size as {either(fewer)} here, and a smaller error"] if fewer else notes
 
 
 def refuse_odd_shapes(layers: Iterable[Layer], multiple: int, why: str, remedy: str) -> None:

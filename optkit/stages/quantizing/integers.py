@@ -17,8 +17,14 @@ from optkit.model.linear_layers import Layer, Selection, refuse_unmatched
 from optkit.model.output_layer import HEAD
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.gptq import GPTQ, GPTQ_GROUP_SIZES, GptqPacked
-from optkit.packed_tensors.integers import PackedFormat, PackQuantized
-from optkit.stages.quantizing.fitting import exceptions_for_vllm, experts_for_gpus, joined_differently, refuse_unfit
+from optkit.packed_tensors.integers import BytesQuantized, PackedFormat, PackQuantized
+from optkit.stages.quantizing.fitting import (
+    exceptions_for_vllm,
+    experts_for_gpus,
+    in_whole_bytes,
+    joined_differently,
+    refuse_unfit,
+)
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.overrides import KEEP, Override, Overrides, override_of
 from optkit.stages.quantizing.streaming import LayerQuantizer
@@ -123,7 +129,7 @@ class WeightQuantizer(LayerQuantizer):
                 group_size = None if override.group_size == -1 else override.group_size
         if self.packing == GPTQ:
             return GptqPacked(bits, group_size)
-        return PackQuantized(bits, group_size, symmetric)
+        return (BytesQuantized if layer.whole_bytes else PackQuantized)(bits, group_size, symmetric)
 
     def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         refuse_unfit(selection, formats, self.kind)
@@ -133,6 +139,7 @@ class WeightQuantizer(LayerQuantizer):
             *joined_differently(selection, formats),
             *exceptions_for_vllm(selection, formats),
             *experts_for_gpus(formats),
+            *in_whole_bytes(formats),
         ]
 
     def _override(self, name: str) -> Override | Literal["keep"] | None:
