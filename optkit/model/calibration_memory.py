@@ -50,6 +50,8 @@ class Work:
     """In main memory, whatever computes."""
     streamed: bool = False
     """What it makes waits to be written as soon as it is made, and not when its block is done."""
+    alone: bool = False
+    """Nothing is read or copied beside the work of a GPU."""
     processes: int = 1
     """That do it together: each holds what it works on, one of them what waits to be written."""
 
@@ -63,12 +65,13 @@ class Work:
         )
         entering, block, gpu = self.entering, self.block, 0
         if device.startswith("cuda"):
-            copied = min(AHEAD_BYTES, made) if self.streamed else 0
+            copied = min(AHEAD_BYTES, made) if self.streamed and not self.alone else 0
             entering, block, gpu = 0, 0, max(self.entering, self.block) + copied
             # a shard is written while the next one is made, before a block that takes longer is done
             waiting = min(SHARD_BYTES + (SHARD_BYTES // AHEAD if self.streamed else 0), made)
             # what is read ahead
-            inside += min(max(AHEAD_BYTES, inside), shape.size_bytes) if self.streamed else shape.pinned_bytes
+            ahead = min(max(AHEAD_BYTES, inside), shape.size_bytes) if self.streamed else shape.pinned_bytes
+            inside += 0 if self.alone else ahead
         needed = max(
             outside + self.processes * max(entering, beyond),
             waiting + self.held + self.processes * max(block, inside),

@@ -134,8 +134,8 @@ class Mx(SharedText, LayerQuantizer):
                 experts = {name: layer for name, layer in layers_of(apart).items() if EXPERTS in name}
                 return self.working_memory(apart, experts, device).cost(shape, left, device), left
             largest = max(info.elements // info.shape[0] for info in stacked.values())
-            codes = max(info.elements for info in stacked.values())  # of all experts, apart and then joined
-            work = Work(largest * 4 + _rounding_bytes(largest, device), held=codes, streamed=True)
+            codes = max(info.elements for info in stacked.values()) * (16 + 1) // 32  # half a byte, and the scales
+            work = Work(largest * 4 + _rounding_bytes(largest, device), held=codes, streamed=True, alone=True)
             return work.cost(apart, left, device), left
         return super().predict(shape, device)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from optkit.algorithms.grid import QuantizedWeight
 
-WORK_BYTES = 10
+WORK_BYTES = 9.1
 """What rounding holds for each weight of a layer, as floats and codes."""
 
 
@@ -60,4 +60,4 @@ class Rtn(Backed):
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         largest = max(layer.outputs * layer.inputs for layer in layers.values())
-        return Work(WORK_BYTES * largest, streamed=True)
+        return Work(int(WORK_BYTES * largest), streamed=True)

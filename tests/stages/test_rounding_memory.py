@@ -15,12 +15,14 @@ from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.microscaling import nvfp4_global_scale, quantize_mxfp4, quantize_nvfp4
 from optkit.algorithms.scale_search import CHUNK
 from optkit.model.linear_layers import EXPERTS, Layer
+from optkit.model.shape import TensorInfo
 from optkit.model.together import ALONE
-from optkit.stages import mx
+from optkit.stages import mx, rtn
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing import compensation
 from optkit.stages.quantizing.compensation import Compensation
 from optkit.stages.quantizing.stacks import EXPERTS_AT_ONCE, work_bytes
+from optkit.stages.rtn import Rtn
 from tests.support.allocated import Allocated
 
 
@@ -48,6 +50,20 @@ def test_plans_know_what_rounding_holds(
     assert len(job.details["losses"]) == count
     planned = work_bytes([layers[names[0]]], count, "cpu", EXPERTS_AT_ONCE["cpu"])
     assert planned == pytest.approx(allocated.peak, rel=0.1)
+
+
+def test_plans_know_what_rounding_to_nearest_holds() -> None:
+    layer = Layer("mlp.up_proj", 256, 512, False)
+    stored = torch.randn(256, 512, dtype=torch.bfloat16)
+    job: Any = Mock(
+        selection=Mock(layers={layer.name: layer}), context=Mock(device="cpu"), read=lambda _: stored.clone()
+    )
+    job.weight = lambda name: name
+    job.formats = {layer.name: Rtn(group_size=128).layer_format(layer)}
+    job.skeleton.checkpoint.tensors = {layer.name: TensorInfo("BF16", (256, 512))}
+    with torch.no_grad(), Allocated() as allocated:
+        Rtn(group_size=128).rounded_layers(job, [layer.name])
+    assert rtn.WORK_BYTES * stored.numel() == pytest.approx(allocated.peak, rel=0.05)
 
 
 def test_plans_know_what_rounding_to_four_bit_floats_holds() -> None:

@@ -49,7 +49,7 @@ def pack_stacked(
     ):
         for name in shape.tensors:
             if name in stacked:
-                parts = joined(name, _rounded(checkpoint, name, context.device, search))
+                parts = joined(name, _rounded(checkpoint, name, context.device, search), stacked[name].shape[0])
             else:
                 parts = {name: checkpoint.read_finite(name)}
             for written, part in parts.items():
@@ -81,14 +81,19 @@ def _rounded(checkpoint: Checkpoint, name: str, device: str, search: bool) -> It
         yield quantize_mxfp4(expert.T.contiguous(), search)
 
 
-def joined(name: str, experts: Iterable[MicroscaledWeight]) -> dict[str, Tensor]:
-    """Return the tensors of a stacked one whose experts, [out, in], are given."""
+def joined(name: str, experts: Iterable[MicroscaledWeight], count: int) -> dict[str, Tensor]:
+    """Return the tensors of a stacked one whose experts, so many of [out, in], are given."""
     import torch
 
     from optkit.algorithms.microscaling import pack
 
-    packed = [{leaf: tensor.cpu() for leaf, tensor in pack(each).items()} for each in experts]
-    codes, scales = (torch.stack([each[leaf] for each in packed]) for leaf in ("weight_packed", "weight_scale"))
+    found: dict[str, Tensor] = {}
+    for index, expert in enumerate(experts):
+        for leaf, tensor in pack(expert).items():
+            if leaf not in found:
+                found[leaf] = torch.empty(count, *tensor.shape, dtype=tensor.dtype)
+            found[leaf][index] = tensor
+    codes, scales = found["weight_packed"], found["weight_scale"]
     return {f"{name}{BLOCKS}": codes.view(*scales.shape, -1), f"{name}{SCALES}": scales}
 
 

@@ -125,13 +125,13 @@ def round_experts_(
     """Return the tensors of a block's experts, which compute with their rounded weights from now on.
     `rounded` is given the name of each, its weight, [out, in], and what was seen of its inputs.
     """
-    found: dict[str, Tensor] = {}
-    for stored, info in stacked.items():
-        if expert_of(stored, 0) not in layers:
-            continue
-        made = []
-        for name in (expert_of(stored, index) for index in range(info.shape[0])):
-            made.append(rounded(name, layers[name].weight.detach().contiguous(), seen.get(name)))
-            layers[name].weight.data.copy_(made[-1].dequantize())
-        found |= joined(stored, made)
-    return found
+
+    def each(stored: str) -> Iterator[MicroscaledWeight]:
+        for index in range(stacked[stored].shape[0]):
+            layer = layers[name := expert_of(stored, index)]
+            made = rounded(name, layer.weight.detach().contiguous(), seen.get(name))
+            layer.weight.data.copy_(made.dequantize())
+            yield made
+
+    here = (stored for stored in stacked if expert_of(stored, 0) in layers)
+    return dict(part for stored in here for part in joined(stored, each(stored), stacked[stored].shape[0]).items())
