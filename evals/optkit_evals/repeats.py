@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ from optkit_evals.timing import (
 
 CALM = 0.05
 """Share of the cores that other processes may use during a repeat that counts."""
-RUNS = re.compile(r"(throughput, .*?: )(\d+) warm-up runs, (\d+) repeats(.*)")
 
 
 @dataclass(frozen=True)
@@ -109,20 +107,6 @@ def repeat(session: Session, cell: Cell, effort: Effort, context: EvalContext, w
     )
     used_j = after_j - before_j if after_j is not None and before_j is not None else None
     return Repeats(tuple(kept), peak, settling, used_j)
-
-
-def together(notes: Sequence[str]) -> list[str]:
-    """Return the notes of all turns, those that differ in how many runs there were as one."""
-    found: dict[tuple[str, ...], list[tuple[str, str]]] = {}
-    for note in notes:
-        said = RUNS.fullmatch(note)
-        found.setdefault((said[1], said[4]) if said else (note,), []).append((said[2], said[3]) if said else ("", ""))
-    return [_in_turns(*key, counts) if len(key) == 2 else key[0] for key, counts in found.items()]
-
-
-def _in_turns(configuration: str, attention: str, counts: Sequence[tuple[str, str]]) -> str:
-    warm_up, repeats = (", ".join(each) for each in zip(*counts, strict=True))
-    return f"{configuration}{warm_up} warm-up runs, {repeats} repeats{attention}"
 
 
 def _time(

@@ -19,7 +19,7 @@ from optkit.model.session_memory import SessionMemory
 from optkit.model.task import GENERATING, Task
 from optkit_evals.configurations import measure_each
 from optkit_evals.meanings import row
-from optkit_evals.repeats import CALM, Cell, Effort, Repeats, repeat, together
+from optkit_evals.repeats import CALM, Cell, Effort, Repeats, repeat
 from optkit_evals.timing import MOST_REPEATS, SETTLED, device_text
 from optkit_evals.vllm import UnderVllm, vllm_text
 
@@ -179,7 +179,6 @@ class Throughput(TimedEval):
 
     def pool(self, turns: Sequence[Sequence[Metric]], context: EvalContext) -> list[Metric]:
         """Return the metrics of all turns as one measurement's; warn if the turns lie far apart."""
-        context.notes[:] = together(context.notes)
         found = super().pool(turns, context)
         for cell in self.cells():
             values = {metric.name: metric.samples for metric in found if metric.labels == cell.labels}

@@ -103,10 +103,10 @@ def measure(
     context = EvalContext(seed=plan.recipe.seed, progress=progress, data=data, calibrated_on=calibrated_on)
     bench = Bench(store, plan.device, context, plan.steps[0].size_bytes)
     if timed:
-        models = [TimedModel(artifact, [(each.key, each) for each in timed])]
+        models = [TimedModel(artifact, [(each.key, each) for each in timed], "the artifact")]
         if baseline:
             wanted = [(each.baseline_key, each) for each in timed if each.baseline_key]
-            models.insert(0, TimedModel(baseline, wanted))
+            models.insert(0, TimedModel(baseline, wanted, "the baseline"))
         models[-1:-1] = _to_time(further, timed)
         kept = store.workspace(digest(sorted({key for model in models for key, _ in model.wanted}))) / "turns.json"
         if retime:
@@ -155,7 +155,8 @@ def _to_time(further: Sequence[Further], timed: Sequence[PlannedEval]) -> list[T
     """Return the further models, each with those of its evals that are timed."""
     keys = {each.key for each in timed}
     found = [
-        TimedModel(model.subject, [(key, each) for key, each in model.wanted if each.key in keys]) for model in further
+        TimedModel(model.subject, [(key, each) for key, each in model.wanted if each.key in keys], model.name)
+        for model in further
     ]
     return [model for model in found if model.wanted]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,9 +20,10 @@ from optkit.measuring.bench import Bench, Subject, Wanted
 from optkit.measuring.fresh_process import Answer, measure_apart
 from optkit.plan import PlannedEval
 from optkit.processes import signals
-from optkit.progress import asking
+from optkit.progress import Progress, asking
 
 LOST = "the rounds of an earlier sitting were damaged, and were taken again"
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class TimedModel:
     subject: Subject
     wanted: Wanted
     name: str = ""
-    """What is said when its turn begins; nothing if it is empty."""
+    """What warnings call it."""
+    announced: bool = False
+    """Whether it is said that its turn begins."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ def time_in_turns(
     `failed`, the error is raised.
     """
     rounds = Rounds.kept(kept, {key for model in models for key, _ in model.wanted})
+    benches = {id(model): _warning_once(bench, model.name) for model in models}
     if rounds.lost:
         bench.context.progress.warn(f"timings: {LOST}")
     racing = list(models)
@@ -158,7 +163,7 @@ def time_in_turns(
     for index in range(rounds.over, max(each.eval.turns() for model in models for _, each in model.wanted)):
         for model in list(in_turns(racing, index)):
             try:
-                _take(bench, model, index, rounds.runs)
+                _take(benches[id(model)], model, index, rounds.runs)
             except Exception as error:
                 if failed is None or model is models[0]:
                     raise
@@ -166,15 +171,54 @@ def time_in_turns(
                 rounds.left |= {key: str(error) for key, _ in model.wanted}
                 failed(model, error)
         rounds.keep()
-    for key, each in [wanted for model in racing for wanted in model.wanted]:
-        _pool(bench, key, each, rounds)
+    for model in racing:
+        for key, each in model.wanted:
+            _pool(benches[id(model)], key, each, rounds)
     rounds.forget()
+
+
+def together(lines: Sequence[str]) -> list[str]:
+    """Return what all turns said: of lines that differ in numbers alone one, with the numbers of all."""
+    alike: dict[str, list[str]] = {}
+    for line in lines:
+        alike.setdefault(_without_numbers(line), []).append(line)
+    return [_with_all_numbers(each) for each in alike.values()]
+
+
+def _without_numbers(line: str) -> str:
+    """Return a line without its numbers, but for those of the configuration in front of the first colon."""
+    configuration, colon, said = line.partition(": ")
+    return f"{configuration}{colon}{NUMBER.sub('#', said)}"
+
+
+def _with_all_numbers(lines: Sequence[str]) -> str:
+    configuration, colon, said = lines[0].partition(": ")
+    found = zip(*(NUMBER.findall(line.partition(": ")[2]) for line in lines), strict=True)
+    numbers = iter([", ".join(each if len({*each}) > 1 else each[:1]) for each in found])
+    return f"{configuration}{colon}{NUMBER.sub(lambda _: next(numbers), said)}"
+
+
+class _WarningOnce:
+    """Reports to another, and names the model in its warnings; each comes once, whatever its numbers are."""
+
+    def __init__(self, progress: Progress, model: str) -> None:
+        self.say, self.task, self._warn = progress.say, progress.task, progress.warn
+        self._of, self._warned = f"{model}: " if model else "", set[str]()
+
+    def warn(self, line: str) -> None:
+        if (said := _without_numbers(line)) not in self._warned:
+            self._warned.add(said)
+            self._warn(self._of + line)
+
+
+def _warning_once(bench: Bench, model: str) -> Bench:
+    return replace(bench, context=replace(bench.context, progress=_WarningOnce(bench.context.progress, model)))
 
 
 def _take(bench: Bench, model: TimedModel, index: int, runs: dict[str, TimedRun]) -> None:
     """Take one turn of a model, and note what it said when all of it is done."""
     signals.check()
-    if model.name:
+    if model.announced:
         bench.context.progress.say(f"{model.name}, turn {index + 1}")
     said = []
     for measured, apart in ((_apart, True), (_here, False)):
@@ -196,7 +240,7 @@ def _take(bench: Bench, model: TimedModel, index: int, runs: dict[str, TimedRun]
 def _pool(bench: Bench, key: str, planned: PlannedEval, rounds: Rounds) -> None:
     """Keep the numbers of all turns of a model as those of one measurement."""
     run = rounds.runs[key]
-    context = replace(bench.context, notes=run.notes, warnings=run.warnings)
+    context = replace(bench.context, notes=together(run.notes), warnings=together(run.warnings))
     pooled = Found(tuple(planned.eval.pool(run.turns, context)), run.answers[-1].found.attachments)
     stopped = [f"{planned.kind}: its turns were taken in {rounds.sittings} sittings"] if rounds.sittings > 1 else []
     lost = [f"{planned.kind}: {LOST}"] if rounds.lost else []

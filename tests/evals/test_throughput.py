@@ -88,15 +88,6 @@ def test_turns_share_the_repeats_and_make_one_measurement(session, clock):
     ]
 
 
-def test_the_notes_of_turns_are_told_together(session, clock):
-    throughput = Throughput(new_tokens=3, prompts=(8,), repeats=4)
-    said = "throughput, batch 1, prompt 8, 3 new tokens"
-    notes = [f"{said}: {warm_up} warm-up runs, 2 repeats; attention by flash" for warm_up in (2, 5)]
-    context = EvalContext(notes=[notes[0], "other", notes[1], "other"])
-    throughput.pool([throughput.run(session, EvalContext(turn=Turn(index, 2))) for index in range(2)], context)
-    assert context.notes == [f"{said}: 2, 5 warm-up runs, 2, 2 repeats; attention by flash", "other"]
-
-
 def test_rows_and_lengths_are_known_before_anything_runs():
     throughput = Throughput(batch_sizes=(1, 4), prompts=(8,), new_tokens=2)
     assert throughput.row_labels() == (

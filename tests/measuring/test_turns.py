@@ -37,6 +37,9 @@ class Speed(TimedEval):
         if (name, context.turn.index) == STOPPING:
             raise KeyboardInterrupt
         RAN.append((name, context.turn.index))
+        if name == "busy":
+            context.notes.append(f"speed: {context.turn.index} runs in all")
+            context.warn(f"speed, batch 1: others used {context.turn.index + 1.5}% of the cores")
         return [
             Metric(name="speed", value=len(RAN), unit="", higher_is_better=True, protocol="p", pairing="paired_turns")
         ]
@@ -90,9 +93,19 @@ def test_a_round_goes_there_and_the_next_one_back(bench: Bench) -> None:
 
 def test_a_turn_says_whose_it_is(bench: Bench) -> None:
     said = Lines()
-    named = [replace(model, name=name) for model, name in zip(models("unmodified", "a"), ("", "a"), strict=True)]
+    named = [replace(model, name="a", announced=number == 1) for number, model in enumerate(models("unmodified", "a"))]
     time_in_turns(replace(bench, context=EvalContext(progress=said)), named)
     assert said.lines == ["a, turn 1", "a, turn 2", "a, turn 3", "a, turn 4"]
+
+
+def test_a_warning_of_several_turns_comes_once_and_names_the_model(bench: Bench) -> None:
+    said = Lines()
+    named = [replace(model, name="the artifact") for model in models("busy")]
+    time_in_turns(replace(bench, context=EvalContext(progress=said)), named)
+    assert said.lines == ["warning: the artifact: speed, batch 1: others used 1.5% of the cores"]
+    kept = bench.store.take_json(key("busy"))
+    assert kept["warnings"] == ["speed, batch 1: others used 1.5, 2.5, 3.5, 4.5% of the cores"]
+    assert kept["notes"] == ["speed: 0, 1, 2, 3 runs in all", *kept["warnings"]]
 
 
 def test_a_round_that_was_cut_off_is_taken_again_and_no_other(

@@ -32,6 +32,7 @@ def test_what_was_never_done_here_is_not_known(durations: Durations) -> None:
     durations.note("gptq", gptq(128), 10**9, 60.0)
     assert durations.predict("rtn", Rtn(), 10**9) is None
     assert durations.predict("gptq", gptq(128, learn="blocks"), 10**9) is None
+    assert durations.predict("gptq", gptq(128, effort="balanced"), 10**9) is None
 
 
 def test_a_stage_that_reads_no_text_says_nothing_of_one_that_does(durations: Durations) -> None:

@@ -82,5 +82,11 @@ def test_a_tower_as_deep_as_the_decoder_is_not_taken_for_it(tiny_model: TinyMode
     assert max(found) < 0.1
 
 
+def test_blocks_that_the_engine_has_otherwise_are_not_compared(tiny_model: TinyModel, tmp_path: Path) -> None:
+    states = states_of(open_session(tiny_model("llama")), TOKENS)
+    assert states is not None
+    assert shares(tiny_model("llama"), states[:-1], tmp_path) == []
+
+
 def test_numbers_that_are_none_are_a_problem() -> None:
     assert problem_of([0.1, float("nan")]).startswith("what block 1 adds to optkit's hidden states is off by nan")

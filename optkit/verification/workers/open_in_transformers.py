@@ -76,7 +76,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, Any]:
 
 def differing_blocks(model: Any, tokens: Any, request: dict[str, Any]) -> list[float]:
     """Return how far what each block adds to the hidden states of the request is from what was added
-    there, as a share of that: the mean over tokens.
+    there, as a share of that: the mean over tokens. Nothing if no list of the decoder has as many modules.
     """
     import torch
 
@@ -84,7 +84,7 @@ def differing_blocks(model: Any, tokens: Any, request: dict[str, Any]) -> list[f
     states = torch.from_file(request["states"], size=count * length * width, dtype=torch.float32)
     states = states.view(count, 1, length, width).to(tokens.device)
     lists = (module for module in model.get_decoder().modules() if isinstance(module, torch.nn.ModuleList))
-    blocks = next(each for each in lists if len(each) == count - 1)
+    blocks = next((each for each in lists if len(each) == count - 1), ())
     found = []
 
     def enter(index: int) -> Any:
