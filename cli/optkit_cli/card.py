@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, takes
+from optkit_cli.options import Command, invocation, takes
 
 
 @click.command(cls=Command, short_help="Write an artifact's model card.")
@@ -14,7 +14,7 @@ from optkit_cli.options import Command, takes
 @click.option("--repo", metavar="OWNER/NAME", default="", help="Its name on the hub, for the examples in the card.")
 @click.option("--print", "printed", is_flag=True, help="Print the card and write nothing.")
 @takes("json")
-def command(artifact: Path, repo: str, printed: bool, as_json: bool) -> None:
+def command(artifact: Path, repo: str, printed: bool) -> None:
     """Write ARTIFACT's model card, README.md with the hub's metadata, beside its weights.
 
     `optkit push` uploads that file; edit it before. Without one it uploads the card that this
@@ -30,7 +30,7 @@ def command(artifact: Path, repo: str, printed: bool, as_json: bool) -> None:
     text = card_of(found, read_scorecard(artifact), repo)
     if not printed:
         found.attach(CARD, text)
-    if as_json:
+    if invocation().as_json:
         print_json({"card": text, "file": None if printed else str(artifact / CARD)})
     else:
         click.echo(text if printed else artifact / CARD, nl=not printed)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from optkit_cli.options import Command, takes
+from optkit_cli.options import Command, invocation, takes
 
 
 @click.command(cls=Command, short_help="Put artifacts side by side, and say which to take.")
@@ -14,14 +15,7 @@ from optkit_cli.options import Command, takes
 @click.option("--csv", "form", flag_value="csv", help="Print every number as CSV.")
 @click.option("--markdown", "form", flag_value="markdown", help="Print the tables in Markdown.")
 @takes("json")
-def command(
-    places: tuple[Path, ...],
-    require: tuple[str, ...],
-    best: str | None,
-    axes: tuple[str, ...],
-    form: str | None,
-    as_json: bool,
-) -> int:
+def command(places: tuple[Path, ...], form: str | None, **asked: Any) -> int:
     """Rank artifacts beside the unmodified model, and say which one to take.
     Name artifacts, scorecard.json files, or directories with any of them below.
 
@@ -34,18 +28,15 @@ def command(
     from optkit.common.garbage import uncollected
     from optkit.common.visible import visible_lines
     from optkit.comparison import compare, to_csv, to_markdown
-    from optkit_cli.output import print_json, show
+    from optkit_cli.compare_view import comparison_view
+    from optkit_cli.output import print_result
 
-    if as_json and form:
+    if invocation().as_json and form:
         raise click.UsageError(f"--json and --{form} exclude each other. Name one of them.")
     with uncollected():  # all that is read stays until the end
-        comparison = compare(places, require=require, best=best, axes=axes)
-        if as_json:
-            print_json(comparison.model_dump(mode="json"))
-        elif form:
+        comparison = compare(places, **asked)
+        if form:
             click.echo(visible_lines(to_csv(comparison) if form == "csv" else to_markdown(comparison)), nl=False)
         else:
-            from optkit_cli.compare_view import comparison_view
-
-            show(*comparison_view(comparison))
+            print_result(comparison, lambda: comparison_view(comparison))
     return comparison.exit_status

@@ -17,7 +17,7 @@ from optkit_cli.options import Command, takes
     "--links", is_flag=True, help="Also measure how fast the GPUs of this host exchange data (NCCL all-reduce)."
 )
 @takes("store", "json")
-def command(model: str | None, links: bool, store: Path | None, as_json: bool) -> None:
+def command(model: str | None, links: bool, store: Path | None) -> None:
     """Print versions, devices, memory, disk, and which stages, evals, engines and kernels run."""
     from optkit.reports.doctor.doctor import diagnose
     from optkit.reports.doctor.gpu_links import gpu_links
@@ -31,4 +31,4 @@ def command(model: str | None, links: bool, store: Path | None, as_json: bool) -
         diagnosis = diagnosis.model_copy(update={"model": model, "shapes": shape_problems(shape_of_model(model))})
     if links:
         diagnosis = diagnosis.model_copy(update={"links": gpu_links()})
-    print_result(diagnosis, lambda: diagnosis_view(diagnosis), as_json=as_json)
+    print_result(diagnosis, lambda: diagnosis_view(diagnosis))

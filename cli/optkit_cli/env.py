@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, takes
+from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, invocation, takes
 
 if TYPE_CHECKING:
     from optkit.backends.environments import Environment
@@ -28,46 +28,44 @@ def command() -> None:
 
 @command.command("list", cls=Command, short_help="Show every library, and what is built.")
 @takes("json")
-def list_environments(as_json: bool) -> None:
+def list_environments() -> None:
     """Show every library that can be a backend.
     The list has versions, size and place of its environment, and whether it is in use.
     """
     from optkit.backends.environments import Environments
     from optkit.backends.libraries import LIBRARIES
-    from optkit_cli.output import print_json, show
+    from optkit_cli.output import print_result
 
     found = Environments().list()
-    if as_json:
-        print_json([each.model_dump(mode="json") for each in found])
-        return
     names = {each.name for each in found}
-    show(_table(found, [library for library in LIBRARIES.values() if library.name not in names]))
+    missing = [library for library in LIBRARIES.values() if library.name not in names]
+    print_result([each.model_dump(mode="json") for each in found], lambda: [_table(found, missing)])
 
 
 @command.command("build", cls=Command, short_help="Build the environment of a library now.")
 @name_argument
 @takes("quiet")
-def build(name: str, quiet: bool) -> None:
+def build(name: str) -> None:
     """Build the environment of library NAME now, for later runs offline, unless it is there."""
     from optkit.backends.environments import Environments
     from optkit_cli.output import show
     from optkit_cli.progress import open_progress
 
-    show(_table([Environments().require(name, open_progress(quiet=quiet))], []))
+    show(_table([Environments().require(name, open_progress())], []))
 
 
 @command.command("remove", cls=Command, short_help="Delete the environments of a library.")
 @name_argument
 @takes("quiet")
-def remove(name: str, quiet: bool) -> None:
+def remove(name: str) -> None:
     """Delete every environment of library NAME, also those for another Python or torch."""
     from optkit.backends.environments import Environments
     from optkit_cli.output import show
     from optkit_cli.progress import open_progress
     from optkit_cli.tables import size_text
 
-    removed = Environments().remove(name, open_progress(quiet=quiet))
-    if not quiet:
+    removed = Environments().remove(name, open_progress())
+    if not invocation().quiet:
         show(*(f"removed {each.directory}, {size_text(each.size_bytes)}" for each in removed))
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import click
 
-from optkit_cli.options import Command, Place, takes
+from optkit_cli.options import Command, takes
 from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 
 
@@ -31,16 +31,10 @@ from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 def command(
     model: str,
     evals: str,
-    unmodified: str | None,
-    retime: bool,
-    against: Path | None,
     junit: Path | None,
     metrics: Path | None,
-    as_json: bool,
     verbose: bool,
-    quiet: bool,
-    trust_remote_code: bool,
-    **place: Unpack[Place],
+    **asked: Any,
 ) -> int:
     """Measure a model (built-in, directory, .gguf file, hub id) or an artifact with FILE's evals.
 
@@ -49,22 +43,13 @@ def command(
     """
     from optkit import pipeline
     from optkit.recipe.gate_places import gate_places
-    from optkit_cli.output import only_the_result_on_stdout, print_scorecard
-    from optkit_cli.progress import open_progress
+    from optkit_cli.output import print_scorecard
+    from optkit_cli.progress import working
 
     files = PipelineFiles(junit, metrics)
     files.prepare()
-    with only_the_result_on_stdout():
-        scorecard = pipeline.evaluate(
-            model,
-            evals,
-            retime=retime,
-            unmodified=unmodified,
-            against=against,
-            trust_remote_code=trust_remote_code,
-            progress=open_progress(quiet=quiet),
-            **place,
-        )
-    print_scorecard(scorecard, None, as_json=as_json, verbose=verbose)
+    with working() as progress:
+        scorecard = pipeline.evaluate(model, evals, progress=progress, **asked)
+    print_scorecard(scorecard, None, verbose=verbose)
     files.write(scorecard, lambda: gate_places(evals))
     return scorecard.exit_status

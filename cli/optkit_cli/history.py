@@ -41,7 +41,6 @@ def command(
     verdict: str | None,
     where: tuple[str, ...],
     store: Path | None,
-    as_json: bool,
 ) -> None:
     """List the artifacts that runs with this store made, newest first.
 
@@ -54,7 +53,7 @@ def command(
 
     root = store or default_store()
     found = history(root, model=model, recipe=recipe, verdict=verdict, where=where)
-    print_result(found, lambda: _view(found, root), as_json=as_json)
+    print_result(found, lambda: _view(found, root))
 
 
 def _view(found: History, root: Path) -> Iterator[RenderableType]:

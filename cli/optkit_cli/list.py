@@ -64,13 +64,10 @@ LISTS = {"stages": _stages, "evals": _evals, "recipes": _recipes, "datasets": _d
 @click.command(cls=Command, short_help="List what recipes can name.")
 @click.argument("what", metavar="|".join(LISTS), type=click.Choice(list(LISTS)))
 @takes("json")
-def command(what: str, as_json: bool) -> None:
+def command(what: str) -> None:
     """List the stages, evals, recipes, data sets or models known by name, plug-ins included."""
-    from optkit_cli.output import print_json, show
+    from optkit_cli.output import print_result
     from optkit_cli.tables import definition_list
 
     known = LISTS[what]()
-    if as_json:
-        print_json(known)
-    else:
-        show(definition_list(list(known.items())))
+    print_result(known, lambda: [definition_list(list(known.items()))])

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -24,26 +24,34 @@ class Invocation:
     """What the words of one command line say about the program rather than about the work."""
 
     debug: bool = False
+    as_json: bool = False
+    """The result is one JSON document."""
+    quiet: bool = False
+    """Of progress and messages only warnings are printed."""
+    logs_json: bool = False
+    """Progress and messages are lines of JSON."""
     document: str = ""
     """The JSON that stdout gets once the command is over."""
     over: bool = False
-    logs_json: bool = False
-    """Progress and messages are lines of JSON."""
 
 
-def _want_debug(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        context.ensure_object(Invocation).debug = True
+def invocation() -> Invocation:
+    """Return what the words of this command line say; without one nothing."""
+    context = click.get_current_context(silent=True)
+    return Invocation() if context is None else context.ensure_object(Invocation)
 
 
-debug_option = click.option(
-    "--debug",
-    is_flag=True,
-    expose_value=False,
-    is_eager=True,
-    callback=_want_debug,
-    help="Show the traceback of an error.",
-)
+def flag(name: str, *words: str, help: str) -> Callable[[Any], Any]:
+    """Return an option that sets a field of the invocation, before the others are read."""
+
+    def tell(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+        if wanted:
+            setattr(context.ensure_object(Invocation), name, True)
+
+    return click.option(*words, name, is_flag=True, expose_value=False, is_eager=True, callback=tell, help=help)
+
+
+debug_option = flag("debug", "--debug", help="Show the traceback of an error.")
 
 
 class Command(click.Command):
@@ -152,14 +160,6 @@ def _want_json(context: click.Context, _parameter: click.Parameter, form: str) -
     context.ensure_object(Invocation).logs_json = form == "json"
 
 
-class Place(TypedDict):
-    """What the options `place` say: where a command computes and where its files lie."""
-
-    device: str | None
-    data: Path | None
-    store: Path | None
-
-
 SHARED: dict[str, Callable[[Any], Any]] = {
     "recipe": click.argument("recipe", metavar="RECIPE", shell_complete=completion.recipes),
     "model": click.option(
@@ -217,9 +217,7 @@ SHARED: dict[str, Callable[[Any], Any]] = {
         "`none` before the first release.",
     ),
     "trials": click.option("--trials", metavar="N", type=click.IntRange(min=1), help="Take N of the combinations."),
-    "json": click.option(
-        "--json", "as_json", is_flag=True, help="Print one JSON document on stdout, everything else on stderr."
-    ),
+    "json": flag("as_json", "--json", help="Print one JSON document on stdout, everything else on stderr."),
     "trust": click.option(
         "--trust-remote-code", is_flag=True, help="Run the code of others that comes with the model; read it first."
     ),
@@ -227,7 +225,7 @@ SHARED: dict[str, Callable[[Any], Any]] = {
         "--verbose", "-v", is_flag=True, help="Print every number, its protocol, and how the artifact was made."
     ),
     "quiet": all_of(
-        click.option("--quiet", "-q", is_flag=True, help="Print the result and warnings only."),
+        flag("quiet", "--quiet", "-q", help="Print the result and warnings only."),
         click.option(
             "--log-format",
             type=click.Choice(["text", "json"]),

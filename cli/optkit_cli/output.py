@@ -7,13 +7,13 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from optkit.common.visible import CONTROLS, visible_lines
-from optkit_cli.options import Invocation
+from optkit_cli.options import invocation
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,12 +32,14 @@ def print_json(value: Any) -> None:
     _leave(document_of(value))
 
 
-def print_result(result: BaseModel, view: Callable[[], Iterable[RenderableType]], *, as_json: bool) -> None:
+def print_result(
+    result: BaseModel | Mapping[str, Any] | Sequence[Any], view: Callable[[], Iterable[RenderableType]]
+) -> None:
     """Print a result, as JSON or as the tables and lines of its view."""
-    if as_json:
-        print_json(result.model_dump(mode="json"))
-    else:
+    if not invocation().as_json:
         show(*view())
+    else:
+        print_json(result if isinstance(result, Mapping | Sequence) else result.model_dump(mode="json"))
 
 
 def document_of(value: Any) -> str:
@@ -46,7 +48,7 @@ def document_of(value: Any) -> str:
 
 
 def _leave(document: str) -> None:
-    click.get_current_context().ensure_object(Invocation).document = document
+    invocation().document = document
 
 
 def print_document(document: str) -> bool:
@@ -64,14 +66,14 @@ def print_document(document: str) -> bool:
     return True
 
 
-def print_scorecard(scorecard: Scorecard, directory: Path | None, *, as_json: bool, verbose: bool = False) -> None:
+def print_scorecard(scorecard: Scorecard, directory: Path | None, *, verbose: bool) -> None:
     """Print a scorecard: as scorecard.json holds it, what decides, or all of it (`verbose`).
     The artifact lies in `directory`.
     """
     from optkit.scorecard import to_json
     from optkit_cli.scorecard_view import short_scorecard, whole_scorecard
 
-    if as_json:
+    if invocation().as_json:
         _leave(to_json(scorecard))
     else:
         show(*(whole_scorecard if verbose else short_scorecard)(scorecard, directory))

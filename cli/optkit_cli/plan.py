@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any
 
 import click
 
-from optkit_cli.options import Command, Place, takes
+from optkit_cli.options import Command, takes
 
 
 @click.command(cls=Command, short_help="Say what a run would do and need.")
@@ -16,9 +16,8 @@ def command(
     model: str | None,
     overrides: tuple[str, ...],
     trials: int | None,
-    as_json: bool,
     trust_remote_code: bool,
-    **place: Unpack[Place],
+    **place: Any,
 ) -> None:
     """Print RECIPE's steps, with the disk, memory and time that they will need; compute nothing.
     A step is a hit if the store has it, else a miss. Of a recipe with a matrix it says what its
@@ -37,8 +36,8 @@ def command(
         from optkit.sweep.plan import plan_sweep
         from optkit_cli.sweep_plan_view import sweep_plan_view
 
-        sweep = plan_sweep(matrix.name, combinations, progress=open_progress(quiet=False), **place)
-        print_result(sweep, lambda: sweep_plan_view(sweep), as_json=as_json)
+        sweep = plan_sweep(matrix.name, combinations, progress=open_progress(), **place)
+        print_result(sweep, lambda: sweep_plan_view(sweep))
     else:
-        plan = pipeline.plan(combinations[0].recipe, progress=open_progress(quiet=False), **place)
-        print_result(plan, lambda: plan_view(plan), as_json=as_json)
+        plan = pipeline.plan(combinations[0].recipe, progress=open_progress(), **place)
+        print_result(plan, lambda: plan_view(plan))

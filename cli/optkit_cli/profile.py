@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -27,19 +28,7 @@ QUIET_KINETO = "99"
     help="Trace nothing; mark ranges for Nsight: nsys profile -c cudaProfilerApi optkit profile MODEL --nvtx",
 )
 @takes("device", "store", "json", "quiet", "trust")
-def command(
-    model: str,
-    batch: int,
-    prompt: int,
-    new_tokens: int,
-    out: Path,
-    nvtx: bool,
-    device: str | None,
-    store: Path | None,
-    as_json: bool,
-    quiet: bool,
-    trust_remote_code: bool,
-) -> None:
+def command(model: str, out: Path, **asked: Any) -> None:
     """Trace one request to a model or an artifact, prefill and decode apart.
     The artifact's settings are applied.
 
@@ -49,21 +38,10 @@ def command(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO)
     from optkit.reports.profiling import profile_model
-    from optkit_cli.output import only_the_result_on_stdout, print_result
+    from optkit_cli.output import print_result
     from optkit_cli.profile_view import profile_view
-    from optkit_cli.progress import open_progress
+    from optkit_cli.progress import working
 
-    with only_the_result_on_stdout():
-        report = profile_model(
-            model,
-            out,
-            batch=batch,
-            prompt=prompt,
-            new_tokens=new_tokens,
-            device=device,
-            store=store,
-            nvtx=nvtx,
-            trust_remote_code=trust_remote_code,
-            progress=open_progress(quiet=quiet),
-        )
-    print_result(report, lambda: profile_view(report, out), as_json=as_json)
+    with working() as progress:
+        report = profile_model(model, out, progress=progress, **asked)
+    print_result(report, lambda: profile_view(report, out))

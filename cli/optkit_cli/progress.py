@@ -4,19 +4,19 @@ elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, TextIO
-
-import click
 
 from optkit.common.visible import visible
 from optkit.processes import signals
 from optkit.progress import Progress, SilentProgress, SilentTask, Task
 from optkit_cli.failures import json_line
-from optkit_cli.options import Invocation
+from optkit_cli.options import invocation
+from optkit_cli.output import only_the_result_on_stdout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,22 +33,28 @@ WORTH_A_LINE_S = 1.0
 """A bar that was there for less leaves no line behind."""
 
 
-def open_progress(*, quiet: bool) -> SafePoints:
-    """Return stderr's progress: bars on a terminal, else lines; only warnings when `quiet`."""
-    if lines := line_progress(quiet=quiet):
+def open_progress() -> SafePoints:
+    """Return stderr's progress: bars on a terminal, else lines; only warnings when asked to be quiet."""
+    if lines := line_progress():
         return SafePoints(lines)
     from rich.console import Console
 
     return SafePoints(BarProgress(Console(stderr=True, highlight=False)))
 
 
-def line_progress(*, quiet: bool) -> WarningsOnly | None:
+@contextlib.contextmanager
+def working() -> Iterator[SafePoints]:
+    """Give the progress of work during which whatever libraries print goes to stderr."""
+    with only_the_result_on_stdout():
+        yield open_progress()
+
+
+def line_progress() -> WarningsOnly | None:
     """Return stderr's progress in lines; None on a terminal, which can be drawn on."""
-    context = click.get_current_context(silent=True)
-    as_json = context is not None and context.ensure_object(Invocation).logs_json
-    if quiet:
-        return WarningsOnly(sys.stderr, as_json=as_json)
-    if as_json:
+    asked = invocation()
+    if asked.quiet:
+        return WarningsOnly(sys.stderr, as_json=asked.logs_json)
+    if asked.logs_json:
         return LineProgress(sys.stderr, JSON_INTERVAL_S, interval_share=0, as_json=True)
     from rich.console import Console
 

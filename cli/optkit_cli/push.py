@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optkit_cli.options import Command, takes
+from optkit_cli.options import Command, invocation, takes
 
 
 @click.command(cls=Command, short_help="Upload an artifact to a registry.")
@@ -15,7 +15,7 @@ from optkit_cli.options import Command, takes
 @click.option("--dry-run", is_flag=True, help="Print what would go where and stop; uses no network.")
 @click.option("--allow-failed-gates", is_flag=True, help="Push it even if a gate of its recipe failed.")
 @takes("json", "quiet")
-def command(artifact: Path, address: str, dry_run: bool, allow_failed_gates: bool, as_json: bool, quiet: bool) -> None:
+def command(artifact: Path, address: str, dry_run: bool, allow_failed_gates: bool) -> None:
     """Check ARTIFACT, print what goes where, and upload it to TARGET.
 
     \b
@@ -27,22 +27,19 @@ def command(artifact: Path, address: str, dry_run: bool, allow_failed_gates: boo
     given.
     """
     from optkit.publishing.push import prepare_push
-    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.output import only_the_result_on_stdout, print_result, show
     from optkit_cli.progress import open_progress
     from optkit_cli.push_view import files_view, push_document, result_view
 
-    progress = open_progress(quiet=quiet)
+    progress = open_progress()
     push = prepare_push(artifact, address, allow_failed_gates=allow_failed_gates)
     for line in push.warnings:
         progress.warn(line)
-    if not as_json:
+    if not invocation().as_json:
         show(*files_view(push))
     if dry_run:
         known = None
     else:
         with only_the_result_on_stdout():
             known = push.upload(progress)
-    if as_json:
-        print_json(push_document(push, known))
-    else:
-        show(*result_view(push, known))
+    print_result(push_document(push, known), lambda: result_view(push, known))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from optkit_cli.options import Command, takes
+from optkit_cli.options import Command, invocation, takes
 
 
 @click.command(cls=Command, short_help="Write a page that says which artifact to take.")
@@ -20,14 +21,7 @@ from optkit_cli.options import Command, takes
     help="Where to write the page.",
 )
 @takes("comparison", "json")
-def command(
-    places: tuple[Path, ...],
-    out: Path,
-    require: tuple[str, ...],
-    best: str | None,
-    axes: tuple[str, ...],
-    as_json: bool,
-) -> int:
+def command(places: tuple[Path, ...], out: Path, **asked: Any) -> int:
     """Write one HTML page that says which artifact to take; it works offline.
     Name artifacts, scorecard.json files, or directories with any of them below. Of one artifact it
     is the page that lies beside it.
@@ -42,10 +36,10 @@ def command(
     from optkit.page import report
     from optkit_cli.output import print_json
 
-    made = report(places, require=require, best=best, axes=axes)
+    made = report(places, **asked)
     write_text_atomically(out, made.html)
     size = len(made.html.encode())
-    if as_json:
+    if invocation().as_json:
         print_json({"report": str(out), "size_bytes": size, "scorecards": made.scorecards, "picks": list(made.picks)})
     else:
         several = f"{made.scorecards} scorecards, " + (

@@ -89,8 +89,6 @@ def command(
     bandwidth: float | None,
     plot: Path | None,
     remeasure: bool,
-    as_json: bool,
-    quiet: bool,
 ) -> None:
     """Print the most tokens per second that MODEL can decode and prefill, and what binds.
     Several forms of its weights are compared.
@@ -101,7 +99,7 @@ def command(
     """
     from optkit.environment import best_device
     from optkit.reports.roofline import build_report, datasheet, parse_form, to_svg, work_of_model
-    from optkit_cli.output import only_the_result_on_stdout, print_result
+    from optkit_cli.output import print_result
     from optkit_cli.roofline_view import roofline_view
 
     wanted = device or best_device()
@@ -111,8 +109,7 @@ def command(
         parse_form(form, work.dtype)
     notes: tuple[str, ...] = ()
     if re.fullmatch(r"cpu|cuda(:\d+)?", wanted):
-        with only_the_result_on_stdout():
-            roof, notes = _measured(wanted, remeasure, quiet)
+        roof, notes = _measured(wanted, remeasure)
     else:
         roof = datasheet(wanted)
     if bandwidth is not None:
@@ -120,15 +117,16 @@ def command(
     report = build_report(model, work, roof, batches=batches, prompt=prompt, forms=chosen, notes=notes)
     if plot is not None:
         _draw(to_svg(report), plot)
-    print_result(report, lambda: roofline_view(report, plot), as_json=as_json)
+    print_result(report, lambda: roofline_view(report, plot))
 
 
-def _measured(device: str, again: bool, quiet: bool) -> tuple[Device, tuple[str, ...]]:
+def _measured(device: str, again: bool) -> tuple[Device, tuple[str, ...]]:
     """Return the roof of a device that is here, and what to say of it."""
     from optkit.reports.roofline import measured_device
-    from optkit_cli.progress import open_progress
+    from optkit_cli.progress import working
 
-    found, roof = measured_device(device, progress=open_progress(quiet=quiet), again=again)
+    with working() as progress:
+        found, roof = measured_device(device, progress=progress, again=again)
     note = f"the device was not quiet while it was measured (repeats spread: {roof.unsteady}): use --remeasure"
     return found, (note,) if roof.unsteady else ()
 

@@ -5,11 +5,11 @@ The scorecard is printed.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import click
 
-from optkit_cli.options import DIRECTORY, Command, Place, takes
+from optkit_cli.options import DIRECTORY, Command, takes
 from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 
 
@@ -30,16 +30,13 @@ def command(
     model: str | None,
     overrides: tuple[str, ...],
     out: Path | None,
-    retime: bool,
     verified: bool,
     against: Path | None,
     junit: Path | None,
     metrics: Path | None,
-    as_json: bool,
     verbose: bool,
-    quiet: bool,
     trust_remote_code: bool,
-    **place: Unpack[Place],
+    **asked: Any,
 ) -> int:
     """Make the artifact of RECIPE, measure it and print the scorecard.
     RECIPE is a file, or a name from `optkit list recipes`.
@@ -51,29 +48,21 @@ def command(
     from optkit.errors import UnsoundError
     from optkit.recipe.gate_places import gate_places, require_earlier_release
     from optkit.recipe.recipe import load_recipe
-    from optkit_cli.output import only_the_result_on_stdout, print_scorecard
-    from optkit_cli.progress import open_progress
+    from optkit_cli.output import print_scorecard
+    from optkit_cli.progress import working
 
     files = PipelineFiles(junit, metrics)
     files.prepare()
     try:
-        with only_the_result_on_stdout():
+        with working() as progress:
             wanted = load_recipe(recipe, overrides=overrides, model=model).trusting(trust_remote_code)
             require_earlier_release(wanted.gates, against, gate_places(recipe, overrides))
             target = out or Path("artifacts") / wanted.name
-            scorecard = pipeline.run(
-                wanted,
-                out=target,
-                retime=retime,
-                verified=verified,
-                against=against,
-                progress=open_progress(quiet=quiet),
-                **place,
-            )
+            scorecard = pipeline.run(wanted, out=target, verified=verified, against=against, progress=progress, **asked)
     except UnsoundError:
-        print_scorecard(pipeline.read_scorecard(target), target, as_json=as_json, verbose=verbose)
+        print_scorecard(pipeline.read_scorecard(target), target, verbose=verbose)
         raise
-    print_scorecard(scorecard, target, as_json=as_json, verbose=verbose)
+    print_scorecard(scorecard, target, verbose=verbose)
     files.write(scorecard, lambda: gate_places(recipe, overrides))
     if verified and any(each.failed for each in scorecard.loading):
         return 3

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import click
 
-from optkit_cli.options import DIRECTORY, Command, Place, number_option, takes
+from optkit_cli.options import DIRECTORY, Command, number_option, takes
 
 
 @click.command(cls=Command, short_help="Say which layers suffer most from quantization.")
@@ -39,12 +39,8 @@ def command(
     samples: int,
     sequence_length: int,
     choices: str,
-    rounding: str,
     out: Path | None,
-    as_json: bool,
-    quiet: bool,
-    trust_remote_code: bool,
-    **place: Unpack[Place],
+    **asked: Any,
 ) -> None:
     """Predict how far quantizing each layer of MODEL alone moves its predictions.
     Several forms are tried in one pass over a text.
@@ -55,26 +51,18 @@ def command(
     """
     from optkit.reports.sensitivity import measure_model, parse_choices, to_markdown, to_svg
     from optkit.source.calibration import Calibration
-    from optkit_cli.output import only_the_result_on_stdout, print_result
-    from optkit_cli.progress import open_progress
+    from optkit_cli.output import print_result
+    from optkit_cli.progress import working
     from optkit_cli.sensitivity_view import sensitivity_view
 
     wanted = parse_choices(choices)
     text = Calibration(dataset=calibration, samples=samples, sequence_length=sequence_length)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    with only_the_result_on_stdout():
-        report = measure_model(
-            model,
-            calibration=text,
-            choices=wanted,
-            rounding=rounding,
-            trust_remote_code=trust_remote_code,
-            progress=open_progress(quiet=quiet),
-            **place,
-        )
+    with working() as progress:
+        report = measure_model(model, calibration=text, choices=wanted, progress=progress, **asked)
     if out is not None:
         texts = {"json": report.model_dump_json(indent=1) + "\n", "md": to_markdown(report), "svg": to_svg(report)}
         for ending, written in texts.items():
             (out / f"sensitivity.{ending}").write_text(written, encoding="utf-8")
-    print_result(report, lambda: sensitivity_view(report, out), as_json=as_json)
+    print_result(report, lambda: sensitivity_view(report, out))

@@ -48,25 +48,23 @@ def command() -> None:
 @command.command("show", cls=Command, short_help="Print what the store holds.")
 @click.option("--remote", metavar="URL", help="Print what the store holds that machines share.")
 @takes("store", "json")
-def show_command(remote: str | None, store: Path | None, as_json: bool) -> None:
+def show_command(remote: str | None, store: Path | None) -> None:
     """Print the store's place, size, steps (model, size, last use) and unfinished work."""
     from optkit.common.cache import default_store
     from optkit.store.contents import survey, survey_remote
     from optkit.store.store import Store
-    from optkit_cli.output import print_json, show
+    from optkit_cli.output import print_result
     from optkit_cli.store_view import contents_view
 
     contents = survey_remote(_reached(remote)) if remote is not None else survey(Store(store or default_store()))
-    if as_json:
-        print_json({**contents.model_dump(mode="json"), "size_bytes": contents.size_bytes})
-    else:
-        show(*contents_view(contents))
+    document = {**contents.model_dump(mode="json"), "size_bytes": contents.size_bytes}
+    print_result(document, lambda: contents_view(contents))
 
 
 @command.command("push", cls=Command, short_help="Give steps to a store that machines share.")
 @click.argument("keys", metavar="[KEY]...", nargs=-1)
 @takes("shared", "store", "json", "quiet")
-def push_command(keys: tuple[str, ...], remote: str, store: Path | None, as_json: bool, quiet: bool) -> None:
+def push_command(keys: tuple[str, ...], remote: str, store: Path | None) -> None:
     """Push all finished steps and numbers, or those whose keys begin with KEY.
     Files that are there already stay, but those of a KEY go up again.
     """
@@ -77,17 +75,15 @@ def push_command(keys: tuple[str, ...], remote: str, store: Path | None, as_json
     from optkit_cli.progress import open_progress
     from optkit_cli.store_view import exchanged_view
 
-    done = push(Store(store or default_store()), _reached(remote), keys, open_progress(quiet=quiet))
-    print_result(done, lambda: exchanged_view(done, "pushed to"), as_json=as_json)
+    done = push(Store(store or default_store()), _reached(remote), keys, open_progress())
+    print_result(done, lambda: exchanged_view(done, "pushed to"))
 
 
 @command.command("pull", cls=Command, short_help="Take steps from a store that machines share.")
 @click.argument("keys", metavar="[KEY]...", nargs=-1)
 @click.option("--recipe", metavar="RECIPE", help="Pull what a run of this recipe would begin with, and its numbers.")
 @takes("shared", "store", "json", "quiet")
-def pull_command(
-    keys: tuple[str, ...], recipe: str | None, remote: str, store: Path | None, as_json: bool, quiet: bool
-) -> None:
+def pull_command(keys: tuple[str, ...], recipe: str | None, remote: str, store: Path | None) -> None:
     """Pull the steps and numbers whose keys begin with KEY, or what a recipe needs."""
     from optkit.common.cache import default_store
     from optkit.errors import UsageError
@@ -99,7 +95,7 @@ def pull_command(
 
     if not (keys or recipe):
         raise UsageError("nothing says what to pull", remedy="Name keys, or give --recipe RECIPE")
-    here, there, progress = Store(store or default_store()), _reached(remote), open_progress(quiet=quiet)
+    here, there, progress = Store(store or default_store()), _reached(remote), open_progress()
     if recipe:
         from optkit import pipeline
         from optkit.measuring.evaluation import metric_keys
@@ -110,7 +106,7 @@ def pull_command(
         keys += tuple(step.key for step in wanted.fetched)
         keys += tuple({*metric_keys(*wanted.evals, *wanted.further)} & {*there.keys(METRICS)})
     done = pull(here, there, keys, progress)
-    print_result(done, lambda: exchanged_view(done, "pulled from"), as_json=as_json)
+    print_result(done, lambda: exchanged_view(done, "pulled from"))
 
 
 def _reached(url: str) -> Remote:
@@ -144,7 +140,6 @@ def prune_command(
     dry_run: bool,
     remote: str | None,
     store: Path | None,
-    as_json: bool,
 ) -> None:
     """Delete steps from the store. What a running optkit works on or needs stays, and artifacts
     keep their files.
@@ -157,7 +152,7 @@ def prune_command(
     from optkit.store.contents import prune
     from optkit.store.remote_pruning import prune_remote
     from optkit.store.store import Store
-    from optkit_cli.output import print_json, show
+    from optkit_cli.output import print_result
     from optkit_cli.store_view import pruned_view
 
     if everything and (older_than_s is not None or max_bytes is not None):
@@ -170,7 +165,5 @@ def prune_command(
         else partial(prune, Store(store or default_store()))
     )
     done = delete(older_than_s=older_than_s, max_bytes=max_bytes, everything=everything, dry_run=dry_run)
-    if as_json:
-        print_json({**done.model_dump(mode="json"), "freed_bytes": done.freed_bytes, "dry_run": dry_run})
-    else:
-        show(*pruned_view(done, dry_run=dry_run))
+    document = {**done.model_dump(mode="json"), "freed_bytes": done.freed_bytes, "dry_run": dry_run}
+    print_result(document, lambda: pruned_view(done, dry_run=dry_run))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import click
 
-from optkit_cli.options import Assignment, Command, Place, takes
+from optkit_cli.options import Assignment, Command, takes
 
 
 @click.command(cls=Command, short_help="Make and compare all combinations of a recipe.")
@@ -49,27 +49,13 @@ from optkit_cli.options import Assignment, Command, Place, takes
 @takes("retime", "place", "json", "quiet", "trust")
 def command(
     recipe: str,
-    model: str | None,
-    overrides: tuple[str, ...],
-    out: Path | None,
-    max_hours: float | None,
-    against: Path | None,
     require: tuple[str, ...],
     best: str | None,
     axes: tuple[str, ...],
-    keep: str | None,
-    trials: int | None,
-    sampler: str | None,
-    seed: int,
-    retry: bool,
     executor: str,
     address: str | None,
     slurm: tuple[str, ...],
-    retime: bool,
-    as_json: bool,
-    quiet: bool,
-    trust_remote_code: bool,
-    **place: Unpack[Place],
+    **asked: Any,
 ) -> int:
     """Make the artifact of each combination of RECIPE's matrix, time them in turns, and compare them.
     RECIPE is a file, or a name from `optkit list recipes`.
@@ -80,36 +66,14 @@ def command(
     """
     from optkit.sweep.executors.registry import executor_of
     from optkit.sweep.run import exit_status, sweep
-    from optkit_cli.output import only_the_result_on_stdout, print_json, show
+    from optkit_cli.output import only_the_result_on_stdout, print_result
     from optkit_cli.sweep_view import closing_view, watching
 
-    with only_the_result_on_stdout(), watching(quiet=quiet) as (watcher, progress):
-        done = sweep(
-            recipe,
-            overrides=overrides,
-            model=model,
-            trust_remote_code=trust_remote_code,
-            out=out,
-            max_hours=max_hours,
-            against=against,
-            keep=keep,
-            require=require,
-            best=best,
-            axes=axes,
-            trials=trials,
-            sampler=sampler,
-            seed=seed,
-            retry=retry,
-            retime=retime,
-            executor=executor_of(executor, address=address, slurm=dict(each.split("=", 1) for each in slurm)),
-            watcher=watcher,
-            progress=progress,
-            **place,
-        )
+    choice: dict[str, Any] = {"require": require, "best": best, "axes": axes}
+    with only_the_result_on_stdout(), watching() as (watcher, progress):
+        made_by = executor_of(executor, address=address, slurm=dict(each.split("=", 1) for each in slurm))
+        done = sweep(recipe, executor=made_by, watcher=watcher, progress=progress, **choice, **asked)
     status = exit_status(done.record)
-    if as_json:
-        document = {**done.record.model_dump(mode="json"), "directory": str(done.directory), "exit_status": status}
-        print_json(document)
-    else:
-        show(*closing_view(done.record, done.directory, require=require, best=best, axes=axes))
+    document = {**done.record.model_dump(mode="json"), "directory": str(done.directory), "exit_status": status}
+    print_result(document, lambda: closing_view(done.record, done.directory, **choice))
     return status

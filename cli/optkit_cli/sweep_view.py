@@ -25,9 +25,9 @@ STYLES = {Status.WAITING: "dim", Status.MADE: "yellow", Status.DONE: "green", St
 
 
 @contextlib.contextmanager
-def watching(*, quiet: bool) -> Iterator[tuple[Watcher, Progress]]:
+def watching() -> Iterator[tuple[Watcher, Progress]]:
     """Give who draws a sweep on stderr, and its progress: a live table on a terminal, else lines."""
-    if progress := line_progress(quiet=quiet):
+    if progress := line_progress():
         yield Lines(progress), SafePoints(progress)
         return
     from rich.live import Live

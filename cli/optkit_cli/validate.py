@@ -6,13 +6,13 @@ import click
 
 from optkit.errors import OptkitError, RecipeError
 from optkit_cli import completion
-from optkit_cli.options import Command, takes
+from optkit_cli.options import Command, invocation, takes
 
 
 @click.command(cls=Command, short_help="Check recipes; every problem at once.")
 @click.argument("recipes", metavar="RECIPE...", nargs=-1, required=True, shell_complete=completion.recipes)
 @takes("json")
-def command(recipes: tuple[str, ...], as_json: bool) -> None:
+def command(recipes: tuple[str, ...]) -> None:
     """Check each RECIPE and print every problem as file:line:column; exit status 2 if there is one."""
     from optkit.common.visible import visible
     from optkit.errors import Problem
@@ -28,7 +28,7 @@ def command(recipes: tuple[str, ...], as_json: bool) -> None:
             count = f", {matrix.size if matrix.size > MOST else checked:,} combinations"
             if matrix.size > MOST:
                 count += f" (each value in one of {checked} that were checked; a sweep of them needs --trials)"
-            if not as_json:
+            if not invocation().as_json:
                 click.echo(visible(f"{recipe}: ok{count if matrix.varied else ''}"))
         except RecipeError as error:
             problems.extend(error.problems)
@@ -36,5 +36,5 @@ def command(recipes: tuple[str, ...], as_json: bool) -> None:
             problems.append(Problem(str(error)))
     if problems:
         raise RecipeError(problems)
-    if as_json:
+    if invocation().as_json:
         print_json({"status": "ok", "recipes": recipes})

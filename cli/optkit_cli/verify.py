@@ -72,15 +72,10 @@ def command(
     artifact: Path,
     engines: tuple[str, ...],
     pythons: tuple[tuple[str, str], ...],
-    tokens: int,
-    timeout_s: float,
     signature: bool,
     public_key: Path | None,
     certificate: Path | None,
-    device: str | None,
-    as_json: bool,
-    quiet: bool,
-    trust_remote_code: bool,
+    **asked: Any,
 ) -> int:
     """Check ARTIFACT's files, open it in each installed engine and compare its logits with ours.
 
@@ -89,24 +84,20 @@ def command(
     """
     from optkit import pipeline
     from optkit.publishing.signing import Trusted
-    from optkit_cli.output import only_the_result_on_stdout, print_result
-    from optkit_cli.progress import open_progress
+    from optkit_cli.output import print_result
+    from optkit_cli.progress import working
     from optkit_cli.verify_view import refuse_unasked, verified_view
 
-    asked = tuple(name for name in engine_names() if name in engines)
-    with only_the_result_on_stdout():
+    with working() as progress:
         found = pipeline.verify(
             artifact,
-            engines=asked,
+            engines=tuple(name for name in engine_names() if name in engines),
             pythons=dict(pythons),
-            device=device,
-            tokens=tokens,
-            timeout_s=timeout_s,
-            trust_remote_code=trust_remote_code,
             signed_by=Trusted(public_key, certificate) if signature or public_key or certificate else None,
-            progress=open_progress(quiet=quiet),
+            progress=progress,
+            **asked,
         )
-    print_result(found, lambda: verified_view(found), as_json=as_json)
+    print_result(found, lambda: verified_view(found))
     if engines and not found.exit_status:
         refuse_unasked(found)
     return found.exit_status

@@ -169,7 +169,7 @@ import ctypes, os, subprocess, sys
 from optkit_cli import show
 from optkit_cli.main import main
 from optkit_cli.output import print_json
-def noisy(artifact, as_json, verbose):
+def noisy(artifact, verbose):
     print("of Python")
     os.write(1, b"of the system\\n")
     ctypes.CDLL(None).printf(b"of C\\n")

@@ -6,7 +6,9 @@ import io
 import json
 from datetime import UTC, datetime
 
+import click
 import pytest
+from optkit_cli.options import Invocation
 from optkit_cli.progress import BarProgress, LineProgress, Pace, SafePoints, WarningsOnly, clock_text, open_progress
 from rich.console import Console
 
@@ -143,8 +145,9 @@ def test_a_bar_that_fails_leaves_its_line_and_the_terminal() -> None:
 
 
 def test_lines_where_stderr_is_no_terminal() -> None:
-    assert isinstance(open_progress(quiet=False).to, LineProgress)
-    assert type(open_progress(quiet=True).to) is WarningsOnly
+    assert isinstance(open_progress().to, LineProgress)
+    with click.Context(click.Command("run"), obj=Invocation(quiet=True)):
+        assert type(open_progress().to) is WarningsOnly
 
 
 def test_json_lines_say_how_far_a_task_is() -> None:

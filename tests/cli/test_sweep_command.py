@@ -113,7 +113,7 @@ def test_on_a_terminal_a_table_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(sweep_view, "Console", lambda **_: Console(file=screen, force_terminal=True, width=90))
     monkeypatch.setattr(sweep_view, "line_progress", lambda **_: None)
-    with sweep_view.watching(quiet=False) as (watcher, progress):
+    with sweep_view.watching() as (watcher, progress):
         watcher.show(record(("a", Status.DONE, ""), ("b", Status.WAITING, "")), ["b"])
         with progress.task("rtn", 3, "blocks") as task:
             task.advance()
