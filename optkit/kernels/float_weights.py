@@ -38,6 +38,8 @@ from optkit.model.packed_floats import BLOCKS, SCALES, TILES, packed_floats, unr
 
 TILE = (128, 128)
 """Outputs and inputs of a tile if config.json does not say."""
+AT_ONCE = 1 << 24
+"""Weights that are in float32 at once."""
 
 
 class Packed(Protocol):
@@ -82,8 +84,13 @@ class TiledLayer(StoredLayer):
                 where=self.where,
                 remedy="See that config.json and the weights belong together",
             )
-        steps = exponent_scales(scales) if scales.dtype == torch.uint8 else scales.float()
-        return dequantize(codes.float(), steps.view(*grid), (rows, columns)).to(dtype)
+        steps = (exponent_scales(scales) if scales.dtype == torch.uint8 else scales.float()).view(*grid)
+        floats = torch.empty(outputs, inputs, dtype=dtype, device=codes.device)
+        several = max(1, AT_ONCE // (rows * inputs))
+        split = codes.split(several * rows), steps.split(several), floats.split(several * rows)
+        for code, step, place in zip(*split, strict=True):
+            place.copy_(dequantize(code.float(), step, (rows, columns)))
+        return floats
 
     def _tile(self, grid: Sequence[int], shape: Sequence[int]) -> tuple[int, int]:
         """Return the outputs and inputs of a tile."""

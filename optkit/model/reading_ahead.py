@@ -51,4 +51,5 @@ class ReadAhead:
 
 
 def _pinned(read: Callable[[], Tensor]) -> Tensor:
-    return read().pin_memory()
+    found = read()
+    return found if found.nbytes > AHEAD_BYTES else found.pin_memory()  # torch keeps what it pinned

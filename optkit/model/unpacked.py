@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from optkit.common.files import read_object
@@ -41,6 +42,8 @@ class Unpacked:
 
     def __init__(self, packed: Checkpoint, device: str) -> None:
         self.packed, self._device = packed, device
+        self._one_at_a_time = Lock()
+        """Threads would take memory of a GPU for a weight each."""
         floats, left = packed_floats(packed.shape), float_shape(packed.shape).tensors
         stands_for = {part: name for name, each in floats.items() for part in each.parts}
         names = dict.fromkeys(stands_for.get(name, name) for name in packed.tensors)
@@ -61,8 +64,11 @@ class Unpacked:
 
     def read(self, name: str) -> Tensor:
         """Return one tensor, on the CPU. Raises SourceError for parts that do not fit each other."""
-        weight = self._weights.get(name)
-        return weight.dequantize(self._dtype, self._device).contiguous().cpu() if weight else self.packed.read(name)
+        if (weight := self._weights.get(name)) is None:
+            return self.packed.read(name)
+        with self._one_at_a_time:
+            floats = weight.dequantize(self._dtype, self._device).contiguous()
+        return floats.cpu()  # type: ignore[no-any-return]
 
     def read_member(self, name: str, index: int) -> Tensor:
         """Return one of the tensors that are stacked in one; else as `read`."""

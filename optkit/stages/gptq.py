@@ -33,7 +33,7 @@ from optkit.stages.quantizing.learning import (
 )
 from optkit.stages.quantizing.pruned_zeros import held_zeros, tell_zeros
 from optkit.stages.quantizing.shared_text import SharedText
-from optkit.stages.quantizing.stacks import EXPERTS_AT_ONCE, HEAD_ROWS, work_bytes
+from optkit.stages.quantizing.stacks import EXPERTS_AT_ONCE, HEAD_ROWS, in_turns, work_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -213,7 +213,7 @@ class Gptq(GptqFields, SharedText, Backed):
         """Yield layers of a loaded block that are rounded together, and their Hessians."""
         from optkit.stages.quantizing.hessians import collect_hessians, turns_of
 
-        skeleton, turns = job.skeleton, [list(modules)]
+        skeleton, turns = job.skeleton, self._in_turns({name: job.selection.layers[name] for name in modules})
         if self.true_sequential is True:
             turns = turns_of(skeleton, index, inputs, modules)
         elif earlier:
@@ -224,6 +224,10 @@ class Gptq(GptqFields, SharedText, Backed):
                 yield layers, earlier.move_(index, inputs, layers)
             else:
                 yield layers, collect_hessians(skeleton, index, inputs, layers, self.equal_tokens)
+
+    def _in_turns(self, layers: Mapping[str, Layer]) -> list[list[str]]:
+        # those that see all tokens share a Hessian
+        return [list(layers)] if self.calibration.experts == "all" else in_turns(layers)
 
     def _earlier(self, job: QuantizationJob, inputs: BlockInputs) -> EarlierErrors | None:
         if not self.earlier_errors:
@@ -261,13 +265,17 @@ class Gptq(GptqFields, SharedText, Backed):
             return self._packed(job, {HEAD: joined([part for part, _, _ in found])})[HEAD]
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
-        names = [sharing_input(block) for block in by_block(shape, layers)]
-        blocks = [[[layers[name] for name in stack] for stack in block] for block in names]
+        blocks = [{name: layers[name] for name in names} for names in by_block(shape, layers)]
+        named = [sharing_input(block) for block in blocks]
         kind = device.partition(":")[0]
         room = EXPERTS_AT_ONCE["cuda" if self.calibration.experts == "all" else kind]
-        work = code_bytes(shape, layers)
-        work += max(work_bytes(stack, len(block), kind, room) for block in blocks for stack in block)
-        text, sums = self.calibration, hessian_bytes(shape, layers)
+        work = code_bytes(shape, layers) + max(
+            work_bytes([layers[name] for name in stack], len(stacks), kind, room)
+            for stacks in named
+            for stack in stacks
+        )
+        turns = ({name: layers[name] for name in turn} for block in blocks for turn in self._in_turns(block))
+        text, sums = self.calibration, max(hessian_bytes(shape, turn) for turn in turns)
         if self._in_one_pass and device == "cpu" and _is_known(shape):
             sums += waiting_bytes(shape, layers, text) // self.devices
         found = calibrated_work(shape, layers, text, self.batch_size, sums, work, self.devices)

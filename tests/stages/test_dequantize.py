@@ -15,6 +15,7 @@ from torch import Tensor
 from optkit.algorithms.grid import QuantizedWeight
 from optkit.algorithms.packing import pack_awq
 from optkit.errors import SourceError
+from optkit.kernels import float_weights
 from optkit.kernels.float_weights import READERS, WEIGHTS
 from optkit.model.packed_floats import METHODS
 from optkit.model.schemes import LAYOUTS
@@ -51,8 +52,12 @@ def test_all_that_is_known_without_torch_has_a_reader() -> None:
 
 
 @pytest.mark.parametrize("tile", [(32, 32), (16, 64), (16, 8)])
-def test_fp8_blocks_are_what_transformers_makes_of_them(tiny_model: TinyModel, tmp_path: Path, tile) -> None:
+def test_fp8_blocks_are_what_transformers_makes_of_them(
+    tiny_model: TinyModel, tmp_path: Path, tile, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import FineGrainedFP8Config
+
+    monkeypatch.setattr(float_weights, "AT_ONCE", 64 * tile[0])  # a row of tiles at once
 
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(tile)}
     source = rewritten(tiny_model("llama"), tmp_path / "fp8", partial(fp8, tile=tile), **config)
