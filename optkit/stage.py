@@ -198,12 +198,12 @@ class Opening:
     """A model that is being opened, as the hooks of its settings see it."""
 
     directory: Path
-    settings: tuple[Setting, ...]
-    device: str
-    dtype: str | None
+    settings: tuple[Setting, ...] = ()
+    device: str = "cpu"
+    dtype: str | None = None
     """Torch name of the float dtype to compute in; None: that of the checkpoint."""
-    trust_remote_code: bool
-    progress: Progress
+    trust_remote_code: bool = False
+    progress: Progress = field(default_factory=SilentProgress)
 
     @cached_property
     def load_kwargs(self) -> dict[str, Any]:

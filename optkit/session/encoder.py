@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from optkit.errors import EvalError
-from optkit.model.pooling import Pooling, longest_text
+from optkit.model.pooling import longest_text, pooling_for
+from optkit.model.task import Task
 from optkit.session.generating import NO_POSITIONS, TextSession
+from optkit.stage import Opening
 
 
 class Encoder(TextSession):
@@ -19,19 +20,11 @@ class Encoder(TextSession):
     It implements `optkit.measure.EncoderSession` with `outputs` and `close`.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        device: str,
-        trust_remote_code: bool,
-        pooling: Pooling | None,
-        positions: int | None,
-        vocabulary: int,
-    ) -> None:
-        """`pooling` is None for an encoder with a head, which gives labels and no embeddings."""
-        super().__init__(directory, device, trust_remote_code)
+    def __init__(self, opening: Opening, task: Task, positions: int | None, vocabulary: int) -> None:
+        """Of an encoder with a head there are labels and no embeddings, so it does not pool."""
+        super().__init__(opening)
         self.positions, self.vocabulary = positions or NO_POSITIONS, vocabulary
-        self._pooling = pooling
+        self._pooling = pooling_for(self.directory, task)
 
     @property
     def pooling(self) -> str:

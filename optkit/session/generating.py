@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from optkit.errors import EvalError, OptkitError
 from optkit.source.calibration import load_tokenizer
+from optkit.stage import Opening
 
 NO_POSITIONS = 1 << 31
 Opened = TypeVar("Opened")
@@ -51,9 +51,9 @@ class TextSession(ABC):
     positions: int
     hidden_memory = ""
 
-    def __init__(self, directory: Path, device: str, trust_remote_code: bool) -> None:
-        self.directory, self.device = directory, device
-        self.trust_remote_code = trust_remote_code
+    def __init__(self, opening: Opening) -> None:
+        self.directory, self.device = opening.directory, opening.device
+        self.trust_remote_code = opening.trust_remote_code
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -29,7 +29,7 @@ class GgufSession(GeneratingSession):
 
     def __init__(self, opening: Opening) -> None:
         """Raises what `LlamaCppModel` raises."""
-        super().__init__(opening.directory, opening.device, opening.trust_remote_code)
+        super().__init__(opening)
         self._model: LlamaCppModel | None = LlamaCppModel(self.directory / MODEL, opening.device)
         self.vocabulary = self._model.vocabulary
         self.positions = int(self._header.get("context_length"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,20 +12,21 @@ from torch import Tensor
 
 from optkit.errors import SourceError, StageError
 from optkit.model.memory import return_freed_memory
-from optkit.model.pooling import Pooling
+from optkit.model.task import Task
 from optkit.onnx.directory import OnnxDirectory
 from optkit.onnx.feeds import prompt_feeds
 from optkit.onnx.opening import HIDDEN_MEMORY, Opened, open_model, runtime_errors
 from optkit.session.encoder import Encoder
+from optkit.stage import Opening
 
 FEATURES = ("last_hidden_state", "token_embeddings")
 """What exporters call the features of tokens."""
 LOGITS = ("logits",)
 
 
-def refuse_engine(engine: str, phrase: str) -> None:
+def refuse_engine(opening: Opening, phrase: str) -> None:
     """Raise StageError for an engine that opens causal language models alone."""
-    if engine != "onnxruntime":
+    if engine := opening.load_kwargs.get("engine"):
         said = f"{engine} runs causal language models, and this is {phrase}"
         raise StageError(said, where="onnx_provider.engine", remedy="Leave engine out")
 
@@ -34,33 +34,24 @@ def refuse_engine(engine: str, phrase: str) -> None:
 class OnnxEncoder(Encoder):
     """An opened ONNX directory of an encoder; implements `optkit.measure.EncoderSession`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        device: str,
-        trust_remote_code: bool,
-        pooling: Pooling | None,
-        threads: int | None = None,
-        providers: Sequence[str] = (),
-        engine: str = "onnxruntime",
-    ) -> None:
+    def __init__(self, opening: Opening, task: Task) -> None:
         """Open it.
         Raises what `OnnxDirectory` and `open_model` raise, SourceError if its graph is not that of
         an encoder.
         """
-        refuse_engine(engine, "an encoder")
-        self.graph = OnnxDirectory(directory)
+        refuse_engine(opening, "an encoder")
+        self.graph = OnnxDirectory(opening.directory)
         if not (vocabulary := self.graph.config.get("vocab_size")):
             raise SourceError(
                 "there is no vocab_size in config.json",
-                where=str(directory),
+                where=str(opening.directory),
                 remedy="Copy config.json from the source again",
             )
-        super().__init__(directory, device, trust_remote_code, pooling, self.graph.positions, int(vocabulary))
-        self.output = self._named(FEATURES if pooling else LOGITS)
-        self._opened: Opened | None = open_model(self.graph.path, device, threads, providers)
+        super().__init__(opening, task, self.graph.positions, int(vocabulary))
+        self.output = self._named(FEATURES if self._pooling else LOGITS)
+        self._opened: Opened | None = open_model(self.graph.path, self.device, **opening.load_kwargs)
         self.notes = (self._opened.note(), *self._pooling_notes())
-        self.hidden_memory = "" if device == "cpu" else HIDDEN_MEMORY
+        self.hidden_memory = "" if self.device == "cpu" else HIDDEN_MEMORY
 
     @property
     def dtype(self) -> str:

@@ -6,9 +6,8 @@ that of transformers in either case, with all that generation_config.json says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from optkit.onnx.opening import HIDDEN_MEMORY
 from optkit.session.onnx_encoder import refuse_engine
 from optkit.session.torch_encoder_decoder import TorchEncoderDecoder
 from optkit.source.quiet import quiet_transformers
+from optkit.stage import Opening
 
 COMPUTED = ("attention_mask", "cache_position")
 """What transformers gives that a graph may not take: no padding in audio, and positions from the start."""
@@ -35,29 +35,22 @@ COMPUTED = ("attention_mask", "cache_position")
 class OnnxEncoderDecoder(TorchEncoderDecoder):
     """An opened ONNX directory of an encoder-decoder; implements `optkit.measure.ConditionalSession`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        device: str,
-        trust_remote_code: bool,
-        threads: int | None = None,
-        providers: Sequence[str] = (),
-        engine: str = "onnxruntime",
-    ) -> None:
+    def __init__(self, opening: Opening) -> None:
         """Open it. Raises what `OnnxDirectory` and `open_model` raise, StageError for another engine."""
-        refuse_engine(engine, "an encoder-decoder")
-        self._graphs = OnnxDirectory(directory)
-        parts = OnnxParts(directory, device, threads, providers)
-        model = _without_weights(directory, loader_of(self._graphs.config), device, trust_remote_code)
+        refuse_engine(opening, "an encoder-decoder")
+        self._graphs = OnnxDirectory(opening.directory)
+        parts = OnnxParts(opening.directory, opening.device, **opening.load_kwargs)
+        model = _without_weights(opening, loader_of(self._graphs.config))
         _ask_(model, parts)
-        super().__init__(model, directory, device, (parts.steps.opened.note(),), trust_remote_code)
-        self.hidden_memory = "" if device == "cpu" else HIDDEN_MEMORY
+        super().__init__(model, opening, (parts.steps.opened.note(),))
+        self.hidden_memory = "" if self.device == "cpu" else HIDDEN_MEMORY
 
     def decode_bytes(self, batch: int, context: int) -> int:
         return decode_bytes(self._graphs, batch, 0)
 
 
-def _without_weights(directory: Path, loader: str, device: str, trusted: bool) -> Any:
+def _without_weights(opening: Opening, loader: str) -> Any:
+    directory, trusted = opening.directory, opening.trust_remote_code
     with quiet_transformers(), torch.device("meta"):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trusted)
         model = getattr(transformers, loader).from_config(config, trust_remote_code=trusted)
@@ -66,7 +59,7 @@ def _without_weights(directory: Path, loader: str, device: str, trusted: bool) -
     for module in model.modules():
         module._parameters.clear()
         module._buffers.clear()
-    model.place = nn.Parameter(torch.empty(0, device=device))  # generation asks where the model is
+    model.place = nn.Parameter(torch.empty(0, device=opening.device))  # generation asks where the model is
     return model.eval()
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from optkit.model.pooling import pooling_for
 from optkit.model.task import ENCODER_DECODERS, Task, task_of
 from optkit.onnx.decode_bytes import decode_bytes
 from optkit.onnx.directory import OnnxDirectory
@@ -25,52 +23,38 @@ from optkit.stage import Opening
 if TYPE_CHECKING:
     from optkit.session.onnx_encoder_decoder import OnnxEncoderDecoder
 
-Engine = Literal["onnxruntime", "onnxruntime-genai"]
-
 
 def open_onnx(opening: Opening) -> OnnxSession | OnnxEncoder | OnnxEncoderDecoder:
     """Open an ONNX directory; see `optkit.session.open_session`."""
-    directory, options = opening.directory, opening.load_kwargs
-    task = task_of(OnnxDirectory(directory).config) or Task.GENERATION
+    task = task_of(OnnxDirectory(opening.directory).config) or Task.GENERATION
     if task is Task.GENERATION:
-        return OnnxSession(directory, opening.device, opening.trust_remote_code, **options)
+        return OnnxSession(opening)
     if task in ENCODER_DECODERS:
         from optkit.session.onnx_encoder_decoder import OnnxEncoderDecoder
 
-        return OnnxEncoderDecoder(directory, opening.device, opening.trust_remote_code, **options)
-    pooling = pooling_for(directory, task)
-    return OnnxEncoder(directory, opening.device, opening.trust_remote_code, pooling, **options)
+        return OnnxEncoderDecoder(opening)
+    return OnnxEncoder(opening, task)
 
 
 class OnnxSession(GeneratingSession):
     """An opened ONNX directory; implements `optkit.measure.Session`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        device: str = "cpu",
-        trust_remote_code: bool = False,
-        threads: int | None = None,
-        providers: Sequence[str] = (),
-        engine: Engine = "onnxruntime",
-    ) -> None:
-        """Open it.
-        Raises what `OnnxDirectory` and `OnnxRunner` raise, which say what `threads` and `providers`
-        are.
-
-        `engine` is what generates; if that is GenAI, `OnnxRunner` opens the model only when
-        logits are asked for. Raises what `GenaiModel` raises.
+    def __init__(self, opening: Opening) -> None:
+        """Open it. If ONNX Runtime GenAI generates, `OnnxRunner` opens the model only when logits are asked for.
+        Raises what `OnnxDirectory`, `OnnxRunner` and `GenaiModel` raise.
         """
-        super().__init__(Path(directory), device, trust_remote_code)
+        super().__init__(opening)
+        options = dict(opening.load_kwargs)
+        by_genai = options.pop("engine", "") == "onnxruntime-genai"
         self._model = OnnxDirectory(self.directory)
-        self._open = partial(OnnxRunner, self._model, device, threads, providers)
-        self._genai = GenaiModel(self._model, device, threads) if engine == "onnxruntime-genai" else None
+        self._open = partial(OnnxRunner, self._model, self.device, **options)
+        self._genai = GenaiModel(self._model, self.device, options.get("threads")) if by_genai else None
         self.generates_elsewhere = self._genai is not None
         """Whether ONNX Runtime GenAI generates, and `runner` computes logits alone."""
         self.vocabulary = self._genai.vocabulary if self._genai else self.runner.vocabulary
         self.positions = self._model.positions or NO_POSITIONS
         self.notes: tuple[str, ...] = self._genai.notes if self._genai else tuple(self._notes())
-        self.hidden_memory = "" if device == "cpu" else HIDDEN_MEMORY
+        self.hidden_memory = "" if self.device == "cpu" else HIDDEN_MEMORY
 
     @cached_property
     def runner(self) -> OnnxRunner:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class ParallelSession(GeneratingSession):
         device = opening.device
         first = int(device.partition(":")[2] or 0)
         self.devices = tuple("cpu" if device == "cpu" else f"cuda:{first + index}" for index in range(count))
-        super().__init__(opening.directory, self.devices[0], opening.trust_remote_code)
+        super().__init__(replace(opening, device=self.devices[0]))
         job = {
             "directory": str(opening.directory.absolute()),
             "settings": [described(each) for each in opening.settings],

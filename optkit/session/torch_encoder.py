@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from optkit.model.pooling import Pooling
-from optkit.model.task import positions_of
+from optkit.model.task import Task, positions_of
 from optkit.session.encoder import Encoder
 from optkit.session.torch_model import TorchModel
+from optkit.stage import Opening
 
 
 class TorchEncoder(TorchModel, Encoder):
     """An opened encoder; implements `optkit.measure.EncoderSession`."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        directory: Path,
-        device: str,
-        notes: tuple[str, ...],
-        trust_remote_code: bool,
-        pooling: Pooling | None,
-    ) -> None:
-        positions, vocabulary = positions_of(model.config.to_dict()), int(model.config.vocab_size)
-        super().__init__(directory, device, trust_remote_code, pooling, positions, vocabulary)
+    def __init__(self, model: PreTrainedModel, opening: Opening, notes: Sequence[str], task: Task) -> None:
+        super().__init__(opening, task, positions_of(model.config.to_dict()), int(model.config.vocab_size))
         self._opened = model
         self.notes = (*notes, *self._pooling_notes())
 

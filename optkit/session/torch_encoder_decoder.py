@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from optkit.session.step_bytes import weight_bytes
 from optkit.session.torch_model import TorchModel
 from optkit.source.examples import ExampleReader
 from optkit.source.quiet import quiet_transformers
+from optkit.stage import Opening
 
 REMEDY = "Lower the batch, the prompt or the new tokens"
 
@@ -47,16 +48,14 @@ class Conditioned:
 class TorchEncoderDecoder(TorchModel):
     """An opened encoder-decoder; implements `optkit.measure.ConditionalSession`."""
 
-    def __init__(
-        self, model: PreTrainedModel, directory: Path, device: str, notes: tuple[str, ...], trust_remote_code: bool
-    ) -> None:
-        super().__init__(directory, device, trust_remote_code)
+    def __init__(self, model: PreTrainedModel, opening: Opening, notes: Sequence[str]) -> None:
+        super().__init__(opening)
         config = model.config.to_dict()
         self.hears = task_of(config) is Task.SPEECH
         """Whether inputs are audio files, and not texts."""
         self.vocabulary = int(model.config.vocab_size)
         self.positions = positions_of(config) or NO_POSITIONS
-        self.notes = (*notes, "timed with 30 s of silence, and prompts of the decoder") if self.hears else notes
+        self.notes = (*notes, *(["timed with 30 s of silence, and prompts of the decoder"] if self.hears else ()))
         self._opened = model
 
     def encode(self, text: str) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import distributed
@@ -26,7 +24,6 @@ from optkit.model.checkpoint_share import CheckpointShare
 from optkit.model.empty_model import stored_dtype
 from optkit.model.kv_scales import KvScales, split_kv_scales
 from optkit.model.memory import return_freed_memory
-from optkit.model.pooling import pooling_for
 from optkit.model.state_kernels import silence_fallbacks_, state_kernels_note
 from optkit.model.task import ENCODER_DECODERS, Task, task_of
 from optkit.session.loading import load_by_transformers
@@ -56,20 +53,11 @@ def open_torch(opening: Opening) -> TorchSession | TorchEncoder | TorchEncoderDe
         new_cache, note = _cache(model, opening.settings, scales) if task is Task.GENERATION else (None, [])
     return_freed_memory()
     if task in ENCODER_DECODERS:
-        return TorchEncoderDecoder(model, opening.directory, device, tuple(notes), opening.trust_remote_code)
+        return TorchEncoderDecoder(model, opening, notes)
     if task is not Task.GENERATION:
-        pooling = pooling_for(opening.directory, task)
-        return TorchEncoder(model, opening.directory, device, tuple(notes), opening.trust_remote_code, pooling)
+        return TorchEncoder(model, opening, notes, task)
     decoder, left = _cpu_decoder(model, opening, new_cache) if by_optkit else (None, [])
-    session = TorchSession(
-        model,
-        opening.directory,
-        device,
-        (*notes, *note, *left),
-        opening.trust_remote_code,
-        new_cache,
-        _computing(opening),
-    )
+    session = TorchSession(model, opening, (*notes, *note, *left), new_cache)
     if decoder:
         session.decode_with(decoder)
     return session
@@ -121,19 +109,6 @@ def _cpu_decoder(
 
 def _is_compiled(model: PreTrainedModel) -> bool:
     return getattr(model, "_compiled_call_impl", None) is not None
-
-
-def _computing(opening: Opening) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the context of all settings in which a model is called."""
-
-    @contextmanager
-    def together() -> Iterator[None]:
-        with ExitStack() as stack:
-            for setting in opening.settings:
-                stack.enter_context(setting.computing(opening.device))
-            yield
-
-    return together
 
 
 def _cache(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +33,7 @@ from optkit.session.speculation import Proposer, Speculation, check_speculates, 
 from optkit.session.static_caches import StaticCaches
 from optkit.session.step_bytes import cache_bytes, weight_bytes
 from optkit.session.torch_model import TorchModel
+from optkit.stage import Opening
 
 if TYPE_CHECKING:
     from optkit.session.compile_watch import CompileWatch
@@ -51,19 +51,16 @@ class TorchSession(GeneratingSession, TorchModel):
     def __init__(
         self,
         model: PreTrainedModel,
-        directory: Path,
-        device: str,
-        notes: tuple[str, ...],
-        trust_remote_code: bool,
+        opening: Opening,
+        notes: Sequence[str] = (),
         new_cache: Callable[[], Cache] | None = None,
-        computing: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        super().__init__(directory, device, trust_remote_code)
+        super().__init__(opening)
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = int(config.vocab_size)
         self.positions = max(0, getattr(config, "max_position_embeddings", None) or 0) or NO_POSITIONS
         self._opened = model
-        self._new_cache, self._computing = new_cache, computing
+        self._new_cache, self._settings = new_cache, opening.settings
         self.codes_cache = new_cache is not None
         """Whether the KV cache holds codes instead of floats."""
         self.compiled = getattr(model, "_compiled_call_impl", None) is not None
@@ -82,6 +79,14 @@ class TorchSession(GeneratingSession, TorchModel):
         self.choose: Callable[[Tensor], Tensor] = likeliest
         """What takes the next tokens, int64 [batch, 1], from the logits of the last ones."""
         self._static = StaticCaches(model.config, self.positions)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """The context of all settings in which a model is called."""
+        with ExitStack() as stack:
+            for setting in self._settings:
+                stack.enter_context(setting.computing(self.device))
+            yield
 
     @property
     def notes(self) -> tuple[str, ...]:

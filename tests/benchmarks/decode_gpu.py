@@ -39,7 +39,7 @@ from optkit.session.torch_session import TorchSession
 from optkit.settings.compile import Compile
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.source.calibration import Calibration
-from optkit.stage import Context, Setting, Transform
+from optkit.stage import Context, Opening, Setting, Transform
 from optkit.stages.fp8 import Fp8
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
@@ -132,7 +132,7 @@ def session_in_memory(weights: str, settings: list[Setting]) -> Any:
     torch.cuda.empty_cache()
     for setting in settings:
         model = setting.on_load(model, "cuda")
-    session: Any = TorchSession(model, Path(), "cuda", (), False)
+    session: Any = TorchSession(model, Opening(Path(), device="cuda"))
     for setting in settings:
         session = setting.on_open(session)
     return session

@@ -24,6 +24,7 @@ from optkit.onnx.decode_bytes import decode_bytes
 from optkit.onnx.directory import OnnxDirectory
 from optkit.onnx.runtime import OnnxRunner
 from optkit.session.onnx_session import OnnxSession
+from optkit.stage import Opening
 from tests.support.handmade_decoder import VOCABULARY, expected, handmade
 from tests.support.near import near
 from tests.support.onnx_changes import change_graph
@@ -329,7 +330,7 @@ def test_data_that_is_lost_after_it_was_read(tiny_onnx: TinyOnnx, tmp_path: Path
 
 
 def test_torch_copies_no_logits_between_the_steps(tiny_onnx: TinyOnnx) -> None:
-    session = OnnxSession(tiny_onnx("llama", "fp32"))
+    session = OnnxSession(Opening(tiny_onnx("llama", "fp32")))
     stream = session.stream(some_tokens(1, 12), 4)
     next(stream)
     with LargeTensors(session.vocabulary) as seen:
