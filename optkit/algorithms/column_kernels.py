@@ -126,6 +126,16 @@ def search_groups(
     return scales, zeros
 
 
+def solves_equations(tensor: Tensor) -> bool:
+    """Say whether `refit_scales` can run where a tensor is: on a CPU for which it is compiled."""
+    return not tensor.is_cuda and usable(tensor)
+
+
+def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor, ridge: float) -> Tensor:
+    """Return what `refinement.refit_scales` does."""
+    return _compiled.refit_scales(*_contiguous(pull, hessian, steps, scales), ridge)  # type: ignore[no-any-return]
+
+
 def multiplies_steps(hessian: Tensor, groups: int) -> bool:
     """Say whether `normal_equations` can run where a Hessian is, for so many groups of its inputs."""
     if not (hessian.is_cuda and hessian.dtype == torch.float32 and usable(hessian)):

@@ -39,6 +39,8 @@ def refit_scales(pull: Tensor, hessian: Tensor, steps: Tensor, scales: Tensor) -
     float [..., in, out]; scales: the present ones, float [..., groups, out]. A row whose equations
     are not positive definite keeps its scales.
     """
+    if column_kernels.solves_equations(scales):
+        return column_kernels.refit_scales(pull, hessian, steps, scales, RIDGE)
     layers, groups = scales[..., 0, 0].numel(), scales.shape[-2]
     rows = max(1, EQUATIONS // groups**2 // layers)
     parts = zip(pull.split(rows, -1), steps.split(rows, -1), scales.split(rows, -1), strict=True)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optkit.algorithms import refinement
+from optkit.algorithms import column_kernels, refinement
 from optkit.algorithms.gptq import GptqOptions, damped_inverse_factor, gptq, gptq_together, relative_error
 from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.importance import compensated
 from optkit.algorithms.refinement import descend_codes_, refit_scales
+from optkit.kernels.cpu.native import why_not_native
 
 PLAIN = GptqOptions(activation_order=False, scale_search="minmax", refinements=0)
 
@@ -98,6 +99,16 @@ def test_all_grids_beat_rounding(bits: int, symmetric: bool, group_size: int | N
     assert ours < 0.7 * plain
 
 
+@pytest.fixture(params=["torch", "C++"])
+def refit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch or C++ refit scales."""
+    if request.param == "torch":
+        monkeypatch.setattr(column_kernels, "_compiled", None)
+    elif reason := why_not_native():
+        pytest.skip(reason)
+
+
+@pytest.mark.usefixtures("refit")
 @pytest.mark.parametrize("equations", [refinement.EQUATIONS, 8, 1])
 def test_refitted_scales_solve_the_normal_equations(equations: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refinement, "EQUATIONS", equations)  # all three rows at once, two of them, one by one
@@ -129,6 +140,7 @@ def grouped_layer(groups: int, width: int, rows: int) -> tuple[torch.Tensor, tor
     return weight, hessian, (rounded.codes.float() - 8).T.contiguous(), rounded.scales.T.contiguous()
 
 
+@pytest.mark.usefixtures("refit")
 @pytest.mark.parametrize("groups", [48, 152, 448])
 def test_scales_of_real_widths_are_as_good_in_float32_as_in_float64(groups: int) -> None:
     width, rows = 4, 3
@@ -151,6 +163,7 @@ def test_scales_of_real_widths_are_as_good_in_float32_as_in_float64(groups: int)
         assert error(row, best) < 0.5 * error(row, scales[:, row].double())
 
 
+@pytest.mark.usefixtures("refit")
 def test_a_row_whose_equations_are_not_positive_definite_keeps_its_scales() -> None:
     weight, hessian, steps, scales = grouped_layer(4, 8, 2)
     hessian[0, :], hessian[:, 0], hessian[0, 0] = 0, 0, -1e3
@@ -184,9 +197,10 @@ class LapackCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_is_solved_by_lu() -> None:
+def test_nothing_is_solved_by_lu(monkeypatch: pytest.MonkeyPatch) -> None:
     # A batched LU runs inside torch's threads, and there Intel's MKL never returns after
     # torch.set_num_threads.
+    monkeypatch.setattr(column_kernels, "_compiled", None)
     weight, hessian = layer()
     with LapackCalls() as calls:
         gptq(weight, hessian, Grid(4, 32, True), GptqOptions())

@@ -1,4 +1,4 @@
-// The inner loops of GPTQ, of coordinate descent and of the search for scales, as optkit/algorithms/column_kernels.py names them.
+// The inner loops of GPTQ, of coordinate descent and of scales that are searched or refitted, as optkit/algorithms/column_kernels.py names them.
 //
 // Outputs do not depend on each other: a strip of them walks over the inputs of a block, and what it needs stays in the first cache.
 
@@ -150,8 +150,113 @@ std::tuple<Tensor, Tensor> search_groups(Tensor grouped, Tensor importance, Tens
   return {scales, zeros};
 }
 
+// Steps [inputs, STRIP] of some outputs, and a symmetric matrix [inputs, inputs] -> steps^T matrix steps of each, summed over the inputs of
+// each group: the lower triangle, [groups * (groups + 1) / 2, STRIP].
+void normal_equations(const float* square, const float* steps, int64_t inputs, int64_t groups, float* normal) {
+  constexpr int64_t ROWS = WIDTH == 16 ? 4 : 1;  // whose sums are in registers
+  const int64_t width = inputs / groups;
+  for (int64_t row = 0; row < groups; row++)
+    for (int64_t column = 0; column <= row; column++, normal += STRIP) {
+      WideFloats sums[PARTS]{};
+      const auto add = [&]<int64_t COUNT>(std::integral_constant<int64_t, COUNT>, int64_t input) {
+        WideFloats pulled[COUNT][PARTS]{};
+        const float* from = square + input * inputs;
+        for (int64_t each = 0; each < COUNT; each++)  // what the next column needs
+          for (int64_t ahead = 0; ahead < width; ahead += LANES) __builtin_prefetch(from + each * inputs + (column + 1) * width + ahead);
+        for (int64_t other = column * width; other < (column + 1) * width; other++) {
+          WideFloats held[PARTS];
+#pragma GCC unroll 8
+          for (int64_t part = 0; part < PARTS; part++) held[part] = load<WideFloats>(steps + other * STRIP + part * WIDTH);
+#pragma GCC unroll 4
+          for (int64_t each = 0; each < COUNT; each++)
+#pragma GCC unroll 8
+            for (int64_t part = 0; part < PARTS; part++) pulled[each][part] += from[each * inputs + other] * held[part];
+        }
+#pragma GCC unroll 4
+        for (int64_t each = 0; each < COUNT; each++)
+#pragma GCC unroll 8
+          for (int64_t part = 0; part < PARTS; part++) sums[part] += pulled[each][part] * load<WideFloats>(steps + (input + each) * STRIP + part * WIDTH);
+      };
+      int64_t input = row * width;
+      for (; input + ROWS <= (row + 1) * width; input += ROWS) add(std::integral_constant<int64_t, ROWS>{}, input);
+      for (; input < (row + 1) * width; input++) add(std::integral_constant<int64_t, 1>{}, input);
+      for (int64_t part = 0; part < PARTS; part++) store(normal + part * WIDTH, sums[part]);
+    }
+}
+
+// Solve equations as above, an output in each lane, by Cholesky factors in their place: `solved` [groups, STRIP] holds what is wanted, and
+// then the solution. Return the lanes whose equations are positive definite.
+WideIntegers solve(float* normal, int64_t groups, WideFloats ridge, float* solved) {
+  const auto at = [&](int64_t row, int64_t column) { return normal + (row * (row + 1) / 2 + column) * STRIP; };
+  WideIntegers definite = WideIntegers{} - 1;
+  for (int64_t row = 0; row < groups; row++) {
+    auto wanted = load<WideFloats>(solved + row * STRIP);
+    for (int64_t column = 0; column <= row; column++) {
+      auto sum = load<WideFloats>(at(row, column));
+      for (int64_t before = 0; before < column; before++) sum -= load<WideFloats>(at(row, before)) * load<WideFloats>(at(column, before));
+      if (column < row) {
+        sum *= load<WideFloats>(at(column, column));  // the reciprocal of the factor's
+        wanted -= sum * load<WideFloats>(solved + column * STRIP);
+      } else {
+        sum += ridge;
+        definite &= sum > 0.0f;
+        for (int64_t lane = 0; lane < WIDTH; lane++) sum[lane] = 1 / std::sqrt(sum[lane]);
+        wanted *= sum;
+      }
+      store(at(row, column), sum);
+    }
+    store(solved + row * STRIP, wanted);
+  }
+  for (int64_t row = groups - 1; row >= 0; row--) {
+    auto found = load<WideFloats>(solved + row * STRIP);
+    for (int64_t after = row + 1; after < groups; after++) found -= load<WideFloats>(at(after, row)) * load<WideFloats>(solved + after * STRIP);
+    store(solved + row * STRIP, found * load<WideFloats>(at(row, row)));
+  }
+  return definite;
+}
+
+// pull and steps [..., inputs, outputs], hessian [..., inputs, inputs], scales [..., groups, outputs] -> scales with the least error for codes
+// that stay, as optkit/algorithms/refinement.py has them; `ridge` holds them to where they were.
+Tensor refit_scales(Tensor pull, Tensor hessian, Tensor steps, Tensor scales, double ridge) {
+  const int64_t inputs = steps.size(-2), outputs = steps.size(-1), groups = scales.size(-2), width = inputs / groups;
+  const int64_t size = inputs * outputs, strips = (outputs + STRIP - 1) / STRIP, matrices = steps.numel() / std::max<int64_t>(1, size);
+  const float *pulled = floats_of(pull), *square = floats_of(hessian), *moved = floats_of(steps), *present = floats_of(scales);
+  Tensor found = torch::stable::empty_like(scales);
+  auto* to = static_cast<float*>(found.mutable_data_ptr());
+  torch::stable::parallel_for(0, matrices * strips, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> held(inputs * STRIP), normal(groups * (groups + 1) / 2 * STRIP), solved(groups * STRIP);
+    for (int64_t strip = begin; strip < end; strip++) {
+      const int64_t matrix = strip / strips, first = strip % strips * STRIP;
+      for (int64_t input = 0; input < inputs; input++)
+        for (int64_t part = 0, left = outputs - first; part < PARTS; part++, left -= WIDTH)
+          store(held.data() + input * STRIP + part * WIDTH, left > 0 ? some(moved + matrix * size + input * outputs + first + part * WIDTH, left) : WideFloats{});
+      normal_equations(square + matrix * inputs * inputs, held.data(), inputs, groups, normal.data());
+      for (int64_t part = 0, left = outputs - first; part < PARTS && left > 0; part++, left -= WIDTH) {
+        const int64_t column = first + part * WIDTH, place = matrix * groups * outputs + column;
+        WideFloats mean{};
+        for (int64_t group = 0; group < groups; group++) mean += load<WideFloats>(normal.data() + (group * (group + 3) / 2) * STRIP + part * WIDTH);
+        const WideFloats held_by = mean * static_cast<float>(ridge / groups) + FLT_MIN;
+        for (int64_t group = 0; group < groups; group++) {
+          WideFloats wanted = held_by * some(present + place + group * outputs, left);
+          for (int64_t input = group * width; input < (group + 1) * width; input++)
+            wanted += some(pulled + matrix * size + input * outputs + column, left) * load<WideFloats>(held.data() + input * STRIP + part * WIDTH);
+          store(solved.data() + group * STRIP + part * WIDTH, wanted);
+        }
+        const WideIntegers definite = solve(normal.data() + part * WIDTH, groups, held_by, solved.data() + part * WIDTH);
+        for (int64_t group = 0; group < groups; group++) {
+          const WideFloats before = some(present + place + group * outputs, left), now = load<WideFloats>(solved.data() + group * STRIP + part * WIDTH);
+          const WideFloats size_now = now < 0.0f ? -now : now, size_before = before < 0.0f ? -before : before;
+          const WideIntegers usable = definite & (size_now < INFINITY) & (size_now > 1e-3f * size_before);
+          store_some(to + place + group * outputs, usable ? now : before, left);
+        }
+      }
+    }
+  });
+  return found;
+}
+
 #ifdef __AVX512BF16__
-constexpr int64_t PANEL = 32, TOGETHER = 8, TOKEN_PAIRS = 128;  // inputs of a panel, those of another it is multiplied with at once, and tokens / 2
+constexpr int64_t PANEL = 32, TOGETHER = 8, TOKEN_PAIRS = 256;  // inputs of a panel, those of another it is multiplied with at once, and tokens / 2
 
 inline __m512i rounded_up(WideFloats numbers) {  // bfloat16 in the upper half
   const __m512i bits = (__m512i)numbers, odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -237,6 +342,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(optkit_cpu, library) {
   library.def("round_block(Tensor values, Tensor scales, Tensor zeros, Tensor factor, int top) -> (Tensor, Tensor)");
   library.def("descend_block(Tensor gradient, Tensor codes, Tensor scales, Tensor hessian, int top) -> (Tensor, Tensor)");
   library.def("search_groups(Tensor grouped, Tensor importance, Tensor tried, Tensor exact, int shifts, int top) -> (Tensor, Tensor)");
+  library.def("refit_scales(Tensor pull, Tensor hessian, Tensor steps, Tensor scales, float ridge) -> Tensor");
 #ifdef __AVX512BF16__
   library.def("add_gram_(Tensor(a!) sum, Tensor rows, bool equal) -> ()");
 #endif
@@ -246,6 +352,7 @@ STABLE_TORCH_LIBRARY_IMPL(optkit_cpu, CPU, library) {
   library.impl("round_block", TORCH_BOX(&round_block));
   library.impl("descend_block", TORCH_BOX(&descend_block));
   library.impl("search_groups", TORCH_BOX(&search_groups));
+  library.impl("refit_scales", TORCH_BOX(&refit_scales));
 #ifdef __AVX512BF16__
   library.impl("add_gram_", TORCH_BOX(&add_gram_));
 #endif

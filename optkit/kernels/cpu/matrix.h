@@ -41,7 +41,7 @@ void codes_times(const Matrix& matrix, int64_t block, int64_t first, const float
       }
     }
     const WideFloats scale = load<WideFloats>(scales + group * LANES);
-    const WideFloats shift = shifts ? __builtin_convertvector(load<WideBytes>(shifts + group * LANES), WideFloats) : WideFloats{};
+    const WideFloats shift = shifts ? __builtin_convertvector(widened(shifts + group * LANES), WideFloats) : WideFloats{};
 #pragma GCC unroll 8
     for (int row = 0; row < ROWS; row++) {
       WideFloats whole = sum[row][0];

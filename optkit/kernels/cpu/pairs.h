@@ -96,7 +96,7 @@ void pairs_times(const Matrix& matrix, int64_t block, int64_t first, const Paire
   for (int64_t chunk = 0; chunk < chunks; chunk++, steps += PAIR_ROWS) {
     const int64_t group = (block * matrix.groups + chunk / parts) * LANES + first;
     WideWords zero = WideWords{} + MIDDLE;
-    if (matrix.shifts) zero += (WideWords)__builtin_convertvector(load<WideBytes>(matrix.shifts + group), WideIntegers);
+    if (matrix.shifts) zero += (WideWords)widened(matrix.shifts + group);
     const Pairs zeros = (Pairs)((zero & 0xffff) | zero << 16);
     WideIntegers sum[PAIR_ROWS] = {};
     for (int64_t word = 0; word < words; word++, codes += LANES, pairs += PAIR_ROWS * HALF) {

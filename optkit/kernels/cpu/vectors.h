@@ -33,7 +33,6 @@ constexpr int64_t WIDTH = 8;
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef int32_t Integers __attribute__((vector_size(64)));
-typedef int8_t Bytes __attribute__((vector_size(16)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef float WideFloats __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t WideWords __attribute__((vector_size(4 * WIDTH)));
@@ -62,6 +61,17 @@ inline Vector load(const Scalar* from) {
 template <class Vector, class Scalar>
 inline void store(Scalar* to, Vector vector) {
   std::memcpy(to, &vector, sizeof(Vector));
+}
+
+// Whole numbers of 8 bits in 32; GCC converts such vectors number by number.
+inline WideIntegers widened(const int8_t* from) {
+#if defined(__AVX512BW__)
+  return (WideIntegers)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif defined(__AVX2__)
+  return (WideIntegers)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+  return __builtin_convertvector(load<WideBytes>(from), WideIntegers);
+#endif
 }
 
 inline float total(Floats vector) {
