@@ -108,17 +108,14 @@ class Gptq(GptqFields, SharedText, Backed):
                 "earlier_errors and effort: balanced round layers one after another, so true_sequential: false would "
                 "not be read. Leave it out"
             )
-        if self.earlier_errors and self.devices > 1:
-            raise ValueError(
-                "earlier_errors are summed on one device, beside the unmodified model. "
-                "Leave out devices, earlier_errors or effort: balanced"
-            )
-        if self.learn and self.devices > 1:
-            raise ValueError(
-                "blocks learn on one device, because each step changes what the next one begins with. "
-                "Leave out devices, or learn"
-            )
+        if (field := self._beside_unmodified) and self.devices > 1:
+            raise ValueError(f"{field} has the unmodified model beside it, on one device. Leave out devices or {field}")
         return self
+
+    @property
+    def _beside_unmodified(self) -> str:
+        """The field that holds blocks to those of the unmodified model."""
+        return "learn" if self.learn else "earlier_errors" if self.earlier_errors else ""
 
     def layer_format(self, layer: Layer) -> PackedFormat:
         form = super().layer_format(layer)
@@ -153,6 +150,7 @@ class Gptq(GptqFields, SharedText, Backed):
         from optkit.stages.quantizing.one_pass import one_pass
 
         device, skeleton = job.context.device, job.skeleton
+        refuse_encoder_decoder(skeleton.checkpoint.config, self._beside_unmodified)
         tokens = read_text(skeleton, self.calibration, job.context, self.kind)
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}, "expert_tokens": {}}
@@ -234,7 +232,6 @@ class Gptq(GptqFields, SharedText, Backed):
             return None
         from optkit.stages.quantizing.earlier_errors import EarlierErrors
 
-        refuse_encoder_decoder(job.skeleton.checkpoint.config, "earlier_errors", "balanced")
         fields = self.damping, self.equal_tokens, self.keep_zeros
         return EarlierErrors(job.skeleton, inputs, self.earlier_errors, *fields, self._rounds_to_nearest)
 
@@ -265,6 +262,7 @@ class Gptq(GptqFields, SharedText, Backed):
             return self._packed(job, {HEAD: joined([part for part, _, _ in found])})[HEAD]
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
+        refuse_encoder_decoder(shape.config, self._beside_unmodified)
         blocks = [{name: layers[name] for name in names} for names in by_block(shape, layers)]
         named = [sharing_input(block) for block in blocks]
         kind = device.partition(":")[0]
@@ -280,7 +278,6 @@ class Gptq(GptqFields, SharedText, Backed):
             sums += waiting_bytes(shape, layers, text) // self.devices
         found = calibrated_work(shape, layers, text, self.batch_size, sums, work, self.devices)
         if self.earlier_errors:
-            refuse_encoder_decoder(shape.config, "earlier_errors", "balanced")
             found = with_unmodified(found, shape, layers, text, self.batch_size)
         if not self.learn:
             return found

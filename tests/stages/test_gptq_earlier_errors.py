@@ -150,8 +150,7 @@ def test_parts_that_are_not_run_again_would_return_the_same(
 
 def test_several_devices_are_refused() -> None:
     with pytest.raises(
-        ValueError,
-        match="earlier_errors are summed on one device, beside the unmodified model. Leave out devices, earl",
+        ValueError, match="earlier_errors has the unmodified model beside it, on one device. Leave out devices or earl"
     ):
         Gptq(effort="balanced", devices=2)
 
@@ -169,7 +168,7 @@ def test_encoder_decoders_are_refused(tiny_encoder_decoder: TinyModel, text: Cal
         stage.predict(Checkpoint(tiny_encoder_decoder("BartForConditionalGeneration")).shape, "cpu")
     assert str(refused.value) == (
         "gptq.earlier_errors: blocks of encoder-decoders are not held to those of the unmodified model. "
-        "A decoder's targets would be those of another encoder. Leave out earlier_errors, or effort: balanced."
+        "A decoder's targets would be those of another encoder. Leave out earlier_errors, or effort."
     )
 
 

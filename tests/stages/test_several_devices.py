@@ -206,7 +206,7 @@ def test_one_device_is_in_no_key(text: Calibration) -> None:
         (
             Gptq,
             {"devices": 2, "learn": "blocks"},
-            "blocks learn on one device, because each step changes what the next",
+            "learn has the unmodified model beside it, on one device. Leave out dev",
         ),
         (
             AutoBits,

@@ -17,16 +17,14 @@ from optkit.packed_tensors.gptq import GPTQ, GPTQ_MULTIPLE
 from optkit.packed_tensors.integers import BytesQuantized
 
 
-def refuse_encoder_decoder(config: Mapping[str, Any], field: str, effort: str) -> None:
-    """Raise StageError if blocks of a model cannot be held to those of the unmodified model.
-    `effort`: which picks the field.
-    """
-    if config.get("is_encoder_decoder"):
+def refuse_encoder_decoder(config: Mapping[str, Any], field: str) -> None:
+    """Raise StageError if a field holds blocks to those of the unmodified model, and these cannot be."""
+    if field and config.get("is_encoder_decoder"):
         raise StageError(
             "blocks of encoder-decoders are not held to those of the unmodified model",
             where=f"gptq.{field}",
             why="A decoder's targets would be those of another encoder",
-            remedy=f"Leave out {field}, or effort: {effort}",
+            remedy=f"Leave out {field}, or effort",
         )
 
 

@@ -12,7 +12,6 @@ from optkit.common.out_of_resources import out_of_memory
 from optkit.model.calibration_memory import Text, Work, calibration_bytes, hessian_bytes
 from optkit.model.linear_layers import Layer, by_block
 from optkit.model.shape import ModelShape
-from optkit.stages.quantizing.fitting import refuse_encoder_decoder
 from optkit.stages.quantizing.integers import packed_format, packed_grid
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros
@@ -41,8 +40,7 @@ LEAVES = ("codes", "scales", "zeros")
 
 
 def block_learner(job: QuantizationJob, inputs: BlockInputs, steps: int) -> BlockLearner:
-    """Return what teaches the blocks behind `inputs`. Raises StageError for models whose blocks cannot."""
-    refuse_encoder_decoder(job.skeleton.checkpoint.config, "learn", "best")
+    """Return what teaches the blocks behind `inputs`."""
     from optkit.training.block_learning import BlockLearner
 
     job.details["block_losses"] = {}
@@ -121,10 +119,7 @@ def with_unmodified(work: Work, shape: ModelShape, layers: Mapping[str, Layer], 
 def with_learning(
     work: Work, shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, scales: int, device: str
 ) -> Work:
-    """Return what it takes if blocks learn too, of what it takes without; `scales`: how many there are.
-    Raises StageError for models whose blocks cannot.
-    """
-    refuse_encoder_decoder(shape.config, "learn", "best")
+    """Return what it takes if blocks learn too, of what it takes without; `scales`: how many there are."""
     hidden, running = calibration_bytes(shape, layers, text, batch)
     counts = [sum(layers[name].outputs * layers[name].inputs for name in block) for block in by_block(shape, layers)]
     running *= LEARNING_BATCHES
