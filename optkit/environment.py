@@ -132,13 +132,14 @@ def gpu_memory_bytes(device: str) -> int | None:
     return size.value if driver.cuDeviceTotalMem_v2(ctypes.byref(size), number) == 0 else None
 
 
-def only_visible(device: str) -> dict[str, str]:
-    """Return the variable with which another process sees this device alone.
-    It shows no GPU for `cpu`, and for `cuda:1` the second that we see.
+def offline_on(device: str) -> dict[str, str]:
+    """Return the variables with which another process uses no network and sees this device alone:
+    no GPU for `cpu`, and for `cuda:1` the second that we see.
     """
     seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
     index = int(device.partition(":")[2] or 0)
-    return {"CUDA_VISIBLE_DEVICES": "" if device == "cpu" else (seen[index] if index < len(seen) else str(index))}
+    visible = "" if device == "cpu" else seen[index] if index < len(seen) else str(index)
+    return {"CUDA_VISIBLE_DEVICES": visible, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

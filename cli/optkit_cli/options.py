@@ -104,29 +104,19 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-class Device(click.ParamType[str]):
-    """`cpu`, `cuda` or `cuda:N`."""
-
-    name = "device"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the device as torch names it."""
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
-            self.fail(f"'{value}' is not a device. Use cpu, cuda or cuda:N.", param, ctx)
-        return value
+def device(value: str) -> str:
+    """Return `cpu`, `cuda` or `cuda:N`, as torch names it."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise click.BadParameter(f"'{value}' is not a device. Use cpu, cuda or cuda:N.")
+    return value
 
 
-class Assignment(click.ParamType[str]):
-    """`PATH=VALUE`, e.g. `stages.0.gptq.group_size=32`."""
-
-    name = "assignment"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the assignment unchanged; `load_recipe` follows the path."""
-        path, equals, _ = value.partition("=")
-        if not (path.strip() and equals):
-            self.fail(f"'{value}' has no '='. Write it as stages.0.gptq.group_size=32.", param, ctx)
-        return value
+def assignment(value: str) -> str:
+    """Return `PATH=VALUE`, e.g. `stages.0.gptq.group_size=32`; `load_recipe` follows the path."""
+    path, equals, _ = value.partition("=")
+    if not (path.strip() and equals):
+        raise click.BadParameter(f"'{value}' has no '='. Write it as stages.0.gptq.group_size=32.")
+    return value
 
 
 def all_of(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
@@ -171,12 +161,12 @@ SHARED: dict[str, Callable[[Any], Any]] = {
         "--set",
         "overrides",
         metavar="PATH=VALUE",
-        type=Assignment(),
+        type=assignment,
         multiple=True,
         help="Change one value of the recipe, e.g. seed=1; repeatable.",
     ),
     "device": click.option(
-        "--device", metavar="DEVICE", type=Device(), help="cpu, cuda or cuda:N; by default the best that is here."
+        "--device", metavar="DEVICE", type=device, help="cpu, cuda or cuda:N; by default the best that is here."
     ),
     "data": click.option(
         "--data",

@@ -14,24 +14,16 @@ from typing import TYPE_CHECKING
 import click
 
 from optkit.errors import MissingPackageError, UsageError
-from optkit_cli.options import all_of
+from optkit_cli.options import FILE, all_of
 
 if TYPE_CHECKING:
     from optkit.recipe.yaml_places import Place
     from optkit.scorecard import Scorecard
 
 pipeline_options = all_of(
+    click.option("--junit", metavar="FILE", type=FILE, help="Write the gates as tests in JUnit's XML."),
     click.option(
-        "--junit",
-        metavar="FILE",
-        type=click.Path(path_type=Path, dir_okay=False),
-        help="Write the gates as tests in JUnit's XML.",
-    ),
-    click.option(
-        "--metrics",
-        metavar="FILE",
-        type=click.Path(path_type=Path, dir_okay=False),
-        help="Write the numbers as OpenMetrics, for GitLab's metrics report.",
+        "--metrics", metavar="FILE", type=FILE, help="Write the numbers as OpenMetrics, for GitLab's metrics report."
     ),
 )
 LEVELS = {"FAIL": "error", "INCONCLUSIVE": "warning"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from optkit_cli.options import Command, invocation, takes
+from optkit_cli.options import FILE, Command, invocation, takes
 
 
 @click.command(cls=Command, short_help="Write a page that says which artifact to take.")
@@ -15,7 +15,7 @@ from optkit_cli.options import Command, invocation, takes
 @click.option(
     "--out",
     metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     default=Path("report.html"),
     show_default=True,
     help="Where to write the page.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optkit_cli.options import Command, number_option, takes
+from optkit_cli.options import FILE, Command, number_option, takes
 
 if TYPE_CHECKING:
     from optkit.reports.roofline import Device
@@ -17,35 +17,19 @@ if TYPE_CHECKING:
 PICTURES = (".svg", ".png")
 
 
-class Counts(click.ParamType[tuple[int, ...]]):
-    """Whole numbers above 0, with commas between them."""
-
-    name = "counts"
-
-    def convert(
-        self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """Return the numbers, sorted, each once."""
-        if isinstance(value, tuple):
-            return value
-        words = [word.strip() for word in value.split(",")]
-        if not all(word.isdecimal() and int(word) > 0 for word in words):
-            self.fail(f"'{value}' is no list of numbers above 0. Write it as 1,8,32.", param, ctx)
-        return tuple(sorted({int(word) for word in words}))
+def counts(value: str) -> tuple[int, ...]:
+    """Return whole numbers above 0, with commas between them, sorted and each once."""
+    words = [word.strip() for word in value.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise click.BadParameter(f"'{value}' is no list of numbers above 0. Write it as 1,8,32.")
+    return tuple(sorted({int(word) for word in words}))
 
 
-class Picture(click.Path):
-    """A file that a picture is written to."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path, dir_okay=False)
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """Return the path; its ending says which kind of picture is wanted."""
-        path = Path(str(super().convert(str(value), param, ctx)))
-        if path.suffix.lower() not in PICTURES:
-            self.fail(f"'{path}' does not end in {' or '.join(PICTURES)}.", param, ctx)
-        return path
+def picture(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Return the file of a picture; its ending says which kind of picture is wanted."""
+    if path and path.suffix.lower() not in PICTURES:
+        raise click.BadParameter(f"'{path}' does not end in {' or '.join(PICTURES)}.")
+    return path
 
 
 @click.command(cls=Command, short_help="Say how fast a model can be at most on a device.")
@@ -60,7 +44,7 @@ class Picture(click.Path):
     "--batch",
     "batches",
     metavar="N,...",
-    type=Counts(),
+    type=counts,
     default="1,2,4,8,16,32,64,128,256,512",
     show_default=True,
     help="Sequences at once.",
@@ -77,7 +61,9 @@ class Picture(click.Path):
     type=click.FloatRange(min=0, min_open=True),
     help="Take this memory bandwidth instead of the device's.",
 )
-@click.option("--plot", metavar="FILE", type=Picture(), help="Draw the limits over the batch, as .svg or .png.")
+@click.option(
+    "--plot", metavar="FILE", type=FILE, callback=picture, help="Draw the limits over the batch, as .svg or .png."
+)
 @click.option("--remeasure", is_flag=True, help="Measure cpu or cuda again, whatever is kept of it.")
 @takes("json", "quiet")
 def command(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,22 +19,20 @@ SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 BYTES = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-class Amount(click.ParamType[int]):
-    """A number with its unit: `30d` in seconds, `20GB` in bytes."""
+def amount(name: str, units: Mapping[str, int], examples: str) -> Callable[[str], int]:
+    """Return what reads a number with its unit: `30d` in seconds, `20GB` in bytes."""
 
-    def __init__(self, name: str, units: Mapping[str, int], examples: str) -> None:
-        self.name, self._units, self._examples = name, units, examples
-
-    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the seconds or bytes."""
-        found = re.fullmatch(rf"([0-9]{{1,12}}(?:\.[0-9]+)?)\s*({'|'.join(self._units)})", str(value).strip())
+    def read(value: str) -> int:
+        found = re.fullmatch(rf"([0-9]{{1,12}}(?:\.[0-9]+)?)\s*({'|'.join(units)})", value.strip())
         if not found:
-            self.fail(f"'{value}' is no {self.name}. Write {self._examples}.", param, ctx)
-        return int(float(found[1]) * self._units[found[2]])
+            raise click.BadParameter(f"'{value}' is no {name}. Write {examples}.")
+        return int(float(found[1]) * units[found[2]])
+
+    return read
 
 
-AGE = Amount("age", SECONDS, "45m, 12h, 30d or 2w")
-SIZE = Amount("size", BYTES, "500MB, 20GB or 0B")
+AGE = amount("age", SECONDS, "45m, 12h, 30d or 2w")
+SIZE = amount("size", BYTES, "500MB, 20GB or 0B")
 
 
 @click.group(cls=Group, context_settings=CONTEXT_SETTINGS, short_help="See, prune and share what was finished before.")

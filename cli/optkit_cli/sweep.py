@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
 
-from optkit_cli.options import Assignment, Command, takes
+from optkit_cli.options import DIRECTORY, Command, assignment, takes
 
 
 @click.command(cls=Command, short_help="Make and compare all combinations of a recipe.")
 @takes("recipe", "model", "set")
-@click.option(
-    "--out",
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Directory of the artifacts [artifacts/RECIPE].",
-)
+@click.option("--out", metavar="DIR", type=DIRECTORY, help="Directory of the artifacts [artifacts/RECIPE].")
 @click.option("--max-hours", type=click.FloatRange(min=0, min_open=True), metavar="HOURS", help="Begin nothing later.")
 @takes("against", "comparison")
 @click.option("--keep", metavar="best:N", help="Delete the weights of what is dominated, but for the N best.")
@@ -42,7 +36,7 @@ from optkit_cli.options import Assignment, Command, takes
 @click.option(
     "--slurm",
     metavar="OPTION=VALUE",
-    type=Assignment(),
+    type=assignment,
     multiple=True,
     help="An option of sbatch, e.g. partition=gpu; time counts minutes; repeatable.",
 )

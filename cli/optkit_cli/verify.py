@@ -27,21 +27,12 @@ class EngineName(click.ParamType[str]):
         return click.Choice(engine_names()).get_metavar(param, **context)
 
 
-class EnginePython(click.ParamType[tuple[str, str]]):
-    """`ENGINE=PYTHON`, e.g. `vllm=/opt/vllm/bin/python`."""
-
-    name = "interpreter"
-
-    def convert(
-        self, value: str | tuple[str, str], param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, str]:
-        """Return the engine and the interpreter."""
-        if isinstance(value, tuple):
-            return value
-        engine, equals, python = value.partition("=")
-        if engine not in engine_names() or not (equals and python):
-            self.fail(f"'{value}' names no engine and its Python. Write it as vllm=/opt/vllm/bin/python.", param, ctx)
-        return engine, python
+def engine_python(value: str) -> tuple[str, str]:
+    """Return the engine and the interpreter of `ENGINE=PYTHON`, e.g. `vllm=/opt/vllm/bin/python`."""
+    engine, equals, python = value.partition("=")
+    if engine not in engine_names() or not (equals and python):
+        raise click.BadParameter(f"'{value}' names no engine and its Python. Write it as vllm=/opt/vllm/bin/python.")
+    return engine, python
 
 
 @click.command(cls=Command, short_help="Prove that other programs open an artifact.")
@@ -51,7 +42,7 @@ class EnginePython(click.ParamType[tuple[str, str]]):
     "--engine-python",
     "pythons",
     metavar="ENGINE=PYTHON",
-    type=EnginePython(),
+    type=engine_python,
     multiple=True,
     help="Python that has the engine, if it is not ours [$OPTKIT_VLLM_PYTHON, $OPTKIT_ONNXRUNTIME_GENAI_PYTHON, ...].",
 )

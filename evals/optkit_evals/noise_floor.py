@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from optkit.common.field_types import BatchSize, Several
@@ -128,8 +127,9 @@ class NoiseFloor(WindowedText, Eval):
             setting = stage_class("attention").model_validate({"implementation": self.attention})
             yield f"attention {self.attention}", _opened(session, context, settings=[setting])
         if self.dtype:
-            dtype = self.dtype if self.dtype != _stored_dtype(session.directory) else "float32"
-            if dtype != _stored_dtype(session.directory):
+            stored = Checkpoint(session.directory).dtype
+            dtype = self.dtype if self.dtype != stored else "float32"
+            if dtype != stored:
                 yield f"dtype {dtype}", _opened(session, context, dtype=dtype)
 
 
@@ -168,9 +168,3 @@ def _opened(session: Session, context: EvalContext, settings: Any = (), dtype: s
         yield other
     finally:
         other.close()
-
-
-def _stored_dtype(directory: Path) -> str:
-    from optkit.model.empty_model import stored_dtype
-
-    return str(stored_dtype(Checkpoint(directory))).removeprefix("torch.")

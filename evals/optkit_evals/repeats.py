@@ -74,7 +74,6 @@ class Repeats:
 
     timings: Sequence[Timing]
     peak: Peak
-    warm_up: WarmUp
     energy_j: float | None
     """Of all repeats together."""
 
@@ -106,7 +105,7 @@ def repeat(session: Session, cell: Cell, effort: Effort, context: EvalContext, w
         f"{len(kept)} repeats{attention}"
     )
     used_j = after_j - before_j if after_j is not None and before_j is not None else None
-    return Repeats(tuple(kept), peak, settling, used_j)
+    return Repeats(tuple(kept), peak, used_j)
 
 
 def _time(

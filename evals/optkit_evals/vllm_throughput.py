@@ -9,7 +9,7 @@ from typing import Any
 from optkit.devices.peak_memory import Peak
 from optkit.measure import EvalContext, Session
 from optkit_evals.repeats import Repeats
-from optkit_evals.timing import SETTLED, Timing, WarmUp
+from optkit_evals.timing import SETTLED, Timing
 from optkit_evals.vllm import ask_vllm, build_text
 
 UNPACKED = "Unquantized"
@@ -50,7 +50,7 @@ def time_vllm(session: Session, asked: Asked, context: EvalContext) -> list[Repe
 def _repeats(cell: Mapping[str, Any]) -> Repeats:
     timings = tuple(Timing(first, tuple(between)) for first, *between in cell["repeats"])
     unknown = Peak(unknown="vLLM takes a share of the memory that is fixed beforehand")
-    return Repeats(timings, unknown, WarmUp(cell["warmup"], cell["settled"]), None)
+    return Repeats(timings, unknown, None)
 
 
 def _note(said: Mapping[str, Any]) -> str:

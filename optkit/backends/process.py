@@ -12,7 +12,7 @@ from typing import Any
 
 from optkit.backends.environments import Environment
 from optkit.backends.libraries import LIBRARIES
-from optkit.environment import only_visible
+from optkit.environment import offline_on
 from optkit.errors import StageError
 from optkit.processes.child import Child
 from optkit.processes.commands import foreign_environment, python_command
@@ -76,10 +76,8 @@ def _variables(environment: Environment, device: str) -> dict[str, str]:
     library = LIBRARIES.get(environment.name)
     return {
         **foreign_environment(),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
         "PATH": os.pathsep.join((str(environment.interpreter.parent), os.environ.get("PATH", os.defpath))),
-        **only_visible(device),
+        **offline_on(device),
         **(library.variables if library else {}),
     }
 

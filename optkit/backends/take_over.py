@@ -10,9 +10,8 @@ from typing import Any
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.packed_names import CODED
+from optkit.model.shape import FLOAT_NAMES
 from optkit.model.writer import copy_companions, write_config
-
-DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
 def take_over(
@@ -70,6 +69,6 @@ def _has_leaves(checkpoint: Checkpoint, layer: str) -> bool:
 def _dtype(left: Checkpoint, chosen: Collection[str]) -> Mapping[str, Any]:
     """Return the dtype that the library left the other weights in, as config.json says it."""
     others = (info for name, info in left.tensors.items() if name.rpartition(".")[0] not in chosen)
-    floats = (info for info in others if info.dtype in DTYPE_NAMES)
+    floats = (info for info in others if info.dtype in FLOAT_NAMES)
     largest = max(floats, key=lambda info: info.elements, default=None)
-    return {} if largest is None else {"dtype": DTYPE_NAMES[largest.dtype]}
+    return {} if largest is None else {"dtype": FLOAT_NAMES[largest.dtype]}

@@ -18,7 +18,7 @@ from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
 from optkit.model.packed_floats import left_out
 from optkit.model.safetensors_file import Stamp, read_index, read_places
-from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
+from optkit.model.shape import DTYPE_BITS, FLOAT_NAMES, ModelShape, TensorInfo
 from optkit.model.unpacked import Unpacked, packed_place
 
 if TYPE_CHECKING:
@@ -116,6 +116,13 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """The parsed config.json."""
         return read_config(self.directory / "config.json")
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of the float dtype that config.json names, else of the first float tensor."""
+        named = self.config.get("dtype") or self.config.get("torch_dtype")
+        stored = (FLOAT_NAMES[info.dtype] for info in self.tensors.values() if info.dtype in FLOAT_NAMES)
+        return str(named) if named in FLOAT_NAMES.values() else next(stored, "float32")
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:

@@ -14,10 +14,11 @@ from optkit.errors import SourceError, first_line
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import put_apart_
+from optkit.model.shape import FLOAT_NAMES
 from optkit.model.state_kernels import silence_fallbacks_
 from optkit.model.task import architectures_of, loader_of
 
-TORCH_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, each) for name, each in FLOAT_NAMES.items()}
 """Float dtypes by the names that safetensors uses."""
 POOLER = "pooler"
 """What transformers puts behind encoders whose features are asked for."""
@@ -59,11 +60,6 @@ def empty_model(
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the dtype that config.json names, else that of the first float tensor."""
-    named = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
-    found: torch.dtype | None = getattr(torch, named, None)
-    if found is not None and found in TORCH_DTYPES.values():
-        return found
-    return next(
-        (TORCH_DTYPES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in TORCH_DTYPES), torch.float32
-    )
+    """Return `Checkpoint.dtype` as torch has it."""
+    found: torch.dtype = getattr(torch, checkpoint.dtype)
+    return found

@@ -25,6 +25,8 @@ DTYPE_BITS = {
 named like the others.
 """
 
+FLOAT_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Float dtypes that weights are computed with, by those names, as torch calls them."""
 BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """Keys of config.json that say how many decoder blocks there are."""
 BLOCK_KINDS = ("layers_block_type", "layer_types", "hybrid_override_pattern")

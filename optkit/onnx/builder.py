@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.out_of_resources import NO_ROOM, errno_of, is_out_of_memory, more_room
+from optkit.environment import offline_on
 from optkit.errors import OptkitError, ResourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import write_config
@@ -89,7 +90,8 @@ def build(order: Order, task: Task) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix=".onnx-", dir=order.target.parent) as made:
         work = Path(made)
         request = _request(order, work)
-        with Child(WORKER, name="the process that exported", log=work / "log", env=_variables()) as child:
+        env = python_environment(PYTHONUNBUFFERED="1", **offline_on("cpu"))
+        with Child(WORKER, name="the process that exported", log=work / "log", env=env) as child:
             child.send(request)
             try:
                 child.result(others={"read": lambda part: task.advance(int(part.startswith("layer")), note=part)})
@@ -144,13 +146,6 @@ def _shown(config: Mapping[str, Any]) -> dict[str, Any]:
     if "long_factor" not in rope and SHORT_LENGTH in shown:
         shown[SHORT_LENGTH] = shown["max_position_embeddings"]
     return shown
-
-
-def _variables() -> dict[str, str]:
-    """Return the worker's environment: our own paths, no network, no GPU."""
-    return python_environment(
-        PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES=""
-    )
 
 
 def _failure(error: ChildError, order: Order) -> OptkitError:

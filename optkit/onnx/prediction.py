@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from optkit.model.packed_floats import DTYPES
 from optkit.model.packed_names import CODES
 from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 from optkit.model.text_config import text_config
 from optkit.onnx.builder import Order
 from optkit.onnx.matmul_nbits_limits import head_group_size
 
-STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 BYTES_OF_CODES = (*CODES, "weight_zero_point", "qzeros")
 SCALES = ("weight_scale", "scales")
 GONE = ("weight_shape", "weight_g_idx", "g_idx")
@@ -34,7 +34,7 @@ def exported_shape(shape: ModelShape, order: Order) -> ModelShape:
     """Return config and tensors of the graph, all floats in the graph's dtype.
     Codes and zero points keep the bytes that they have.
     """
-    dtype = STORED[order.dtype]
+    dtype = DTYPES[order.dtype]
     tensors: dict[str, TensorInfo] = {}
     tied = is_tied(shape)
     embedding = next((name for name in shape.tensors if name.endswith(EMBEDDING)), "")

@@ -28,11 +28,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from optkit.model.shape import TensorInfo
+from optkit.model.shape import FLOAT_NAMES, TensorInfo
 from optkit.packed_tensors.base import BITSANDBYTES, LayerFormat
 
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""The dtypes that bitsandbytes quantizes, and what torch calls them."""
 BLOCK = 64
 NESTED_BLOCK = 256
 OFFSET = 0.012345678901234568
@@ -61,7 +59,7 @@ class FourBit:
         The JSON may be a few digits longer or shorter in the end.
         """
         blocks = math.ceil(outputs * inputs / BLOCK)
-        state: dict[str, Any] = {"quant_type": self.type, "blocksize": BLOCK, "dtype": DTYPES[weight_dtype]}
+        state: dict[str, Any] = {"quant_type": self.type, "blocksize": BLOCK, "dtype": FLOAT_NAMES[weight_dtype]}
         state["shape"] = [outputs, inputs]
         tensors = {
             "weight": TensorInfo("U8", (math.ceil(outputs * inputs / 2), 1)),

@@ -11,14 +11,13 @@ from pydantic import model_validator
 
 from optkit.environment import compute_capability
 from optkit.errors import StageError
-from optkit.model.shape import ModelShape
+from optkit.model.shape import FLOAT_NAMES, ModelShape
 from optkit.stage import Setting
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Mode -> the torch name of the dtype that the model is opened in."""
 AMPERE = (8, 0)
 """The compute capability from which on a GPU has TF32 and bfloat16."""
-FLOATS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Precision(Setting):
@@ -84,10 +83,11 @@ class Precision(Setting):
                 why="Their layers say themselves what they compute in, so nothing would be cast",
                 remedy="Use bf16 or fp16, in which the states of such a model are computed",
             )
-        stored = {info.dtype for info in shape.tensors.values()} & FLOATS.keys()
+        stored = {info.dtype for info in shape.tensors.values()} & FLOAT_NAMES.keys()
         if stored and "F32" not in stored:
+            names = ", ".join(FLOAT_NAMES[name] for name in sorted(stored))
             raise StageError(
-                f"autocast has nothing to cast: the weights are {', '.join(FLOATS[name] for name in sorted(stored))}",
+                f"autocast has nothing to cast: the weights are {names}",
                 where="precision",
                 why="It casts float32 weights at each product",
                 remedy="Take it out, or put `- cast: {dtype: float32}` before it",

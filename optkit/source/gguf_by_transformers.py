@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.files import reading
+from optkit.environment import offline_on
 from optkit.errors import SourceError, first_line
 from optkit.model.config_defaults import keys_of
 from optkit.model.gguf_file import Gguf, read_gguf
@@ -130,8 +131,8 @@ def _asked(path: str, changed: int, size: int) -> dict[str, Any]:
 
 
 def _ask(order: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
-    environment = python_environment(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
-    with Child(WORKER, name="the process that read the GGUF file", env=environment) as child:
+    env = python_environment(**offline_on("cpu"))
+    with Child(WORKER, name="the process that read the GGUF file", env=env) as child:
         child.send(order)
         told: dict[str, Any] = child.result(progress)
     return told

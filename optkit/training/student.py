@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,13 +96,6 @@ def cast_back(name: str, tensor: Tensor, before: Tensor) -> Tensor:
     return cast
 
 
-def sparse_weights(model: nn.Module, share: float = SPARSE) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the trainable matrices of which at least `share` of the weights are zero."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dim() >= 2 and float((parameter == 0).float().mean()) >= share:
-            yield name, parameter
-
-
 @dataclass(frozen=True)
 class ZerosStay:
     """A hook on the gradient of a weight."""
@@ -115,13 +108,14 @@ class ZerosStay:
 
 
 def keep_zeros_(model: nn.Module, share: float = SPARSE) -> list[str]:
-    """Let the zeros of pruned weights stay zeros: they get no gradient, so AdamW never moves them.
-    Returns the weights' names.
+    """Let zeros stay zeros in trainable matrices of which at least `share` is zero, as pruning leaves it.
+    They get no gradient, so AdamW never moves them. Returns the weights' names.
     """
     names = []
-    for name, parameter in sparse_weights(model, share):
-        parameter.register_hook(ZerosStay(parameter))
-        names.append(name)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dim() >= 2 and float((parameter == 0).float().mean()) >= share:
+            parameter.register_hook(ZerosStay(parameter))
+            names.append(name)
     return names
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.backends.environments import Environments
-from optkit.environment import only_visible
+from optkit.environment import offline_on
 from optkit.errors import UsageError
 from optkit.model.formats.base import Format
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS
@@ -268,10 +268,8 @@ def _environment(python: str, device: str) -> dict[str, str]:
     """
     return {
         **(python_environment() if python == sys.executable else foreign_environment()),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        **only_visible(device),
+        **offline_on(device),
     }
 
 

@@ -265,14 +265,14 @@ def test_what_cannot_be_followed(
 def test_ages(age: str, seconds: float) -> None:
     from optkit_cli.store import AGE
 
-    assert AGE.convert(age, None, None) == seconds
+    assert AGE(age) == seconds
 
 
 @pytest.mark.parametrize(("size", "size_bytes"), [("0B", 0), ("1.5kB", 1500), ("20 GB", 20 * 10**9)])
 def test_sizes(size: str, size_bytes: int) -> None:
     from optkit_cli.store import SIZE
 
-    assert SIZE.convert(size, None, None) == size_bytes
+    assert SIZE(size) == size_bytes
 
 
 def test_words_below_store(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,7 @@ def _feeds(desk: Desk, seed: Path) -> Iterator[tuple[str, Feed]]:
 
 def _of_words(desk: Desk) -> Iterator[tuple[str, Feed]]:
     """Yield the readers of what users write by hand."""
-    from optkit_cli.options import Assignment, Device
+    from optkit_cli.options import assignment, device
     from optkit_cli.store import AGE, SIZE
 
     from optkit.common.byte_sizes import size_bytes
@@ -94,8 +94,14 @@ def _of_words(desk: Desk) -> Iterator[tuple[str, Feed]]:
         ),
     )
     yield "sizes", lambda: _or_value_error(size_bytes, damaged_text("20 GB", draw))
-    for kind, text in ((AGE, "30d"), (SIZE, "20 GB"), (Device(), "cuda:0"), (Assignment(), "a.b=c")):
-        yield kind.name, lambda kind=kind, text=text: _ignore(kind.convert, damaged_text(text, draw), None, None)  # type: ignore[misc]
+    words = {
+        "ages": (AGE, "30d"),
+        "sizes with units": (SIZE, "20 GB"),
+        "devices": (device, "cuda:0"),
+        "words": (assignment, "a.b=c"),
+    }
+    for name, (read, text) in words.items():
+        yield name, lambda read=read, text=text: _ignore(read, damaged_text(text, draw))  # type: ignore[misc]
 
 
 def _of_models(desk: Desk) -> Iterator[tuple[str, Feed]]:

@@ -87,7 +87,7 @@ def test_gates_and_sizes(draw: Random) -> None:
             continue
     for kind, valid in ((AGE, "30d"), (SIZE, "20GB")):
         try:
-            kind.convert(mutations.damaged_text(valid, draw), None, None)
+            kind(mutations.damaged_text(valid, draw))
         except click.UsageError:
             continue
 

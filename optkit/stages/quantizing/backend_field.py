@@ -25,7 +25,7 @@ from optkit.backends.environments import Environment, Environments
 from optkit.backends.libraries import LIBRARIES
 from optkit.backends.older_transformers import PROBE_TOKENS, check_same_model, hand_over, logits_here
 from optkit.backends.process import run_worker, work_directory
-from optkit.backends.take_over import DTYPE_NAMES, take_over
+from optkit.backends.take_over import take_over
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, Selection, layers_of
@@ -215,7 +215,7 @@ def _request(
         "blocks": len({checkpoint.shape.block(f"{name}.weight") for name in layers_of(checkpoint.shape)}),
         "fields": {name: value for name, value in stage.model_dump(mode="json").items() if name in offer.passed},
         "device": context.device,
-        "dtype": _stored_dtype(checkpoint),
+        "dtype": checkpoint.dtype,
         "windows": windows,
         "probe": probe[:positions],
     }
@@ -228,15 +228,6 @@ def _scheme(form: LayerFormat) -> dict[str, Any]:
         "group_size": group_size or -1,
         "symmetric": getattr(form, "symmetric", True),
     }
-
-
-def _stored_dtype(checkpoint: Checkpoint) -> str:
-    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    if named in DTYPE_NAMES.values():
-        return str(named)
-    return next(
-        (DTYPE_NAMES[info.dtype] for info in checkpoint.tensors.values() if info.dtype in DTYPE_NAMES), "float32"
-    )
 
 
 def _refuse_device(offer: Offer, device: str, kind: str) -> None:
