@@ -82,6 +82,16 @@ def test_a_library_quantizes_in_its_own_environment(
     assert 0.01 < (there - here).norm() / here.norm() < 0.5
 
 
+def test_rope_of_each_kind_of_layer_is_kept(tmp_path: Path) -> None:
+    gemma = save_tiny_model("gemma3", tmp_path / "gemma")
+    fields = {"group_size": 32, "backend": "gptqmodel", "calibration": CALIBRATION}
+    target = tmp_path / "made"
+    target.mkdir()
+    stage_class("gptq").model_validate_json(json.dumps(fields)).run(gemma, target, Context())  # type: ignore[attr-defined]
+    there, here = (json.loads((path / "config.json").read_text())["rope_parameters"] for path in (target, gemma))
+    assert there == here
+
+
 @pytest.mark.parametrize("name", ["autoawq", "gptqmodel", "llmcompressor"])
 def test_an_environment_has_our_torch_and_not_our_transformers(name: str) -> None:
     environment = Environments().require(name, SilentProgress())

@@ -49,8 +49,18 @@ def quantize(job: Job) -> dict[str, Any]:
     job.start(f"gptqmodel {job.method}", job.blocks, "blocks")
     options = {} if job.method == "gptq" else {"backend": backend}
     model.quantize(windows, batch_size=job.fields["batch_size"], **options)
+    _drop_added_rope(model.model.config)
     model.save(str(job.target))
     return {}
+
+
+def _drop_added_rope(config: Any) -> None:
+    """Take out what the library adds beside rope parameters of each kind of layer (Gemma 3).
+    transformers does not save them.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if kinds := {kind: each for kind, each in parameters.items() if isinstance(each, dict)}:
+        config.rope_parameters = kinds
 
 
 def _grid(scheme: dict[str, Any]) -> dict[str, Any]:
