@@ -24,6 +24,7 @@ from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
 from optkit.model.size_notes import notes_on_size
 from optkit.model.task import Task
+from optkit.model.unfound import refuse_unfound
 from optkit.recipe.gates import foreseen_failures
 from optkit.recipe.recipe import UNPACKING, EvalEntry, Recipe, SettingEntry, reads_floats
 from optkit.recipe.rules import Start, broken_rules
@@ -189,6 +190,7 @@ def make_plan(
     _check_rules(recipe, Start.of(recipe.model.name, shape, given), device)
     if recipe.transforms and recipe.transforms[0].kind != "cast":
         refuse_unsaid_codes(shape, recipe.model.name)
+    refuse_unfound(shape, next((entry.kind for entry in recipe.transforms if entry.value.finds_parts), ""))
     if recipe.evals:
         refuse_unopened(shape, recipe.model.name)
     steps, left = _plan_steps(recipe, store, device, key, directory, shape, unpacks)
@@ -245,9 +247,7 @@ def _has_room(shape: ModelShape, device: str) -> bool:
 def _plan_steps(
     recipe: Recipe, store: Store, device: str, key: str, directory: Path | None, shape: ModelShape, unpacks: bool
 ) -> tuple[tuple[Step, ...], ModelShape]:
-    """Return the steps, and the shape of the model that the last of them leaves.
-    `unpacks`: the first transform reads packed weights as floats.
-    """
+    """Return the steps, and the shape that the last of them leaves; `unpacks`: the first reads packed weights."""
     notes = tuple(filter(None, [unpacking_note(recipe.model, shape)]))
     cost = Cost(notes=notes)
     if directory is None:

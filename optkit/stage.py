@@ -107,9 +107,7 @@ class Stage(Frozen):
         return None
 
     def made_with(self) -> dict[str, Any]:
-        """Return what decides the result beside version and fields, as JSON values for the key.
-        It is empty if nothing does.
-        """
+        """Return what decides the result beside version and fields, as JSON for the key; empty if nothing does."""
         return {}
 
 
@@ -124,6 +122,8 @@ class Transform(Stage):
 
     unpacks: ClassVar[bool] = False
     """Reads weights by `Checkpoint` alone, which makes floats of packed ones when they are read."""
+    finds_parts: ClassVar[bool] = False
+    """Finds blocks and layers by the names of tensors: refused for a model that has them by others."""
     sees_images: ClassVar[bool] = False
     """Its calibration may be prompts with images (`Calibration.inputs`)."""
     shows_experts: ClassVar[bool] = False

@@ -19,6 +19,19 @@ from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
 from optkit.model.writer import AHEAD, SHARD_BYTES
 
+REMEDY = "Take a stage without calibration: rtn, fp8, mx, nf4, or prune by magnitude"
+UNCHAINED = {
+    "fsmt": "its hidden states lie token by token, each with its batch",
+    "gemma3n_text": "each block passes on four streams of hidden states",
+    "led": "it pads inputs to a multiple of its window",
+    "pegasus_x": "it pads inputs to a multiple of its window",
+    "prophetnet": "its decoder passes on a stream of hidden states for each token that it predicts ahead",
+    "rwkv": "it reads weights of all blocks at each call",
+    "xlm": "the layers of a block are in lists of their own",
+    "xlnet": "its hidden states lie token by token, each with its batch",
+}
+"""`model_type` of those whose blocks cannot be run one by one -> why."""
+
 
 class Text(Protocol):
     """What is known of a text that a stage is calibrated on."""
@@ -163,11 +176,18 @@ def no_such_experts(where: str, why: str) -> StageError:
 
 
 def refuse_unreached(shape: ModelShape, where: str) -> None:
-    """Raise StageError if a text does not run through all blocks of the model."""
+    """Raise StageError if a text does not run through all blocks of the model, one by one."""
+    if why := UNCHAINED.get(str(text_config(shape.config).get("model_type"))):
+        raise StageError(
+            f"the blocks of {architectures_of(shape.config)} cannot be run one by one",
+            where=where,
+            why=f"{why[0].upper()}{why[1:]}",
+            remedy=REMEDY,
+        )
     if blocks := text_config(shape.config).get("cross_attention_layers"):
         raise StageError(
             f"{len(blocks):,} of {shape.block_count:,} blocks of {architectures_of(shape.config)} run for images alone",
             where=where,
             why="Text does not reach them",
-            remedy="Take a stage without calibration: rtn, fp8, mx, nf4, or prune by magnitude",
+            remedy=REMEDY,
         )

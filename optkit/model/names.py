@@ -23,18 +23,23 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.experts import Experts
 from optkit.model.inventory import OLD_BUFFERS
 from optkit.model.shape import PROPOSING_BLOCKS, place_in_list
+from optkit.model.unfound import rewritten
 
 
 def renamed_tensors(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:
     """Return tensor of the checkpoint -> the name that transformers gives it.
-    That is before it joins experts and adjusts the prefix.
+    That is before it joins experts and adjusts the prefix. A name that the model has stays if no
+    renaming makes another one of the model of it (DeepSeek-V4's `model.norm`).
     """
     renamings = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightRenaming)]
+    known = set(model.state_dict(keep_vars=True))
     renamed = {}
     for name in tensors:
-        renamed[name] = name
+        new = name
         for renaming in renamings:
-            renamed[name], _ = renaming.rename_source_key(renamed[name])
+            new, _ = renaming.rename_source_key(new)
+        stays = name in known and with_base_prefix(new, model.base_model_prefix, known) not in known
+        renamed[name] = name if stays else new
     return renamed
 
 
@@ -100,12 +105,7 @@ def _refuse_rewritten(model: PreTrainedModel, found: Mapping[str, str], checkpoi
     unfused = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Experts))
     for name, tensor in found.items():
         if not name.startswith(unfused) and any(converter.rename_source_key(name)[1] for converter in rewriting):
-            raise SourceError(
-                f"{model.config.model_type} is not supported: transformers rewrites {tensor} while it loads it",
-                where=str(checkpoint.directory),
-                why="It joins or splits what is there, and optkit reads weights as they are in the file",
-                remedy="Take a stage that reads tensors and no model, such as cast",
-            )
+            raise rewritten(checkpoint.config, tensor, str(checkpoint.directory))
 
 
 def _refuse_other_shapes(

@@ -37,8 +37,11 @@ PATCHED = "MODULES_TO_PATCH_FOR_QUANTIZATION", "quantizers/base.py"
 """transformers' table of the classes of modules that it replaces in a packed model (Llama 4)."""
 SHARED = ".shared_transf"
 """In the names of layers that several blocks of Zamba share."""
-OF_FOUR = {"prophetnet": ("decoder.layers.self_attn.out_proj", "relative_pos_embeddings")}
-"""Layers by `model_type` whose inputs get four dimensions in another function than the one that calls them."""
+UNTOLD = {
+    "deepseek_v4": {"wo_a": Read.COMPUTES},
+    "prophetnet": {"decoder.layers.self_attn.out_proj": Read.FOUR, "relative_pos_embeddings": Read.FOUR},
+}
+"""By `model_type` what code does not tell: files have another name, or another function makes four dimensions."""
 LINEARS = frozenset({"Linear", "Conv1D"})
 ASKED = frozenset({"dtype", "device"})
 
@@ -60,7 +63,7 @@ def reads_of(config: Mapping[str, Any]) -> Callable[[str], frozenset[Read]]:
 @cache
 def _found(model_type: str, modes: frozenset[str]) -> frozenset[tuple[str, Read]]:
     """Return ends of names of layers; "" stands for every layer."""
-    found = {(place, Read.FOUR) for place in OF_FOUR.get(model_type, ())}
+    found = {*UNTOLD.get(model_type, {}).items()}
     folder = model_folder(model_type)
     for file in sorted(folder.glob("modeling_*.py")) if folder else ():
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -74,6 +77,14 @@ def _found(model_type: str, modes: frozenset[str]) -> frozenset[tuple[str, Read]
                 if isinstance(function, ast.FunctionDef) and not function.name.startswith(BUILDS):
                     found |= set(_Reads(function, MODES - modes).found)
     return frozenset(found)
+
+
+@cache
+def norm_classes(model_type: str) -> Mapping[str, str]:
+    """Return attributes that hold norms in the code of a model type -> the classes of these."""
+    folder = model_folder(model_type)
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in (folder.glob("modeling_*.py") if folder else ()))
+    return {name: called for tree in trees for name, called in _assigned(tree) if called.endswith("Norm")}
 
 
 def _of_class(each: ast.ClassDef) -> Iterator[Read]:

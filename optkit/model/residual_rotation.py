@@ -76,12 +76,15 @@ def find_heads(block: nn.Module, config: Any, index: int) -> Heads | str:
     """Return the projections around the attention of block `index`, or why its heads cannot be rotated."""
     named = {
         leaf: [module for name, module in block.named_modules() if name.rpartition(".")[2] == leaf]
-        for leaf in ("v_proj", "o_proj")
+        for leaf in ("q_proj", "v_proj", "o_proj")
     }
+    queries = named.pop("q_proj")
     missing = [leaf for leaf, modules in named.items() if len(modules) != 1 or not isinstance(modules[0], nn.Linear)]
     if missing:
         return f"no {' and no '.join(missing)}"
     values, outputs = (cast(nn.Linear, named[leaf][0]) for leaf in ("v_proj", "o_proj"))
+    if len(queries) == 1 and getattr(queries[0], "out_features", 0) == 2 * outputs.in_features:
+        return "q_proj makes a gate too, which multiplies what leaves them"
     size = head_sizes(config)[index]
     if values.out_features % size or outputs.in_features % size:
         return f"v_proj and o_proj are not made of heads of {size}"

@@ -97,7 +97,7 @@ class ModelShape:
         model; of an encoder-decoder it is any.
         """
         place = place_in_list(name)
-        return place if place and self._decoder in (None, place[0]) and place not in self.extra_blocks else None
+        return place if place and self.decoder in (None, place[0]) and place not in self.extra_blocks else None
 
     def in_tower(self, name: str) -> bool:
         """Say whether a tensor belongs to what stands in front of the decoder: a tower of vision or
@@ -117,8 +117,8 @@ class ModelShape:
         """What stands in the list of the decoder blocks behind those that config.json counts.
         They propose tokens, such as DeepSeek-V3's `model.layers.61`.
         """
-        name, counted = self._decoder, self._counted
-        members = self._lists[name][0] if name is not None and counted else frozenset()
+        name, counted = self.decoder, self._counted
+        members = self.lists[name][0] if name is not None and counted else frozenset()
         return tuple((str(name), index) for index in sorted(members - counted)) if members > counted else ()
 
     @property
@@ -126,7 +126,7 @@ class ModelShape:
         return frozenset(range(self.block_count or 0))
 
     @cached_property
-    def _lists(self) -> dict[str, tuple[frozenset[int], bool, int]]:
+    def lists(self) -> dict[str, tuple[frozenset[int], bool, int]]:
         """Each outermost list of modules: its indices, whether it has norms of the model's width, and
         how many numbers it holds.
         """
@@ -142,21 +142,21 @@ class ModelShape:
         return {name: (frozenset(indices), name in wide, sizes[name]) for name, indices in members.items()}
 
     @cached_property
-    def _decoder(self) -> str | None:
+    def decoder(self) -> str | None:
         """The list of the decoder blocks, of as many as config.json says, or of more if there is none.
         The norms of its width tell, which are never packed, then the embedding of tokens beside it, else
         the largest is taken. None if none fits, or all count.
         """
         if self.task in ENCODER_DECODERS:
             return None
-        exact = [name for name, (indices, *_) in self._lists.items() if len(indices) == self.block_count]
-        longer = [name for name, (indices, *_) in self._lists.items() if self._counted and indices > self._counted]
+        exact = [name for name, (indices, *_) in self.lists.items() if len(indices) == self.block_count]
+        longer = [name for name, (indices, *_) in self.lists.items() if self._counted and indices > self._counted]
         vocabulary = first_number(self.config, ("vocab_size",))
         embeddings = [name for name, info in self.tensors.items() if info.shape == (vocabulary, self.width)]
 
         def likely(name: str) -> tuple[bool, int, int]:
             shared = max((common_prefix(name.split("."), each.split(".")) for each in embeddings), default=0)
-            return self._lists[name][1], shared, self._lists[name][2]
+            return self.lists[name][1], shared, self.lists[name][2]
 
         return max(exact or longer, key=likely, default=None)
 

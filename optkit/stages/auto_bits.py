@@ -90,6 +90,7 @@ class AutoBits(Transform):
     the best single form that fits the budget, and the better of the two is kept.
     """
 
+    finds_parts: ClassVar[bool] = True
     kind: ClassVar[str] = "auto_bits"
     unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- auto_bits: {average_bits: 4.5, calibration: {dataset: c4}}"

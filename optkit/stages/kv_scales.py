@@ -51,6 +51,7 @@ class KvScales(Transform):
     behind the one that quantizes.
     """
 
+    finds_parts: ClassVar[bool] = True
     kind: ClassVar[str] = "kv_scales"
     example: ClassVar[str] = "- gptq: {bits: 4}\n- kv_scales: {calibration: {dataset: c4}}"
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})

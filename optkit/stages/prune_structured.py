@@ -58,6 +58,7 @@ class PruneStructured(WidthFields, Transform):
     parts that it was made of.
     """
 
+    finds_parts: ClassVar[bool] = True
     kind: ClassVar[str] = "prune_structured"
     unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- prune_structured: {remove_layers: 0.2, calibration: {dataset: c4}}"

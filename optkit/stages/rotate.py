@@ -20,6 +20,7 @@ from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.output_layer import tied_embedding, with_own_head
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import STREAM, refuse_multi_modal
+from optkit.model.unrotated import refuse_unrotated
 from optkit.model.writer import SHARD_BYTES, CheckpointWriter, add_blocks, copy_companions, write_config
 from optkit.stage import Context, Cost, Report, Transform
 
@@ -59,6 +60,7 @@ class Rotate(Transform):
     the embedding. The signs are drawn from the recipe's seed. Each block is run before and after.
     """
 
+    finds_parts: ClassVar[bool] = True
     kind: ClassVar[str] = "rotate"
     unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- rotate: {residual: false}\n- gptq: {bits: 3}"
@@ -158,6 +160,7 @@ class Rotate(Transform):
         tensors, config = dict(shape.tensors), shape.config
         if self.residual:
             refuse_multi_modal(config, "rotate.residual", STREAM, "Set rotate.residual to false")
+            refuse_unrotated(shape, "rotate")
         if self.residual and LM_HEAD not in tensors:
             embedding = tied_embedding(shape)
             if not embedding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -16,6 +16,8 @@ from optkit.stage import Context, Cost, Report, Transform
 
 class SharedText(Transform):
     """A stage that can run in several processes, each with a device and a share of the text."""
+
+    finds_parts: ClassVar[bool] = True
 
     devices: Devices = Field(default=1, exclude_if=lambda value: value == 1)
     """GPUs, or on a CPU processes, that share the sequences of the calibration text."""

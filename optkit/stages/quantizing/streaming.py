@@ -42,6 +42,7 @@ class LayerQuantizer(Transform):
     after block; which layers, the plan, and what is written are the same for all of them.
     """
 
+    finds_parts: ClassVar[bool] = True
     produces: ClassVar[Format] = Format.QUANTIZED
     unpacks: ClassVar[bool] = True
     version: ClassVar[int] = 2

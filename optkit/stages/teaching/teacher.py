@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
 
@@ -50,6 +50,8 @@ class Generated(Frozen):
 
 class StageWithTeacher(Transform):
     """What a student is told, and by whom."""
+
+    finds_parts: ClassVar[bool] = True
 
     teacher: ModelSource | None = None
     """Whom the student learns from: a model with the same vocabulary. Left out, the model that the

@@ -1,0 +1,90 @@
+"""Which tensors transformers joins or splits while it loads a model, by its own table, which is not imported."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+FILE = "conversion_mapping.py"
+ALIKE, TABLE = "_MODEL_TO_CONVERSION_PATTERN", "mapping"
+"""The names there of a dict from model types to others whose entries they share, and of the table itself."""
+CONVERTER, OF_EXPERTS = "WeightConverter", "MergeModulelist"
+"""What changes tensors; and what joins experts, which optkit takes apart again."""
+WORDS = ("source_patterns", "target_patterns", "operations")
+KEEPS = "check_dims=True"
+"""Said of a transposition that only other shapes than the model's ask for."""
+
+
+def rewritten_tensor(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
+    """Return the first tensor of a checkpoint that transformers joins with others or splits; None if there is none."""
+    kinds = dict.fromkeys(each["model_type"] for each in _configs(config) if each.get("model_type"))
+    patterns = [pattern for kind in kinds for pattern in _patterns(str(kind))]
+    return next((name for name in tensors if any(re.search(pattern, name) for pattern in patterns)), None)
+
+
+def _configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a config and those of the parts of its model."""
+    yield config
+    yield from (value for value in config.values() if isinstance(value, Mapping))
+
+
+@cache
+def _patterns(kind: str) -> tuple[str, ...]:
+    """Return what the names of tensors match that a model type's converters change."""
+    entries, alike = _table()
+    found: list[str] = []
+    for call in entries.get(kind) or entries.get(alike.get(kind, ""), []):
+        words = dict(zip(WORDS, call.args, strict=False)) | {each.arg: each.value for each in call.keywords}
+        operations = [ast.unparse(each) for each in getattr(words.get("operations"), "elts", ())]
+        if any(KEEPS not in each for each in operations) and not any(OF_EXPERTS in each for each in operations):
+            sources = ast.literal_eval(words["source_patterns"])
+            found += [sources] if isinstance(sources, str) else sources
+    return tuple(each.replace(".*.", r"\..*\.") for each in found)
+
+
+@cache
+def _table() -> tuple[Mapping[str, list[ast.Call]], Mapping[str, str]]:
+    """Return model type -> the calls that make its converters, and model type -> another one that is alike."""
+    found = find_spec("transformers")
+    place = Path(found.origin).with_name(FILE) if found and found.origin else None
+    file = ast.parse(place.read_text(encoding="utf-8")) if place and place.is_file() else ast.Module([], [])
+    entries: dict[str, list[ast.Call]] = {}
+    alike: dict[str, str] = {}
+    for node in (part for each in file.body for part in (each.body if isinstance(each, ast.FunctionDef) else (each,))):
+        name, value = _assigned(node)
+        if isinstance(value, ast.Dict):
+            pairs = {ast.literal_eval(key): each for key, each in zip(value.keys, value.values, strict=True) if key}
+            if name == ALIKE:
+                alike = {kind: ast.literal_eval(each) for kind, each in pairs.items()}
+            elif name == TABLE:
+                entries = {kind: _calls(each, entries) for kind, each in pairs.items()}
+        elif value is not None and (kind := _key(name)):
+            before = entries.get(kind, []) if isinstance(node, ast.AugAssign) else []
+            entries[kind] = [*before, *_calls(value, entries)]
+    return entries, alike
+
+
+def _assigned(node: ast.stmt) -> tuple[str, ast.expr | None]:
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0]), node.value
+    return (ast.unparse(node.target), node.value) if isinstance(node, ast.AugAssign) else ("", None)
+
+
+def _key(code: str) -> str:
+    """Return the model type of `mapping['qwen2_moe']`; empty for other code."""
+    found = re.match(rf"{TABLE}\['([^']+)'\]", code)
+    return found[1] if found else ""
+
+
+def _calls(value: ast.expr, entries: Mapping[str, list[ast.Call]]) -> list[ast.Call]:
+    """Return what makes converters in a list, a copy of another entry, or the sum of two."""
+    if isinstance(value, ast.BinOp):
+        return [*_calls(value.left, entries), *_calls(value.right, entries)]
+    if isinstance(value, ast.List):
+        return [each for each in value.elts if isinstance(each, ast.Call) and ast.unparse(each.func) == CONVERTER]
+    return entries.get(_key(ast.unparse(value)), [])

@@ -1,0 +1,112 @@
+"""What a plan knows of models whose parts no stage finds, chains or rotates, and that the run says so too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optkit.errors import OptkitError
+from optkit.model.calibration_memory import refuse_unreached
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.conversions import rewritten_tensor
+from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.unfound import refuse_unfound
+from optkit.model.unrotated import refuse_unrotated
+from optkit.plan import make_plan
+from optkit.recipe.recipe import load_recipe
+from optkit.stage import Context
+from optkit.stages.fp8 import Fp8
+from optkit.stages.rotate import Rotate
+from optkit.stages.rtn import Rtn
+from optkit.store.store import Store
+from tests.zoo.models import save_model
+
+NORM = TensorInfo("F32", (8,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "found"),
+    [
+        ("olmo_hybrid", "model.layers.0.linear_attn.q_conv1d.weight", True),
+        ("olmo_hybrid", "model.layers.0.mlp.up_proj.weight", False),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.0.w1.weight", False),  # optkit takes these apart again
+        ("minimax_m2", "model.layers.0.block_sparse_moe.experts.0.w1.weight", False),
+        ("kimi_linear", "model.layers.0.self_attn.k_conv1d.weight", True),
+        ("step3p7", "model.layers.1.moe.gate_proj.weight", True),
+        ("llama", "model.layers.0.self_attn.q_proj.weight", False),
+        ("nobody knows it", "model.layers.0.self_attn.q_proj.weight", False),
+    ],
+)
+def test_tensors_that_transformers_joins_or_splits(kind: str, name: str, found: bool) -> None:
+    assert rewritten_tensor({"model_type": kind}, ["lm_head.weight", name]) == (name if found else None)
+    assert rewritten_tensor({"model_type": "any", "text_config": {"model_type": kind}}, [name]) == (
+        name if found else None
+    )
+
+
+def shape_of(kind: str, *names: str, info: TensorInfo = NORM, **config: Any) -> ModelShape:
+    tensors = {f"model.layers.{index}.{name}": info for name in names for index in range(2)}
+    text = {"model_type": kind, "architectures": ["AForCausalLM"], "num_hidden_layers": 2, "hidden_size": 8}
+    return ModelShape({**text, **config}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        (shape_of("gptj", "ln_1.weight", "ln_1.bias"), "the blocks have a norm that adds a bias"),
+        (shape_of("cohere", "input_layernorm.weight"), "a norm that subtracts the mean .CohereLayerNorm"),
+        (shape_of("gemma2", "post_feedforward_layernorm.weight"), "a norm behind the feed-forward layers"),
+        (shape_of("granitemoe", "moe.input_linear.weight", info=TensorInfo("F32", (4, 8, 8))), r"a tensor \[4, 8, 8"),
+        (shape_of("jamba", "mamba.dt_proj.weight", info=TensorInfo("F32", (8, 8))), "own code computes with"),
+        (shape_of("deepseek_v32", "self_attn.indexer.wk.weight"), "an index of tokens"),
+    ],
+)
+def test_parts_that_do_not_commute_with_a_rotation(shape: ModelShape, what: str) -> None:
+    with pytest.raises(OptkitError, match=rf"^rotate: model.layers.0\S*: .*{what}.*Set rotate.residual to false"):
+        refuse_unrotated(shape, "rotate")
+
+
+def test_what_commutes_is_rotated() -> None:
+    refuse_unrotated(shape_of("llama", "input_layernorm.weight", "post_attention_layernorm.weight"), "rotate")
+    refuse_unrotated(shape_of("mamba2", "norm.weight", "mixer.conv1d.weight"), "rotate")
+
+
+def test_blocks_that_cannot_be_run_one_by_one() -> None:
+    with pytest.raises(OptkitError, match=r"^gptq: the blocks of AForCausalLM .* It reads weights of all blocks at"):
+        refuse_unreached(shape_of("rwkv", "ln1.weight"), "gptq")
+    refuse_unreached(shape_of("llama", "input_layernorm.weight"), "gptq")
+
+
+def test_lists_of_other_lengths_than_config_json_says() -> None:
+    with pytest.raises(OptkitError, match=r"^rtn: unsupported .* no list of 16 .* there is model.layers with 2\. Take"):
+        refuse_unfound(shape_of("llama", "input_layernorm.weight", num_hidden_layers=16), "rtn")
+    refuse_unfound(shape_of("llama", "input_layernorm.weight", num_hidden_layers=16), "")  # no stage looks for them
+    refuse_unfound(shape_of("llama", "input_layernorm.weight", num_hidden_layers=16, auto_map={"A": "b"}), "rtn")
+    refuse_unfound(shape_of("llama", "input_layernorm.weight"), "rtn")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("olmo_hybrid", Rtn(group_size=None)), ("hrm_text", Fp8(rounding="nearest")), ("cohere", Rotate())],
+)
+def test_plan_and_run_refuse_the_same(kind: str, stage: Any, tmp_path: Path) -> None:
+    source, target = save_model(kind, tmp_path / "model"), tmp_path / "made"
+    target.mkdir()
+    with pytest.raises(OptkitError):
+        stage.run(source, target, Context(device="cpu", seed=0))
+    (file := tmp_path / "r.yaml").write_text(
+        f"model: {source}\nstages:\n- {stage.kind}: {stage.model_dump_json()}\n", encoding="utf-8"
+    )
+    with pytest.raises(OptkitError, match=rf"^{stage.kind}"):
+        make_plan(load_recipe(file).pinned(None), Store(tmp_path / "store"), "cpu")
+
+
+def test_a_gate_beside_the_queries_keeps_the_heads_as_they_are(tmp_path: Path) -> None:
+    source, target = save_model("qwen3_next", tmp_path / "model"), tmp_path / "made"
+    target.mkdir()
+    report = Rotate().run(source, target, Context(device="cpu", seed=0))
+    assert [why for why in report.skipped.values() if "q_proj makes a gate too" in why]
+    assert report.details["largest_difference"] < 1e-3
+    assert Checkpoint(target).tensors
