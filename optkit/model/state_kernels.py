@@ -16,6 +16,8 @@ from optkit.model.config_defaults import model_folder
 from optkit.model.text_config import text_config
 
 DISTRIBUTIONS = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}
+WITHOUT_CACHE = frozenset({"recurrent_gemma", "roc_bert"})
+"""`model_type` of those whose code takes keys and values, and returns none."""
 WARNS = "transformers.integrations.hub_kernels"
 """The logger that warns at the first call of each function without its kernel."""
 
@@ -37,26 +39,26 @@ def silence_fallbacks_(config: Mapping[str, Any]) -> None:
 
 def keeps_states(config: Mapping[str, Any]) -> bool:
     """Say whether layers of a model keep states of convolutions or recurrences, and not keys and values alone."""
-    return bool(re.search(r"\.update_(conv|recurrent)_state\(", _code(str(text_config(config).get("model_type")))))
+    return bool(re.search(r"\.update_(conv|recurrent)_state\(", code_of(str(text_config(config).get("model_type")))))
 
 
 def keeps_keys_and_values(config: Mapping[str, Any]) -> bool:
     """Say whether a model keeps keys and values of the tokens it has seen, and nothing of another kind.
     States that some layers keep in their place are told by `keeps_states`.
     """
-    code = _code(str(text_config(config).get("model_type")))
-    takes = re.search(r"\n +past_key_values: ", code)
+    code = code_of(str(text_config(config).get("model_type")))
+    takes = re.search(r"\n +past_key_values: ", code) and text_config(config).get("model_type") not in WITHOUT_CACHE
     return not code or bool(takes and not re.search(r"\.update_indexer\(|class \w+Cache\b", code))
 
 
 @cache
 def _packages(model_type: str) -> tuple[str, ...]:
     call = r'use_kernel_func_from_hub_with_fallback\(\s*"\w+",\s*(?:package=)?"(\w+)"'
-    return tuple(sorted(set(re.findall(call, _code(model_type)))))
+    return tuple(sorted(set(re.findall(call, code_of(model_type)))))
 
 
 @cache
-def _code(model_type: str) -> str:
+def code_of(model_type: str) -> str:
     """Return transformers' code of a model type; nothing if it has none."""
     folder = model_folder(model_type)
     return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py"))) if folder else ""

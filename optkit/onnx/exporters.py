@@ -4,11 +4,15 @@ No torch is needed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from optkit.errors import StageError
+from optkit.model.attention import refuse_other_states
+from optkit.model.state_kernels import code_of
 from optkit.model.task import ENCODER_DECODERS, ENCODING, HEADS, Task, architecture_of, task_of
+from optkit.model.text_config import text_config
 from optkit.onnx.builder import ARCHITECTURES
 
 OPSET = 21
@@ -17,6 +21,7 @@ OPSETS = {"torch": range(18, 24), "optimum": range(14, 21)}
 """Exporter -> those that it can write and ONNX Runtime reads."""
 WITHOUT_CACHE = "Set kv_cache: false, and the graph computes whole sequences"
 
+UNSIZED = "Its config.json has no hidden_size of both halves, which the export reads"
 ROUTED = "Its decoder needs to know which experts the encoder took"
 UNTRACED = {
     "fsmt": "Its decoder has no mask that a cache of another length fits",
@@ -24,8 +29,37 @@ UNTRACED = {
     "nllb-moe": ROUTED,
     "prophetnet": "It predicts several tokens at once, and what a graph keeps of a token is one of them",
     "switch_transformers": ROUTED,
+    "t5gemma": UNSIZED,
+    "t5gemma2": UNSIZED,
 }
 """`model_type` of encoder-decoders that torch does not export here, and why."""
+COUNTED = frozenset({"aria_text", "doge", "mpt", "xglm"})
+"""`model_type` of decoders whose code branches on how many tokens a cache has, or on numbers beside it."""
+WITHOUT_OPERATOR = {r"torch\.polar\(|view_as_complex": "complex numbers", r"\.icdf\(|erfinv": "quantiles"}
+"""In transformers' code of a decoder -> what ONNX has no operator for."""
+
+
+def refuse_untraced(config: Mapping[str, Any], kv_cache: bool) -> None:
+    """Raise StageError for a decoder that torch does not export here, with or without its KV cache."""
+    kind, architecture = str(text_config(config).get("model_type")), architecture_of(config)
+    for part, what in WITHOUT_OPERATOR.items():
+        if re.search(part, code_of(kind)):
+            raise StageError(
+                f"{architecture} cannot be written as a graph",
+                where="onnx",
+                why=f"Its code computes with {what}, which ONNX has no operator for",
+                remedy="Leave onnx out for this architecture",
+            )
+    if not kv_cache:
+        return
+    refuse_other_states(config, "onnx.kv_cache", "These alone can be inputs and outputs of the graph", WITHOUT_CACHE)
+    if kind in COUNTED:
+        raise StageError(
+            f"{architecture} cannot be written as a graph with a KV cache",
+            where="onnx.kv_cache",
+            why="Its code branches on numbers that are known when it runs",
+            remedy=WITHOUT_CACHE,
+        )
 
 
 def exporter_for(config: Mapping[str, Any]) -> Literal["genai", "torch"]:

@@ -14,7 +14,6 @@ from pydantic import model_validator
 from optkit.backends.libraries import LIBRARIES
 from optkit.environment import package_version
 from optkit.errors import StageError
-from optkit.model.attention import refuse_other_states
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.model.output_layer import HEAD
@@ -30,7 +29,7 @@ from optkit.model.task import (
     task_of,
 )
 from optkit.onnx.builds import GENAI_BUILDS, installed
-from optkit.onnx.exporters import OPSET, OPSETS, WITHOUT_CACHE, exporter_for, traced_task
+from optkit.onnx.exporters import OPSET, OPSETS, exporter_for, refuse_untraced, traced_task
 from optkit.onnx.matmul_nbits_limits import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
 from optkit.onnx.prediction import comparing_bytes, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 LIBRARY_BYTES = 700_000_000
 """What torch, transformers and ONNX Runtime take."""
 TORCH = "Take exporter: torch, or leave the exporter out"
-ONLY_THESE = "These alone can be inputs and outputs of the graph"
 
 
 class Onnx(Transform):
@@ -253,8 +251,8 @@ class Onnx(Transform):
             if self.kv_cache is not None:
                 has = "always has a" if task in ENCODER_DECODERS else "has no"
                 raise StageError(f"{PHRASES[task]} {has} KV cache", where="onnx.kv_cache", remedy="Leave it out")
-        elif self.kv_cache is not False:
-            refuse_other_states(shape.config, "onnx.kv_cache", ONLY_THESE, WITHOUT_CACHE)
+        else:
+            refuse_untraced(shape.config, self.kv_cache is not False)
         if idle := self._idle(exporter):
             raise StageError(idle[1], where=f"onnx.{idle[0]}", why=f"genai has no {architecture_of(shape.config)}")
         if method := shape.quant_method:

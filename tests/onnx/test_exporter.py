@@ -13,6 +13,7 @@ import pytest
 
 from optkit.errors import RecipeError, StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import ModelShape, TensorInfo
 from optkit.onnx.exporters import exporter_for
 from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context, Report
@@ -99,3 +100,21 @@ def test_codes_are_not_for_torch(bert: Path) -> None:
     )
     with pytest.raises(StageError, match=said):
         Onnx().predict(quantized, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("deepseek_v2", "^onnx: XForCausalLM cannot be written as a graph. Its code computes with complex numbers"),
+        ("gemma3n_text", "^onnx: XForCausalLM cannot be written as a graph. Its code computes with quantiles"),
+        ("mpt", r"^onnx.kv_cache: XForCausalLM .*branches on numbers.*Set kv_cache: false"),
+        ("roc_bert", r"^onnx.kv_cache: roc_bert keeps something else .*Set kv_cache: false"),
+    ],
+)
+def test_decoders_that_torch_does_not_export_are_refused_by_the_plan(kind: str, message: str) -> None:
+    config = {"model_type": kind, "architectures": ["XForCausalLM"], "vocab_size": 8}
+    shape = ModelShape(config=config, tensors={"lm_head.weight": TensorInfo("F32", (8, 8))})
+    with pytest.raises(StageError, match=message):
+        Onnx().predict(shape, "cpu")
+    if "kv_cache" in message:
+        Onnx(kv_cache=False).predict(shape, "cpu")
