@@ -20,9 +20,12 @@ from optkit.model.text_config import text_config
 from optkit.model.writer import AHEAD, SHARD_BYTES
 
 REMEDY = "Take a stage without calibration: rtn, fp8, mx, nf4, or prune by magnitude"
+STREAMS = "each block passes on several streams of hidden states"
 UNCHAINED = {
     "fsmt": "its hidden states lie token by token, each with its batch",
-    "gemma3n_text": "each block passes on four streams of hidden states",
+    "deepseek_v4": STREAMS,
+    "gemma3n_text": STREAMS,
+    "hy_v4": STREAMS,
     "led": "it pads inputs to a multiple of its window",
     "pegasus_x": "it pads inputs to a multiple of its window",
     "prophetnet": "its decoder passes on a stream of hidden states for each token that it predicts ahead",

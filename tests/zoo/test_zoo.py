@@ -31,6 +31,7 @@ def test_what_the_table_says_of_a_model(kind: str, tmp_path: Path) -> None:
     [
         ("deberta", "cast"),
         ("deepseek_v32", "auto_bits"),
+        ("deepseek_v4", "fp8"),
         ("gemma3n_text", "distill"),
         ("idefics2", "kv_scales"),
         ("phimoe", "auto_bits"),
