@@ -83,10 +83,11 @@ class Work:
         if device.startswith("cuda"):
             copied = min(AHEAD_BYTES, made) if self.streamed and not self.alone else 0
             entering, block, gpu = 0, 0, max(self.entering, self.block) + copied
-            # a shard is written while the next one is made, before a block that takes longer is done
-            waiting = min(SHARD_BYTES + (SHARD_BYTES // AHEAD if self.streamed else 0), made)
-            # what is read ahead
-            ahead = min(max(AHEAD_BYTES, inside), shape.size_bytes) if self.streamed else shape.pinned_bytes
+            # a shard is written while the next one is made; blocks are copied behind each other
+            beside = SHARD_BYTES // AHEAD if self.streamed else 2 * left.block_bytes
+            waiting = min(SHARD_BYTES + beside, made)
+            # what is read ahead, and what a GPU is given meanwhile
+            ahead = min(AHEAD_BYTES + 2 * inside, shape.size_bytes) if self.streamed else shape.pinned_bytes
             inside += 0 if self.alone else ahead
         needed = max(
             outside + self.processes * max(entering, beyond),
