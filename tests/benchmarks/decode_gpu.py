@@ -104,8 +104,9 @@ def rounded_layer(weights: str, weight: Tensor) -> nn.Module:
     if weights == "nf4":
         from bitsandbytes.nn import Linear4bit, Params4bit
 
-        layer = Linear4bit(inputs, outputs, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-        layer.weight = Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
+        with torch.device("meta"):  # it would fill a weight with random numbers first
+            layer = Linear4bit(inputs, outputs, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+        layer.weight = Params4bit(weight, requires_grad=False, quant_type="nf4")
         return layer.cuda()
     if "int4" in weights:
         grid = Grid(4, 128, symmetric=True)

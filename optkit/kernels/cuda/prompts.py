@@ -39,14 +39,15 @@ class Prompts:
         """Return the tokens behind prompts, int64 [batch]; tokens: int64 [batch, prompt]."""
         (batch, length), decoder = tokens.shape, steps.decoder
         padded = min(-(-length // LENGTH_STEP) * LENGTH_STEP, steps.capacity)
-        whole = decoder.exchange is None and all(isinstance(layer.mlp, GatedMlp) for layer in decoder.layers)
+        whole = all(isinstance(layer.mlp, GatedMlp) for layer in decoder.layers)
         if whole and batch * padded <= MOST_CAPTURED:
             if padded not in self._padded:
                 self._padded[padded] = PaddedPrompt(tokens.new_zeros(batch, padded))
             return self._padded[padded].read(steps, tokens)
         parts = tokens.split(max(1, MOST_ROWS // length))
         caches = steps.cache.split(len(parts[0]), dim=2)
-        return torch.cat([through(steps, part, cache) for part, cache in zip(parts, caches, strict=True)])
+        logits = torch.cat([through(steps, part, cache) for part, cache in zip(parts, caches, strict=True)])
+        return decoder.all_logits(logits).argmax(-1)
 
 
 class PaddedPrompt:
@@ -54,14 +55,14 @@ class PaddedPrompt:
 
     def __init__(self, tokens: Tensor) -> None:
         self._tokens, self._uses = tokens, 0
-        self._last, self._chosen = tokens.new_zeros(1), tokens.new_zeros(len(tokens))
+        self._last, self._logits = tokens.new_zeros(1), tokens.new_zeros(0)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def read(self, steps: Steps, tokens: Tensor) -> Tensor:
         """Return the tokens behind prompts, int64 [batch]."""
 
         def launch() -> None:
-            self._chosen.copy_(through(steps, self._tokens, steps.cache, self._last))
+            self._logits = through(steps, self._tokens, steps.cache, self._last)
 
         length = tokens.shape[1]
         self._tokens[:, :length] = tokens
@@ -73,11 +74,11 @@ class PaddedPrompt:
             launch()
         else:
             self._graph.replay()
-        return self._chosen.clone()
+        return steps.decoder.all_logits(self._logits).argmax(-1)
 
 
 def through(steps: Steps, tokens: Tensor, cache: Tensor, last: Tensor | None = None) -> Tensor:
-    """Return the tokens behind those at `last`, int64 [1], else behind the last ones.
+    """Return this process's logits behind the tokens at `last`, int64 [1], else behind the last ones.
     cache: float [layers, 2, batch, heads, capacity, channels].
     """
     decoder, (batch, length) = steps.decoder, tokens.shape
@@ -106,4 +107,4 @@ def through(steps: Steps, tokens: Tensor, cache: Tensor, last: Tensor | None = N
     rows.finish()
     logits = torch.empty(batch, decoder.head.outputs, dtype=torch.float32, device=tokens.device)
     step_product(decoder.head, rows.hidden, logits, norm=decoder.norm, epsilon=decoder.epsilon)
-    return decoder.all_logits(logits).argmax(-1)
+    return logits
