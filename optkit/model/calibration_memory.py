@@ -153,7 +153,7 @@ def calibration_bytes(
     if text.experts == "all" and (why := _why_unseen(shape)):
         raise no_such_experts("calibration.experts", why)
     width = shape.width or min(layer.inputs for layer in layers.values())
-    element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
+    element = float_bytes(shape)
     widest = max(layer.inputs for layer in layers.values())
     samples, length = text.size
     samples = -(-samples // devices)
@@ -162,6 +162,11 @@ def calibration_bytes(
     running = 4 * sequences * length * (6 * width + 3 * widest) + eager_bytes(shape.config, sequences, length)
     beside = (shape.config.get("vision_config") or {}).get("deepstack_visual_indexes") if text.images else None
     return (1 + len(beside or ())) * samples * length * width * element, running
+
+
+def float_bytes(shape: ModelShape) -> int:
+    """Return the bytes of the widest floats of a model, in which it computes."""
+    return max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
 
 
 def _why_unseen(shape: ModelShape) -> str:

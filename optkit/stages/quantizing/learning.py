@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from optkit.common.out_of_resources import out_of_memory
-from optkit.model.calibration_memory import Text, Work, calibration_bytes, hessian_bytes
+from optkit.model.calibration_memory import Text, Work, calibration_bytes, float_bytes, hessian_bytes
 from optkit.model.linear_layers import Layer, by_block
 from optkit.model.shape import ModelShape
 from optkit.stages.quantizing.integers import packed_format, packed_grid
@@ -35,7 +35,9 @@ SCALE_BYTES = 20
 LOGIT_TENSORS = 5
 """Logits of both models, what the divergence makes of them, and their gradient."""
 LEARNING_BATCHES = 4
-"""Activations that lie between the forward and the backward pass, in those of a forward pass alone."""
+"""Activations that lie between the forward and the backward pass, in those of a forward pass alone; in
+16 bits they take half of it.
+"""
 LEAVES = ("codes", "scales", "zeros")
 
 
@@ -122,7 +124,7 @@ def with_learning(
     """Return what it takes if blocks learn too, of what it takes without; `scales`: how many there are."""
     hidden, running = calibration_bytes(shape, layers, text, batch)
     counts = [sum(layers[name].outputs * layers[name].inputs for name in block) for block in by_block(shape, layers)]
-    running *= LEARNING_BATCHES
+    running = running * LEARNING_BATCHES * min(4, float_bytes(shape)) // 4
     block = shape.block_bytes + LEARNING_BYTES * max(counts) + running
     samples, length = text.size
     states = hidden * min(batch, samples) // samples * ((shape.block_count or 0) + 1)
