@@ -20,13 +20,11 @@ from torch.nn.functional import pad
 
 from optkit.algorithms.gptq import GptqOptions, gptq
 from optkit.algorithms.grid import Grid, round_to_nearest
-from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.hessian import FEW_TOKENS, Hessian
 from optkit.algorithms.scale_search import search_scales
 
 BAND = 64
 """Neighbouring outputs whose errors are taken together: the usual size of a head."""
-FEW_TOKENS = 128
-"""GPTQ rounds a layer that saw fewer tokens to nearest."""
 JUDGED = 4
 """Every so manyth sequence is kept from GPTQ, to judge it by."""
 USUAL_BITS = 4
@@ -76,6 +74,21 @@ def divergences(seen: Sequence[Seen], changes: Sequence[Tensor]) -> Tensor:
     return total / 2
 
 
+def judged_apart(seen: Sequence[Seen], weight: Tensor) -> tuple[Hessian, Sequence[Seen]]:
+    """Return the Hessian of most sequences, and the others, by which is judged what it leads to."""
+    hessian = Hessian(weight.shape[1], weight.device)
+    for place, each in enumerate(seen, start=1):
+        if place % JUDGED:
+            hessian.add(each.inputs)
+    return hessian, seen[JUDGED - 1 :: JUDGED]
+
+
+def share_left(unseen: Sequence[Seen], plain: Tensor, solved: Tensor) -> float:
+    """Return how much of the divergence of a plain change of the weight another one leaves, 1 at most."""
+    before, after = divergences(unseen, [plain, solved]).tolist()
+    return min(1.0, after / before) if before else 1.0
+
+
 def rounding_divergences(weight: Tensor, seen: Sequence[Seen], grids: Sequence[Grid], compensated: bool) -> list[float]:
     """Return the predicted divergence of rounding a weight, float32 [out, in], to each grid.
     In nats, summed over all tokens.
@@ -84,11 +97,7 @@ def rounding_divergences(weight: Tensor, seen: Sequence[Seen], grids: Sequence[G
     the divergence is measured for one of them. The sequences are others than GPTQ saw, so that few
     tokens do not make it look better than it is.
     """
-    hessian = Hessian(weight.shape[1], weight.device)
-    unseen = seen[JUDGED - 1 :: JUDGED]
-    for place, each in enumerate(seen, start=1):
-        if place % JUDGED:
-            hessian.add(each.inputs)
+    hessian, unseen = judged_apart(seen, weight)
     matrix = hessian.matrix()
     importance = matrix.diagonal() if compensated and hessian.tokens else None
     changes = [
@@ -98,6 +107,5 @@ def rounding_divergences(weight: Tensor, seen: Sequence[Seen], grids: Sequence[G
     if compensated and unseen and hessian.tokens >= FEW_TOKENS:
         usual = min(range(len(grids)), key=lambda place: abs(grids[place].bits - USUAL_BITS))
         solved = gptq(weight, matrix, grids[usual], GptqOptions()).weight.dequantize() - weight
-        plain, better = divergences(unseen, [changes[usual], solved]).tolist()
-        left = min(1.0, better / plain) if plain else 1.0
+        left = share_left(unseen, changes[usual], solved)
     return [left * nats for nats in divergences(seen, changes).tolist()]

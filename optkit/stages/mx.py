@@ -309,9 +309,9 @@ class Mx(SharedText, LayerQuantizer):
         """Return a weight in 4 bits.
         One that saw too few tokens to be compensated on is rounded to nearest, and reported.
         """
+        from optkit.algorithms.hessian import FEW_TOKENS
         from optkit.algorithms.microscaling import compensated
         from optkit.stages.quantizing.hessians import refuse_infinite
-        from optkit.stages.quantizing.input_ranges import FEW_TOKENS
 
         tokens = seen.tokens if seen else 0
         matrix = seen.hessian() if seen and tokens >= FEW_TOKENS else None

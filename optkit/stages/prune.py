@@ -180,8 +180,9 @@ class Prune(SharedText):
         """
         from optkit.model.skeleton import Skeleton
         from optkit.model.skeleton_layers import layers_of_skeleton
-        from optkit.stages.pruning.blocks import FEW_TOKENS, BlockPruner, PruneOptions
+        from optkit.stages.pruning.blocks import BlockPruner, PruneOptions
         from optkit.stages.quantizing.hessians import details_of_sums, read_text
+        from optkit.stages.quantizing.input_ranges import few_tokens_note
 
         if report := self.launched(source, target, context):
             return report
@@ -210,13 +211,8 @@ class Prune(SharedText):
         write_config(target, skeleton.checkpoint.config)
         counted = recount(Checkpoint(target), selection.layers, self._pattern)
         notes = [engines_note(self._pattern, counted["sparsity"], len(selection.layers))]
-        if few := pruner.by_magnitude:
-            name, seen = next(iter(few.items()))
-            notes.append(
-                f"{len(few):,} layers are pruned by magnitude: they saw fewer than the {FEW_TOKENS} calibration "
-                f"tokens that {self.method}"
-                f" needs ({name}: {seen}); raise {KIND}.calibration.samples"
-            )
+        if pruner.by_magnitude:
+            notes.append(few_tokens_note(pruner.by_magnitude, "pruned by magnitude", self.method, KIND))
             context.progress.warn(notes[-1])
         details: dict[str, Any] = {
             **counted,

@@ -5,7 +5,6 @@ The outliers of its block decide (OWL), or what its zeros change.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from pathlib import Path
 from typing import Literal
 
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms.allocation import choose
-from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.hessian import FEW_TOKENS
 from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
-from optkit.algorithms.sensitivity import JUDGED, Seen, divergences
+from optkit.algorithms.sensitivity import Seen, divergences, judged_apart, share_left
 from optkit.algorithms.sparsegpt import curvature, sparsegpt
 from optkit.common.out_of_resources import out_of_memory
-from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer
 from optkit.model.prompts import Prompts
@@ -26,9 +24,9 @@ from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight
 from optkit.model.together import ALONE, Together
 from optkit.stage import Context
-from optkit.stages.pruning.blocks import FEW_TOKENS, LESS_MEMORY, input_squares
+from optkit.stages.pruning.blocks import LESS_MEMORY, input_squares
 from optkit.stages.pruning.fitting import LEVELS
-from optkit.stages.sensitivity.measure import layer_gradients
+from optkit.stages.sensitivity.measure import finite, layer_gradients
 
 Method = Literal["magnitude", "wanda", "sparsegpt"]
 
@@ -139,26 +137,15 @@ def _divergences(
         else 1.0
     )
     nats = [left * each for each in divergences(seen, changes).tolist()]
-    if not all(map(isfinite, nats)):
-        raise StageError(
-            "its predicted divergence is NaN or Inf",
-            where=f"prune: {name}",
-            why="Activations or gradients do not fit float32 on this text",
-            remedy="Take other text, or set allocation: uniform",
-        )
-    return nats
+    return finite(nats, f"prune: {name}", "Take other text, or set allocation: uniform")
 
 
 def _left_by_updates(weight: Tensor, seen: Sequence[Seen], sparsity: float, plain: Tensor) -> float:
     """Return what SparseGPT leaves of the divergence that a change by Wanda causes.
     It is measured on other sequences than SparseGPT saw.
     """
-    hessian, unseen = Hessian(weight.shape[1], weight.device), seen[JUDGED - 1 :: JUDGED]
-    for place, each in enumerate(seen, start=1):
-        if place % JUDGED:
-            hessian.add(each.inputs)
+    hessian, unseen = judged_apart(seen, weight)
     if not unseen or hessian.tokens < FEW_TOKENS:
         return 1.0
     solved = sparsegpt(weight, curvature(hessian.matrix()), sparsity) - weight
-    before, after = divergences(unseen, [plain, solved]).tolist()
-    return min(1.0, after / before) if before else 1.0
+    return share_left(unseen, plain, solved)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from optkit.algorithms.gptq import relative_error
-from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.hessian import FEW_TOKENS, Hessian
 from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
 from optkit.algorithms.sparsegpt import Curvature, curvature, sparsegpt
 from optkit.algorithms.sparsity_pattern import Pattern
@@ -27,10 +27,6 @@ from optkit.model.together import ALONE, Together
 from optkit.stage import Context
 from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix, refuse_infinite, watch_inputs
 
-FEW_TOKENS = 128
-"""A layer (an expert) that saw fewer tokens is pruned by magnitude: so few say nothing about its
-inputs.
-"""
 LESS_MEMORY = "Lower prune.batch_size, prune.calibration.samples or prune.calibration.sequence_length"
 
 

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from optkit.algorithms.gptq import GptqOptions, GptqResult, gptq, gptq_together, relative, row_errors
 from optkit.algorithms.grid import QuantizedWeight, joined, minmax_scales, round_to_nearest
-from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.hessian import FEW_TOKENS, Hessian
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
 from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.model.together import ALONE, Together
 from optkit.stages.quantizing.hessians import finite_matrix
-from optkit.stages.quantizing.input_ranges import FEW_TOKENS
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.job import QuantizationJob
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from optkit.algorithms.earlier_errors import Mismatch
-from optkit.algorithms.hessian import Hessian, mean_square
+from optkit.algorithms.hessian import FEW_TOKENS, Hessian, mean_square
 from optkit.model.blocks import Batch, BlockInputs, Call
 from optkit.model.linear_layers import EXPERTS
 from optkit.model.memory import room_for_states
@@ -19,7 +19,6 @@ from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.stages.quantizing.calibration_products import bfloat16_forwards
 from optkit.stages.quantizing.hessians import AllSeenError, collect_hessians, refuse_infinite, turns_of
-from optkit.stages.quantizing.input_ranges import FEW_TOKENS
 from optkit.stages.quantizing.pruned_zeros import held_zeros
 
 Forwards = dict[nn.Module, Callable[[Tensor], Tensor]]

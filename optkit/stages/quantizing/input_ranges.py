@@ -9,31 +9,32 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.hessian import FEW_TOKENS, Hessian
 from optkit.algorithms.scaled_gptq import left_variances
 from optkit.model.linear_layers import EXPERTS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from optkit.model.together import Together
     from optkit.stages.quantizing.job import QuantizationJob
-
-FEW_TOKENS = 128
-"""A layer (an expert) that saw fewer tokens is rounded to nearest: so few say nothing about its
-inputs.
-"""
 
 
 def tell_few_tokens(job: QuantizationJob, stage: str) -> None:
     """Warn of the layers that saw too few tokens, and say it in the scorecard."""
     if few := job.details.get("rounded_to_nearest"):
-        name, tokens = next(iter(few.items()))
-        job.notes.append(
-            f"{len(few):,} layers are rounded to nearest: they saw fewer than the {FEW_TOKENS} "
-            "calibration tokens that GPTQ needs"
-            f" ({name}: {tokens}); raise {stage}.calibration.samples"
-            + (f", or set {stage}.calibration.experts: all" if EXPERTS in name else "")
-        )
+        job.notes.append(few_tokens_note(few, "rounded to nearest", "GPTQ", stage))
         job.context.progress.warn(job.notes[-1])
+
+
+def few_tokens_note(few: Mapping[str, int], done: str, needing: str, stage: str) -> str:
+    """Say what is done to layers that saw fewer tokens than something needs."""
+    name, tokens = next(iter(few.items()))
+    return (
+        f"{len(few):,} layers are {done}: they saw fewer than the {FEW_TOKENS} calibration tokens that {needing} needs"
+        f" ({name}: {tokens}); raise {stage}.calibration.samples"
+        + (f", or set {stage}.calibration.experts: all" if EXPERTS in name else "")
+    )
 
 
 class InputRange:

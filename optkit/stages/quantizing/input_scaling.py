@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from optkit.model.skeleton import Skeleton
     from optkit.model.wiring import FoldGroup
 
-FEW_TOKENS = 128
-"""The inputs of a layer (an expert) that saw fewer tokens have no say in its scales."""
 MEAN_COPIES = 3
 """Matrices of the size of a Hessian that making its mean takes."""
 HESSIAN_COPIES = {"nearest": 0, "gptq": 6}
@@ -134,6 +132,7 @@ class BlockScaler:
 
         Raises StageError if none of them can be scaled, and for inputs that are NaN or Inf.
         """
+        from optkit.algorithms.hessian import FEW_TOKENS
         from optkit.model.wiring import fold_, fold_groups
 
         skeleton, block = self.skeleton, self.skeleton.blocks[index]
@@ -188,6 +187,7 @@ class BlockScaler:
         """Return what layers of a loaded block saw, without those that saw few tokens. Raises
         StageError for inputs that are NaN or Inf.
         """
+        from optkit.algorithms.hessian import FEW_TOKENS
         from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix
 
         sums = collect_hessians(self.skeleton, index, self.inputs, layers, self.settings.equal_tokens)

@@ -72,13 +72,14 @@ def _divergences(
     except ValueError as error:
         remedy = "Exclude the layer, round to nearest (rtn), or take more text"
         raise StageError(str(error), where=f"sensitivity: {name}", remedy=remedy) from error
+    return finite(nats, f"sensitivity: {name}", "Take other text, or see whether the model computes on it at all")
+
+
+def finite(nats: list[float], where: str, remedy: str) -> list[float]:
+    """Return predicted divergences. Raises StageError for NaN and Inf."""
     if not all(map(isfinite, nats)):
-        raise StageError(
-            "its predicted divergence is NaN or Inf",
-            where=f"sensitivity: {name}",
-            why="Activations or gradients do not fit float32 on this text",
-            remedy="Take other text, or see whether the model computes on it at all",
-        )
+        why = "Activations or gradients do not fit float32 on this text"
+        raise StageError("its predicted divergence is NaN or Inf", where=where, why=why, remedy=remedy)
     return nats
 
 
