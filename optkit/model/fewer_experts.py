@@ -53,6 +53,11 @@ class Mixture:
         """What holds the experts of each block that has some."""
         return {place.block: place.experts for place in self.places.values()}
 
+    def holds(self, tensor: str) -> bool:
+        """Say whether a tensor is one of experts, and not of their router."""
+        place = self.places.get(tensor)
+        return place is not None and tensor.startswith(f"{place.experts}.")
+
     def name(self, tensor: str, kept: Mapping[int, Sequence[int]]) -> str | None:
         """Return what a tensor is called with these experts of each block; None if it goes."""
         place = self.places.get(tensor)

@@ -91,6 +91,8 @@ class PruneStructured(WidthFields, Transform):
             raise ValueError("experts go by themselves: remove other parts in a prune_structured of its own behind it")
         if self.experts is not None and (unread := self.set_among("compensate", "multiple_of")):
             raise ValueError(f"{' and '.join(unread)} would not be read: whole experts go, and no other changes")
+        if self.merge and self.experts is None:
+            raise ValueError("merge says what becomes of experts: set experts too")
         if self.remove_layers is None and self.set_among("layer_importance", "layer_search"):
             raise ValueError("layer_importance and layer_search choose blocks to remove: set remove_layers too")
         if self.kv_method and self.kv_heads is None:
@@ -130,7 +132,7 @@ class PruneStructured(WidthFields, Transform):
 
         if self.experts is not None:
             return remove_experts(
-                source, target, context, self.calibration, self.batch_size, self.experts_left, LESS_MEMORY
+                source, target, context, self.calibration, self.batch_size, self.experts_left, LESS_MEMORY, self.merge
             )
         started = time.monotonic()
         checkpoint = Checkpoint(source)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -39,10 +40,15 @@ KINDS: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_left_opens_and_computes_the_same_in_plain_transformers(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [*((kind, {}) for kind in KINDS), *((kind, {"merge": True}) for kind in ("deepseek_v3", "gpt_oss", "granitemoe"))],
+)
+def test_what_is_left_opens_and_computes_the_same_in_plain_transformers(
+    kind: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
     source, target = save_model(kind, tmp_path / "source", **KINDS[kind]), tmp_path / "target"
-    report = pruned(source, target, experts=0.75, calibration=letters(tmp_path))
+    report = pruned(source, target, experts=0.75, calibration=letters(tmp_path), **fields)
     assert expert_counts(json.loads((target / "config.json").read_text())) == (3, 2)
     assert report.details["largest_difference"] < 1e-4
     assert {len(each) for each in report.details["kept_experts"].values()} == {3}
@@ -92,6 +98,55 @@ def saliencies(source: Path, tokens: torch.Tensor) -> list[torch.Tensor]:
     with torch.no_grad():
         model(tokens)
     return found
+
+
+def test_experts_are_added_to_those_that_make_most_nearly_the_same(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removing, "SAMPLE", 1 << 20)  # all tokens
+    source, target, text = tiny_model("mixtral"), tmp_path / "target", letters(tmp_path)
+    report = pruned(source, target, experts=2, calibration=text, merge=True)
+    tokens = Calibration(**text).tokens(source, None)
+    tensors, left = load_file(source / "model.safetensors"), load_file(target / "model.safetensors")
+    for index, outputs in enumerate(mean_outputs(source, tokens)):
+        block, experts = f"model.layers.{index}", f"model.layers.{index}.block_sparse_moe.experts"
+        kept, seen = report.details["kept_experts"][block], report.details["expert_tokens"][block]
+        groups: dict[int, list[int]] = {each: [each] for each in kept}
+        for expert in sorted({*range(4)} - {*kept}):
+            groups[min(kept, key=lambda each: float((outputs[each] - outputs[expert]).norm()))].append(expert)
+        assert report.details["merged_experts"][block] == [*groups.values()]
+        for new, group in enumerate(groups.values()):
+            for leaf in ("w1", "w2", "w3"):
+                shares = torch.tensor([seen[each] for each in group]).double() / sum(seen[each] for each in group)
+                weights = torch.stack([tensors[f"{experts}.{each}.{leaf}.weight"].double() for each in group])
+                wanted = torch.einsum("g,goi->oi", shares, weights).float()
+                torch.testing.assert_close(left[f"{experts}.{new}.{leaf}.weight"], wanted, rtol=1e-5, atol=1e-6)
+    assert near(open_session(target).logits(TOKENS), plain_logits(target))
+    assert {*report.dropped.values()} == {"an expert that was added to another"}
+
+
+def mean_outputs(source: Path, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Return what each expert of a Mixtral makes of all tokens, in the mean, by transformers' own model."""
+    model = AutoModelForCausalLM.from_pretrained(source, experts_implementation="eager")
+    found = []
+
+    def made(experts: Any, given: tuple[Any, ...]) -> None:
+        outputs = []
+        for both, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
+            gate, up = (given[0] @ both.T).chunk(2, -1)
+            outputs.append(((nn.functional.silu(gate) * up) @ down.T).mean(0))
+        found.append(torch.stack(outputs))
+
+    for layer in model.model.layers:
+        layer.mlp.experts.register_forward_pre_hook(made)
+    with torch.no_grad():
+        model(tokens)
+    return found
+
+
+def test_experts_are_merged_only_if_some_go() -> None:
+    with pytest.raises(ValidationError, match="merge says what becomes of experts: set experts too"):
+        PruneStructured(remove_layers=1, merge=True)
 
 
 def test_a_token_is_sent_to_no_more_experts_than_there_are(tmp_path: Path) -> None:

@@ -31,10 +31,13 @@ from optkit.model.writer import CheckpointWriter, copy_companions, write_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.narrowing.fields import KIND
+from optkit.stages.narrowing.merging import Groups, groups_of, merged
 from optkit.stages.narrowing.proof import prove
 from optkit.stages.narrowing.told import note, sizes
 
-REMOVED = "an expert that adds little"
+REMOVED, MERGED = "an expert that adds little", "an expert that was added to another"
+SAMPLE = 64
+"""Tokens of each batch that all experts are given, to see which make nearly the same."""
 FEW = 0.01
 """The share of choices that rounding may change, of experts that are all but equal."""
 
@@ -47,9 +50,10 @@ def remove_experts(
     batch_size: int,
     left_of: Callable[[int], int],
     less: str,
+    merge: bool = False,
 ) -> Report:
     """Score the experts of each block on the text, write as many as are left of them, and compare the
-    blocks.
+    blocks. `merge`: the others are added to these.
 
     Raises StageError and SourceError as `PruneStructured.run`, ResourceError, which says what is `less`.
     """
@@ -65,6 +69,7 @@ def remove_experts(
         inputs = skeleton.capture_inputs(tokens, context.device, batch_size)
     heads = tuple(f"{head}." for head in extra_heads(checkpoint.shape))
     kept: dict[int, list[int]] = {}
+    groups: dict[int, Groups] = {}
     details: dict[str, Any] = {"kept_experts": {}, "expert_scores": {}, "expert_tokens": {}}
     with context.progress.task(KIND, len(skeleton.blocks), "blocks") as task, CheckpointWriter(target) as writer:
         for name in skeleton.outside_tensors:
@@ -72,20 +77,27 @@ def remove_experts(
                 writer.add(name, checkpoint.read_finite(name))
         for index, block in enumerate(skeleton.blocks):
             with skeleton.loaded(block, context.device, less):
-                scores, counts = _advance_(skeleton, index, inputs, mixture)
+                scores, counts, outputs = _advance_(skeleton, index, inputs, mixture, merge)
             if scores is not None:
                 kept[index] = highest(scores, left).tolist()
                 told = {"kept_experts": kept[index], "expert_scores": scores.tolist(), "expert_tokens": counts.tolist()}
                 for key, value in told.items():
                     details[key][block.name] = value
+                if merge:
+                    groups[index] = groups_of(outputs, kept[index])
+                    details.setdefault("merged_experts", {})[block.name] = [*groups[index].values()]
             for name in skeleton.block_tensors(block):
-                if (new := mixture.name(name, kept)) is not None:
+                if (new := mixture.name(name, kept)) is None:
+                    continue
+                if merge and mixture.holds(name):
+                    writer.add(new, merged(checkpoint, name, mixture, groups[index], counts))
+                else:
                     writer.add(new, _left_of(checkpoint.read_finite(name), name, mixture, kept))
             task.advance(note=block.name)
     copy_companions(source, target, context.trust_remote_code)
     write_config(target, fewer_config(checkpoint.config, mixture.count, left))
     details["largest_difference"] = prove(
-        checkpoint, target, range(len(skeleton.blocks)), context, beside=partial(_alike, kept=kept)
+        checkpoint, target, range(len(skeleton.blocks)), context, beside=partial(_alike, kept=kept, merge=merge)
     )
     before, after = sizes(checkpoint.shape), sizes(Checkpoint(target).shape)
     details |= {"before": before, "after": after, "experts_before": mixture.count, "experts_after": left}
@@ -99,31 +111,42 @@ def remove_experts(
         notes=tuple(notes),
         calibrated_on=(text.identity(),),
         dropped={
-            **_removed(mixture, kept),
+            **dict.fromkeys(_removed(mixture, kept), MERGED if merge else REMOVED),
             **dict.fromkeys(extra_heads(checkpoint.shape), "it proposes tokens with as many experts as there were"),
         },
     )
 
 
-def _advance_(skeleton: Skeleton, index: int, inputs: BlockInputs, mixture: Mixture) -> tuple[Tensor | None, Tensor]:
-    """Run a loaded block on the text; return the score of each of its experts, float64 [experts], and
-    how many tokens each saw. Without experts the score is None.
+def _advance_(
+    skeleton: Skeleton, index: int, inputs: BlockInputs, mixture: Mixture, merge: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Run a loaded block on the text; return the score of each of its experts, float64 [experts], how many
+    tokens each saw, and, to `merge`, what each makes of the same tokens in sum, float64 [experts, hidden].
+    Without experts the score is None.
     """
     scores, counts = torch.zeros(mixture.count, dtype=torch.float64), torch.zeros(mixture.count, dtype=torch.int64)
+    outputs = torch.zeros(mixture.count, inputs.hidden.shape[-1], dtype=torch.float64)
+
+    def made(experts: nn.Module, hidden: Tensor, expert: int, like: Tensor, weights: Tensor) -> Tensor:
+        alone = torch.full((len(hidden), 1), expert, dtype=like.dtype, device=like.device)
+        found: Tensor = experts.forward(hidden, alone, weights.new_ones(len(hidden), 1))
+        return found.float()
 
     def add(experts: nn.Module, given: tuple[Any, ...]) -> None:
         hidden, chosen, weights = given
         for expert in chosen.unique().tolist():
             token, place = torch.where(chosen == expert)
-            alone = torch.full_like(token, expert)[:, None].to(chosen.dtype), torch.ones_like(weights[token, :1])
-            lengths = experts.forward(hidden[token], *alone).float().norm(dim=-1)
+            lengths = made(experts, hidden[token], expert, chosen, weights).norm(dim=-1)
             scores[expert] += float((weights[token, place].float() * lengths).sum(dtype=torch.float64))
             counts[expert] += len(token)
+        for expert in range(mixture.count) if merge else ():
+            some = hidden[:: -(-len(hidden) // SAMPLE)]
+            outputs[expert] += made(experts, some, expert, chosen, weights).sum(0).double().cpu()
 
     found = index in mixture.holders
     with torch.no_grad(), hooked([_experts_of(skeleton, index).register_forward_pre_hook(add)] if found else []):
         skeleton.advance_(index, inputs)
-    return (scores / counts.clamp(min=1) if found else None), counts
+    return (scores / counts.clamp(min=1) if found else None), counts, outputs
 
 
 def _experts_of(skeleton: Skeleton, index: int) -> nn.Module:
@@ -148,16 +171,18 @@ def _left_of(stored: Tensor, name: str, mixture: Mixture, kept: Mapping[int, Seq
     return stored.index_select(place.axis, torch.tensor(kept[place.block]))
 
 
-def _removed(mixture: Mixture, kept: Mapping[int, Sequence[int]]) -> dict[str, str]:
+def _removed(mixture: Mixture, kept: Mapping[int, Sequence[int]]) -> list[str]:
     """Return the experts that are gone and have tensors of their own."""
     apart = {(place.block, place.experts, place.index) for place in mixture.places.values() if place.index is not None}
-    return {f"{experts}.{index}": REMOVED for block, experts, index in sorted(apart) if index not in kept[block]}
+    return [f"{experts}.{index}" for block, experts, index in sorted(apart) if index not in kept[block]]
 
 
 @contextmanager
-def _alike(whole: Skeleton, smaller: Skeleton, index: int, kept: Mapping[int, Sequence[int]]) -> Iterator[None]:
+def _alike(
+    whole: Skeleton, smaller: Skeleton, index: int, kept: Mapping[int, Sequence[int]], merge: bool
+) -> Iterator[None]:
     """Let a loaded block of the whole model send tokens to the experts that the same block of the
-    smaller one chose, which runs first.
+    smaller one chose, which runs first; to those of the smaller one if experts `merge`.
 
     Raises StageError if the smaller one left out an expert that is there and that the whole one chose.
     """
@@ -180,7 +205,7 @@ def _alike(whole: Skeleton, smaller: Skeleton, index: int, kept: Mapping[int, Se
                 why="Its router does not choose from the outputs that are left as it did from all",
                 remedy="Take remove_layers",
             )
-        output: Tensor = forward(hidden, again, shares)
+        output: Tensor = theirs.forward(hidden, places, shares) if merge else forward(hidden, again, shares)
         return output
 
     with ExitStack() as stack:

@@ -64,6 +64,10 @@ class WidthFields(Frozen):
     experts: int | float | None = Field(default=None, exclude_if=lambda value: value is None)
     """Experts that are left in each block of a mixture: how many, or a fraction below 1. Those stay
     whose outputs, times the router's weights, are longest on the text (REAP, arXiv:2510.13999)."""
+    merge: bool = Field(default=False, exclude_if=lambda value: not value)
+    """Add each expert that goes to the one whose outputs on the text are nearest (arXiv:2410.08589). Each
+    counts by its share of the tokens. Left out, they are lost, which REAP's authors found better for
+    text that is generated."""
     compensate: bool = True
     """Compensate for removed feed-forward channels and heads in the layers that read the others, by
     least squares on the text.
