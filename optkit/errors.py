@@ -19,7 +19,8 @@ A message reads `<where>: <what, with the values>. <Why.> <What to do.>`
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -95,6 +96,15 @@ class MissingPackageError(OptkitError):
             where=where,
             remedy="Run: " + (command or f"pip install '{install or package}'"),
         )
+
+
+@contextmanager
+def needing(package: str, where: str, install: str) -> Iterator[None]:
+    """Raise MissingPackageError for what is imported inside and not installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackageError(package, where=where, install=install) from error
 
 
 class ResourceError(OptkitError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.environment import cpu_threads
-from optkit.errors import MissingPackageError, ResourceError, SourceError, StageError
+from optkit.errors import ResourceError, SourceError, StageError, needing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,10 +30,8 @@ _kept: list[Any] = []
 @cache
 def _library() -> Any:
     """Return the binding, whose log is kept from the terminal."""
-    try:
+    with needing("llama-cpp-python", "llama.cpp", "optkit[llama-cpp]"):
         import llama_cpp
-    except ImportError as error:
-        raise MissingPackageError("llama-cpp-python", where="llama.cpp", install="optkit[llama-cpp]") from error
     llama_cpp.llama_backend_init()
     _kept.append(llama_cpp.llama_log_callback(lambda level, text, data: _said.append(text.decode(errors="replace"))))
     llama_cpp.llama_log_set(_kept[0], ctypes.c_void_p())

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.files import open_file, reading
-from optkit.errors import MissingPackageError, SourceError
+from optkit.errors import SourceError, needing
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -162,10 +162,8 @@ def _read(reader: _Reader, path: Path) -> tuple[Gguf, int]:
 
 
 def _tensor(name: str, shape: tuple[int, ...], kind: int, offset: int, path: Path) -> GgufTensor:
-    try:
+    with needing("gguf", str(path), "optkit[gguf]"):
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    except ImportError as error:
-        raise MissingPackageError("gguf", where=str(path), install="optkit[gguf]") from error
     if kind not in {known.value for known in GGMLQuantizationType}:
         raise SourceError(
             f"the tensor type {kind} is not known", where=f"{path}: {name}", remedy="Run: pip install -U gguf"

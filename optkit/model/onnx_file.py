@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from optkit.common.files import check_kinds, check_name, check_regular, reading
-from optkit.errors import MissingPackageError, SourceError
+from optkit.errors import SourceError, needing
 from optkit.model.companions import require_inside
 from optkit.model.shape import DTYPE_BITS
 
@@ -226,11 +226,9 @@ def read_proto(path: Path) -> ModelProto:
     """Return a parsed ONNX file without its external data. Raises SourceError if it is none,
     MissingPackageError without `onnx`.
     """
-    try:
+    with needing("onnx", str(path), "optkit[onnx]"):
         import onnx
         from google.protobuf.message import DecodeError
-    except ImportError as error:
-        raise MissingPackageError("onnx", where=str(path), install="optkit[onnx]") from error
     if not path.is_file():
         parted = path.name in PARTS
         raise SourceError(

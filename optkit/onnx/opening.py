@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.out_of_resources import NO_MEMORY
-from optkit.errors import MissingPackageError, OptkitError, ResourceError, SourceError
+from optkit.errors import MissingPackageError, OptkitError, ResourceError, SourceError, needing
 
 SILENT = 4
 """ONNX Runtime's log level for fatal errors alone: every other error is raised, and told by us."""
@@ -159,10 +159,8 @@ def runtime_errors(
 
 def import_runtime(where: str) -> Any:
     """Return the module `onnxruntime`; raises MissingPackageError if it is not installed."""
-    try:
+    with needing("onnxruntime", where, "optkit[onnx]"):
         import onnxruntime
-    except ImportError as error:
-        raise MissingPackageError("onnxruntime", where=where, install="optkit[onnx]") from error
     return onnxruntime
 
 

@@ -16,7 +16,7 @@ from optkit.common.files import reading
 from optkit.common.frozen import canonical_json
 from optkit.common.own_files import RECORD, is_own
 from optkit.environment import PACKAGES
-from optkit.errors import ArtifactError, MissingPackageError
+from optkit.errors import ArtifactError, needing
 from optkit.publishing.card import config_of, licences_of
 from optkit.recipe.recipe import Recipe
 from optkit.scorecard import Scorecard
@@ -240,10 +240,8 @@ def _sha256(digest: str) -> list[dict[str, str]]:
 
 
 def _require_library() -> None:
-    try:
+    with needing("cyclonedx-python-lib", "bom", "optkit[bom]"):
         import cyclonedx  # noqa: F401
-    except ImportError as error:
-        raise MissingPackageError("cyclonedx-python-lib", where="bom", install="optkit[bom]") from error
 
 
 def _check(text: str, artifact: Artifact) -> None:

@@ -23,7 +23,7 @@ from optkit.artifact import Artifact
 from optkit.common.atomic import draft_of
 from optkit.common.files import read_object
 from optkit.common.own_files import ATTACHMENTS, CARD, NUMBERS, OWN_FILES, RECORD, SIGNATURE
-from optkit.errors import ArtifactError, MissingPackageError, UnsoundError, UsageError, first_line
+from optkit.errors import ArtifactError, UnsoundError, UsageError, first_line, needing
 from optkit.verification.artifact_checks import check_digests
 from optkit.verification.model_files import Check, check_of
 
@@ -184,8 +184,6 @@ def _expired(certificate: bytes | str) -> str:
 
 
 def _library() -> tuple[Any, Any, Any]:
-    try:
+    with needing("model-signing", SIGNATURE, "optkit[sign]"):
         from model_signing import hashing, signing, verifying
-    except ImportError as error:
-        raise MissingPackageError("model-signing", where=SIGNATURE, install="optkit[sign]") from error
     return hashing, signing, verifying

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from optkit.errors import MissingPackageError, SourceError, first_line
+from optkit.errors import SourceError, first_line, needing
 from optkit.source.hub import HubRepo, without_bars
 
 FIRST_ROWS = 10_000
@@ -34,12 +34,10 @@ def read_hub_rows(
     Raises SourceError for an unknown configuration, split or field, MissingPackageError if
     `datasets` is not installed.
     """
-    try:
+    with needing("datasets", where, "optkit[hub]"):
         import datasets
         from datasets.exceptions import DatasetsError
         from huggingface_hub import utils
-    except ImportError as error:
-        raise MissingPackageError("datasets", where=where, install="optkit[hub]") from error
     identifier, _, configuration = name.partition(":")
     commit = repo.commit(revision)
     with without_bars(utils), without_bars(datasets):

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from optkit.common.field_types import Name
 from optkit.common.files import reading
 from optkit.common.grouping import common_prefix
-from optkit.errors import MissingPackageError, SourceError
+from optkit.errors import MissingPackageError, SourceError, needing
 from optkit.model.config_file import read_config
 from optkit.model.task import has_prefix
 from optkit.source.cut_text import CutText
@@ -248,10 +248,8 @@ def check_processor(directory: Path) -> None:
             why=f"Neither {' nor '.join(PROCESSORS)} is there",
             remedy="Copy them from the model's source, or leave out `images`",
         )
-    try:
+    with needing("pillow", str(directory), "optkit[vision]"):
         import PIL  # noqa: F401
-    except ImportError as error:
-        raise MissingPackageError("pillow", where=str(directory), install="optkit[vision]") from error
 
 
 def load_processor(directory: Path, trust_remote_code: bool = False) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from optkit.common.files import reading
 from optkit.common.frozen import canonical_json
-from optkit.errors import MissingPackageError, SourceError
+from optkit.errors import SourceError, needing
 from optkit.source.text_files import bytes_in, read_objects, value_of
 
 REPLACE = "Replace it, or take its record out of the data set"
@@ -27,10 +27,8 @@ class Picture:
 
     def decoded(self) -> Any:
         """Return the image of Pillow, RGB and upright; raises SourceError if it cannot be read."""
-        try:
+        with needing("pillow", self.name, "optkit[vision]"):
             from PIL import Image, ImageOps
-        except ImportError as error:
-            raise MissingPackageError("pillow", where=self.name, install="optkit[vision]") from error
         with reading(self.name, "the image cannot be read", REPLACE):
             return ImageOps.exif_transpose(Image.open(io.BytesIO(self.content))).convert("RGB")
 

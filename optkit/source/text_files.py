@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.files import check_regular, read_text, reading
-from optkit.errors import MissingPackageError, SourceError, did_you_mean
+from optkit.errors import SourceError, did_you_mean, needing
 
 SUFFIXES = ".txt", ".jsonl", ".parquet"
 RECORDS = SUFFIXES[1:]
@@ -57,10 +57,8 @@ def read_objects(path: Path, *fields: str) -> Iterator[tuple[str, dict[str, Any]
 
 def _rows_of(path: Path, fields: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     check_regular(path)
-    try:
+    with needing("pyarrow", str(path), "optkit[hub]"):
         from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise MissingPackageError("pyarrow", where=str(path), install="optkit[hub]") from error
     with reading(path, "not a whole Parquet file"):
         file = ParquetFile(path)
         # if one is missing all are read, and who asks for it says what there is

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from optkit.common.out_of_resources import NO_ROOM
-from optkit.errors import MissingPackageError, OptkitError, StoreError, UsageError, first_line
+from optkit.errors import MissingPackageError, OptkitError, StoreError, UsageError, first_line, needing
 from optkit.progress import Progress
 from optkit.store.files import sealed, unsealed
 from optkit.store.records import is_measured, is_record
@@ -245,10 +245,8 @@ def _opened(url: str) -> tuple[Any, str]:
     if PASSWORD.search(url):
         why = "It would be printed and recorded"
         raise UsageError("the URL holds a password", where="--remote", why=why, remedy="Put it into the environment")
-    try:
+    with needing("fsspec", url, "optkit[remote]"):
         import fsspec
-    except ImportError as error:
-        raise MissingPackageError("fsspec", where=url, install="optkit[remote]") from error
     try:
         # Others write there too, so nothing that was listed before is true.
         files, root = fsspec.url_to_fs(url, use_listings_cache=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optkit.comparison.choice import parse_requirement
-from optkit.errors import MissingPackageError, RecipeError, UsageError
+from optkit.errors import RecipeError, UsageError, needing
 from optkit.measure import Eval
 from optkit.progress import Progress
 from optkit.recipe.gates import Gate, check_named, metric_key, parse_gate
@@ -195,10 +195,8 @@ def _search(
 
 def _study(sampler: str, seed: int, objectives: int) -> Any:
     """Return an empty study in memory; raises MissingPackageError without Optuna."""
-    try:
+    with needing("optuna", f"--sampler {sampler}", "optkit[sweep]"):
         import optuna
-    except ImportError as error:
-        raise MissingPackageError("optuna", where=f"--sampler {sampler}", install="optkit[sweep]") from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     samplers = optuna.samplers
     chosen = (
