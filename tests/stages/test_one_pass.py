@@ -19,6 +19,7 @@ from optkit.model.skeleton import Skeleton
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.gptq import Gptq
+from optkit.stages.quantizing import hessians
 from optkit.stages.quantizing.calibration_products import is_prompt
 from optkit.stages.quantizing.one_pass import one_pass
 from tests.conftest import TinyModel
@@ -81,3 +82,11 @@ def test_the_report_says_that_layers_were_rounded_in_turn(
         assert report.details.get("true_sequential", False) is bool(said)
         assert report.details.get("hessians_of") == ("bfloat16" if cpu_has("avx512_bf16") else None)
         assert not report.notes  # a scorecard asks to act on them
+
+
+def test_hessians_of_rounded_states_are_told_without_a_compiler_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hessians, "why_not_native", lambda: "no compiler")
+    for known in (True, False):
+        monkeypatch.setattr(hessians, "cpu_has", lambda feature, known=known: known)
+        assert hessians.details_of_sums("cpu") == ({"hessians_of": "bfloat16"} if known else {})
+    assert hessians.details_of_sums("cuda") == {}

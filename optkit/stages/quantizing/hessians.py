@@ -12,13 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from optkit.algorithms.column_kernels import multiplies_bfloat16
 from optkit.algorithms.hessian import Hessian
 from optkit.common.grouping import grouped
+from optkit.environment import cpu_has
 from optkit.errors import StageError
 from optkit.kernels.cpu.native import why_not_native
 from optkit.model.blocks import BlockInputs
@@ -76,10 +75,10 @@ def collect_hessians(
 
 
 def details_of_sums(device: str) -> dict[str, str]:
-    """Return for the report what the fields do not say: that a CPU rounds what Hessians are summed of."""
-    if device != "cpu" or why_not_native() or not multiplies_bfloat16(torch.empty(0)):
-        return {}
-    return {"hessians_of": "bfloat16"}
+    """Return for the report what the fields, and so the key, do not say: that a CPU rounds what Hessians
+    are summed of, with a compiler or without.
+    """
+    return {"hessians_of": "bfloat16"} if device == "cpu" and cpu_has("avx512_bf16") else {}
 
 
 def read_text(skeleton: Skeleton, text: Calibration, context: Context, stage: str) -> Tensor | Any:
