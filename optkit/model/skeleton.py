@@ -37,6 +37,10 @@ from optkit.model.reading_ahead import ReadAhead
 from optkit.model.together import ALONE, Together
 
 Projection: TypeAlias = "nn.Linear | Conv1D"
+UNRETURNED_BYTES, UNRETURNED_SHARE = 1 << 28, 0.1
+"""Of released weights, and of the model, until the system gets what was freed: the pages that are asked for
+again take a tenth of the time of GPTQ on a CPU.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Skeleton:
         self._ahead = ReadAhead()
         self._last = -1
         """The block that was loaded last: if blocks are loaded in order, the next one is read ahead."""
+        self._unreturned = 0
         self._real: WeakValueDictionary[tuple[str, str, torch.dtype], nn.Parameter] = WeakValueDictionary()
 
     def tensor_name(self, parameter: str) -> str:
@@ -293,7 +298,10 @@ class Skeleton:
                 setattr(slot.owner, slot.leaf, held.to("meta"))
             else:
                 slot.owner._parameters[slot.leaf] = nn.Parameter(held.detach().to("meta"), requires_grad=False)
-        return_freed_memory()
+            self._unreturned += held.nbytes
+        if self._unreturned >= min(UNRETURNED_BYTES, UNRETURNED_SHARE * self.checkpoint.shape.size_bytes):
+            return_freed_memory()
+            self._unreturned = 0
 
     def _key(self, slot: _Slot, device: str | torch.device) -> tuple[str, str, torch.dtype]:
         return self.tensor_name(slot.name), str(device), self._dtype(slot)
