@@ -49,6 +49,13 @@ def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
     if dim == 0:
         return pack(codes.T, bits, 1).T.contiguous()
     rows, count = codes.shape
+    if 8 % bits == 0:  # no code lies in two bytes
+        per_byte = 8 // bits
+        padded = torch.nn.functional.pad(codes, (0, -count % (WORD_BITS // bits)))
+        packed = padded[:, ::per_byte].clone(memory_format=torch.contiguous_format)
+        for place in range(1, per_byte):
+            packed |= padded[:, place::per_byte] << (place * bits)
+        return packed.view(torch.int32)
     padded = torch.nn.functional.pad(codes, (0, -count % WORD_BITS)).view(rows, -1, WORD_BITS)
     words = torch.zeros(rows, padded.shape[1], bits, dtype=torch.int32, device=codes.device)
     for index in range(WORD_BITS):

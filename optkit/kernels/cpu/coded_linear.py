@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optkit.algorithms.packing import pack
 from optkit.kernels.cpu.native import packed_linear, why_not_native
 from optkit.kernels.linear_layer import RowsLinear, hold_
 from optkit.kernels.packed_linear import PackedWeight
@@ -47,7 +48,7 @@ class CodedLinear(RowsLinear):
         shifts = weight.shifts()
         hold_(
             self,
-            codes=_words(weight),
+            codes=_in_blocks(pack(weight.grouped_codes(), weight.bits, 1)),  # int32 [blocks, in * bits / 32, 16]
             scales=_in_blocks(weight.scales.float()),
             shifts=None if shifts is None else _in_blocks(shifts.to(torch.int8)),
             order=weight.order,
@@ -56,16 +57,6 @@ class CodedLinear(RowsLinear):
 
     def products(self, rows: Tensor) -> Tensor:
         return packed_linear(rows, self.codes, self.scales, self.shifts, self.bits, self.out_features)
-
-
-def _words(weight: PackedWeight) -> Tensor:
-    """Return int32 [blocks, in * bits / 32, 16]."""
-    per_byte = 8 // weight.bits
-    codes = weight.grouped_codes()
-    packed = codes[:, ::per_byte].clone()
-    for place in range(1, per_byte):
-        packed |= codes[:, place::per_byte] << (place * weight.bits)
-    return _in_blocks(packed.view(torch.int32))
 
 
 def _in_blocks(columns: Tensor) -> Tensor:
