@@ -16,6 +16,7 @@ ALIKE, TABLE = "_MODEL_TO_CONVERSION_PATTERN", "mapping"
 CONVERTER, OF_EXPERTS = "WeightConverter", "MergeModulelist"
 """What changes tensors; and what joins experts, which optkit takes apart again."""
 WORDS = ("source_patterns", "target_patterns", "operations")
+"""What a converter is given, in this order."""
 KEEPS = "check_dims=True"
 """Said of a transposition that only other shapes than the model's ask for."""
 
@@ -42,8 +43,7 @@ def _patterns(kind: str) -> tuple[str, ...]:
         words = dict(zip(WORDS, call.args, strict=False)) | {each.arg: each.value for each in call.keywords}
         operations = [ast.unparse(each) for each in getattr(words.get("operations"), "elts", ())]
         if any(KEEPS not in each for each in operations) and not any(OF_EXPERTS in each for each in operations):
-            sources = ast.literal_eval(words["source_patterns"])
-            found += [sources] if isinstance(sources, str) else sources
+            found += _texts(words.get("source_patterns"))
     return tuple(each.replace(".*.", r"\..*\.") for each in found)
 
 
@@ -58,15 +58,21 @@ def _table() -> tuple[Mapping[str, list[ast.Call]], Mapping[str, str]]:
     for node in (part for each in file.body for part in (each.body if isinstance(each, ast.FunctionDef) else (each,))):
         name, value = _assigned(node)
         if isinstance(value, ast.Dict):
-            pairs = {ast.literal_eval(key): each for key, each in zip(value.keys, value.values, strict=True) if key}
+            pairs = [(kind, each) for key, each in zip(value.keys, value.values, strict=True) for kind in _texts(key)]
             if name == ALIKE:
-                alike = {kind: ast.literal_eval(each) for kind, each in pairs.items()}
+                alike = {kind: text for kind, each in pairs for text in _texts(each)}
             elif name == TABLE:
-                entries = {kind: _calls(each, entries) for kind, each in pairs.items()}
+                entries = {kind: _calls(each, entries) for kind, each in pairs}
         elif value is not None and (kind := _key(name)):
             before = entries.get(kind, []) if isinstance(node, ast.AugAssign) else []
             entries[kind] = [*before, *_calls(value, entries)]
     return entries, alike
+
+
+def _texts(node: ast.expr | None) -> list[str]:
+    """Return the texts that code holds."""
+    constants = (each.value for each in (ast.walk(node) if node else ()) if isinstance(each, ast.Constant))
+    return [each for each in constants if isinstance(each, str)]
 
 
 def _assigned(node: ast.stmt) -> tuple[str, ast.expr | None]:
