@@ -66,14 +66,15 @@ def _exact_product(hessian: Tensor, groups: int) -> Product:
     Steps are small integers, and three bfloat16 parts of the Hessian are all of it, so no product is
     rounded.
     """
-    columns, width = hessian.chunk(groups, -1), hessian.shape[-1] // groups
-    multiply = torch.mm if hessian.dim() == 2 else torch.bmm
-
-    def times(group: int, steps: Tensor) -> Tensor:
-        parts = torch.cat([*bfloat16_parts(columns[group][..., : (group + 1) * width, :], 3)], dim=-1)
-        return multiply(parts, torch.cat([steps.bfloat16()] * 3, dim=-2), out_dtype=torch.float32)
-
-    return times
+    multiply, width = torch.mm if hessian.dim() == 2 else torch.bmm, hessian.shape[-1] // groups
+    columns = hessian.new_empty(groups, *hessian.shape[:-1], 3 * width, dtype=torch.bfloat16)
+    for place, part in zip(columns.split(width, -1), bfloat16_parts(hessian, 3), strict=True):
+        place.copy_(part.unflatten(-1, (groups, width)).movedim(-2, 0))
+    return lambda group, steps: multiply(
+        columns[group][..., : (group + 1) * width, :],
+        torch.cat([steps.bfloat16()] * 3, dim=-2),
+        out_dtype=torch.float32,
+    )
 
 
 def _equations(times: Product, groups: int, steps: Tensor) -> Tensor:
