@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
     __syncwarp();
     const char* tile = tiles + stage * TILE_BYTES;
-    if (start <= position && position < start + KEYS) {
+    if (start <= position && position < min(start + KEYS, behind)) {  // other shares have not turned it, and 0 times what lies there may be NaN
       for (int i = thread % 32; i < 2 * VECTORS; i += 32)
         *(uint4*)(tile + i / VECTORS * KEYS * SIZE * 2 + place_in_tile(position - start, i % VECTORS * 16)) = ((const uint4*)newest)[i];
       __syncwarp();
