@@ -66,6 +66,13 @@ def test_fp8_blocks_are_what_transformers_makes_of_them(
     assert same(found, by_transformers(source, quantization_config=asked))
 
 
+@pytest.mark.gpu
+def test_a_gpu_unpacks_the_bits_that_a_cpu_does(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    source = rewritten(tiny_model("llama"), tmp_path / "fp8", partial(fp8, tile=(32, 32)), **config)
+    dequantized(source, tmp_path / "floats")  # reads them on both
+
+
 def test_fp8_blocks_that_do_not_divide_a_weight_begin_at_its_corner(tiny_model: TinyModel, tmp_path: Path) -> None:
     """transformers refuses them; DeepSeek-V3's kv_a_proj_with_mqa has 576 outputs."""
     tile = (48, 40)
