@@ -1,17 +1,12 @@
-"""Linear layers on torch's own int4 kernels (tinygemm), with bfloat16 activations.
-They run on x86 CPUs and on NVIDIA GPUs since Ampere.
+"""Linear layers on torch's own int4 kernel for x86 CPUs, with bfloat16 activations.
 
 A weight is `(code - 8) * scale + zero` with bfloat16 scales and zeros [groups, out, 2], zero = (8 -
-zero point) * scale. The kernels read codes in tiles whose layout differs by device; `_read_codes`
-reads them back, for products with so many rows that a dense product is faster.
+zero point) * scale. The kernel reads codes in tiles; `_read_codes` reads them back, for products with
+so many rows that a dense product is faster.
 
-CPU: `aten::_convert_weight_to_int4pack_for_cpu`, int32 [out, in] -> uint8 [out, in / 2]: tiles of
-64 (AVX-512) or 32 (AVX2) outputs x 1
-input, whose first half is in the low halves of the bytes. Without AVX2 the kernel is a scalar loop
-and is not used.
-CUDA: `aten::_convert_weight_to_int4pack`, uint8 [out, in / 2] (even inputs in the high halves) ->
-int32 [out / 8, in / 128, 32, 4]: tiles
-of 8 outputs x 128 inputs (inner_k_tiles = 8), in the order in which tensor cores take them.
+`aten::_convert_weight_to_int4pack_for_cpu`, int32 [out, in] -> uint8 [out, in / 2]: tiles of 64
+(AVX-512) or 32 (AVX2) outputs x 1 input, whose first half is in the low halves of the bytes. Without
+AVX2 the kernel is a scalar loop and is not used.
 """
 
 from __future__ import annotations
@@ -27,10 +22,7 @@ from optkit.kernels.packed_linear import PackedWeight
 GROUP_SIZES = (32, 64, 128, 256)
 CPU_TILES = {"AVX512": 64, "AVX2": 32}
 """Outputs of a tile by instruction set, as `torch.backends.cpu.get_cpu_capability()` names it."""
-CUDA_TILE = (8, 128)
-"""Outputs and inputs of a tile."""
-INNER_K_TILES = 8
-DENSE_ROWS = {"cpu": 128, "cuda": 320}
+DENSE_ROWS = 128
 """From so many rows of activations on, dequantizing and a dense product take less time than the
 int4 kernel.
 
@@ -41,32 +33,28 @@ Microseconds at bfloat16, group 64, 1536 outputs x 576 inputs (EPYC with AVX-512
     dequantized, dense       423   427   458   397   512   726  1558
     dense, weight in cache    39    41    60   145   260         930
 At 4096 x 4096 and one row, weights from memory: int4 224, dense 817.
-14336 outputs x 4096 inputs on an H200 (torch 2.11; median):
-    rows                       1    16    64   128   256   512  2048
-    int4                      23    73   268   518  1032  2052  8292
-    dequantize alone        1190
-    dense, weight in memory   40    40    40    41    51    91   307
 """
 
 
 def why_not_int4(weight: PackedWeight, dtype: torch.dtype, device: str) -> str | None:
     """Return why a layer cannot be an `Int4Linear`, None if it can."""
-    kind = torch.device(device).type
     if weight.bits != 4:
         return f"torch's int4 kernel has no {weight.bits} bits"
     if dtype != torch.bfloat16:
         return f"torch's int4 kernel computes in bfloat16 and the model is {str(dtype).removeprefix('torch.')}"
-    if unavailable := _why_unavailable(device):
+    if torch.device(device).type != "cpu":
+        return "torch's int4 kernel is used on CPUs alone"
+    if unavailable := _why_unavailable():
         return unavailable
     if weight.group_size not in GROUP_SIZES:
         return (
             "torch's int4 kernel has groups of 32, 64, 128 or 256 inputs, not "
             f"{weight.group_size or 'of different sizes'}"
         )
-    outputs, inputs = CUDA_TILE if kind == "cuda" else (CPU_TILES[torch.backends.cpu.get_cpu_capability()], 2)
-    if weight.outputs % outputs or weight.inputs % inputs:
+    outputs = CPU_TILES[torch.backends.cpu.get_cpu_capability()]
+    if weight.outputs % outputs or weight.inputs % 2:
         return (
-            f"torch's int4 kernel takes multiples of {outputs} outputs and {inputs} inputs, not "
+            f"torch's int4 kernel takes multiples of {outputs} outputs and 2 inputs, not "
             f"{weight.outputs} x {weight.inputs}"
         )
     return None
@@ -104,30 +92,23 @@ class Int4Linear(RowsLinear):
 
     def products(self, rows: Tensor) -> Tensor:
         """See `RowsLinear`; all numbers are bfloat16."""
-        if len(rows) < DENSE_ROWS[rows.device.type]:
+        if len(rows) < DENSE_ROWS:
             return _product(rows, self.codes, self.group_size, self.scales_and_zeros)
         return rows @ self.dequantize()
 
 
 def _product(rows: Tensor, codes: Tensor, group_size: int, scales_and_zeros: Tensor) -> Tensor:
-    kernel = torch.ops.aten._weight_int4pack_mm if rows.is_cuda else torch.ops.aten._weight_int4pack_mm_for_cpu
+    kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
     return kernel(rows.contiguous(), codes, group_size, scales_and_zeros)  # type: ignore[no-any-return]
 
 
 def _write_codes(codes: Tensor) -> Tensor:
     """uint8 [out, in] -> the kernel's layout."""
-    if codes.is_cuda:
-        return torch.ops.aten._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], INNER_K_TILES)  # type: ignore[no-any-return]
     return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int().contiguous(), 1)  # type: ignore[no-any-return]
 
 
 def _read_codes(packed: Tensor, outputs: int, inputs: int) -> Tensor:
     """Undo `_write_codes`, transposed: uint8 [in, out]."""
-    if packed.is_cuda:
-        tile_outputs, tile_inputs = CUDA_TILE
-        places = _places_in_cuda_tile(packed.device)
-        tiles = _half_bytes(packed, outputs // tile_outputs, inputs // tile_inputs)[..., places]
-        return tiles.view(*tiles.shape[:2], tile_outputs, tile_inputs).permute(1, 3, 0, 2).reshape(inputs, outputs)
     tile = CPU_TILES[torch.backends.cpu.get_cpu_capability()]
     tiles = packed.view(outputs // tile, inputs, tile // 2)
     # eight codes at a time, which is how they are copied
@@ -135,39 +116,16 @@ def _read_codes(packed: Tensor, outputs: int, inputs: int) -> Tensor:
     return rows.transpose(0, 1).contiguous().view(torch.uint8).view(inputs, outputs)
 
 
-def _half_bytes(packed: Tensor, *tiles: int) -> Tensor:
-    """Return uint8 [*tiles, codes of a tile] in the order of memory, low halves first."""
-    held = packed.contiguous().view(torch.uint8).view(*tiles, -1)
-    return torch.stack([held & 15, held >> 4], dim=-1).flatten(-2)
-
-
 @cache
-def _places_in_cuda_tile(device: torch.device) -> Tensor:
-    """int64 [8 * 128]: the place in memory of each code of a tile, from the digits of its index."""
-    tile_outputs, tile_inputs = CUDA_TILE
-    indices = torch.arange(tile_outputs * tile_inputs, device=device).view(tile_outputs, tile_inputs)
-    found = torch.zeros(indices.numel(), dtype=torch.int64, device=device)
-    for digit in range(0, 12, 4):
-        found |= _half_bytes(_write_codes((indices >> digit & 15).to(torch.uint8)), 1)[0].long() << digit
-    return torch.argsort(found)
-
-
-@cache
-def _why_unavailable(device: str) -> str | None:
-    """Return why the kernel cannot be used on a device, None if it computes right there."""
-    chosen = torch.device(device)
-    if chosen.type == "cuda":
-        if torch.version.cuda is None or torch.cuda.get_device_capability(chosen) < (8, 0):
-            return "torch's int4 kernel needs an NVIDIA GPU of compute capability 8.0"
-    elif chosen.type != "cpu":
-        return f"torch has no int4 kernel for {chosen.type}"
-    elif torch.backends.cpu.get_cpu_capability() not in CPU_TILES:
+def _why_unavailable() -> str | None:
+    """Return why the kernel cannot be used here, None if it computes right."""
+    if torch.backends.cpu.get_cpu_capability() not in CPU_TILES:
         return "torch's int4 kernel is fast with AVX2 or AVX-512 alone"
     generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 16, (128, 256), generator=generator, dtype=torch.uint8).to(chosen)
+    codes = torch.randint(0, 16, (128, 256), generator=generator, dtype=torch.uint8)
     packed = _write_codes(codes)
-    scales_and_zeros = torch.full((4, 128, 2), 0.5, dtype=torch.bfloat16, device=chosen)
-    rows = torch.randint(-2, 3, (1, 256), generator=generator).to(chosen, torch.bfloat16)
+    scales_and_zeros = torch.full((4, 128, 2), 0.5, dtype=torch.bfloat16)
+    rows = torch.randint(-2, 3, (1, 256), generator=generator).bfloat16()
     expected = rows.float() @ ((codes.float() - 8) * 0.5 + 0.5).T
     right = torch.equal(_read_codes(packed, 128, 256), codes.T)
     right = right and torch.allclose(

@@ -77,7 +77,6 @@ def integer_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype,
     return layer, type(phrase)(f"int{weight.bits}: {{layers}} {phrase}")
 
 
-TILED_IS_FASTER = "optkit's own int4 kernel is faster on GPUs (docs/benchmarks), and can be part of cuda_graphs"
 KERNELS = (
     Kernel(
         refuses=lambda weight, dtype, device: why_not_coded(weight, device),
@@ -90,11 +89,9 @@ KERNELS = (
         phrase=lambda weight: "use optkit's int4 CUDA kernel",
     ),
     Kernel(
-        refuses=lambda weight, dtype, device: (
-            TILED_IS_FASTER if why_not_tiled(weight, dtype, device) is None else why_not_int4(weight, dtype, device)
-        ),
+        refuses=why_not_int4,
         build=lambda weight, bias, dtype: Int4Linear(weight, bias),
-        phrase=lambda weight: f"use torch's {'CUDA' if weight.words.is_cuda else 'CPU'} int4 kernel",
+        phrase=lambda weight: "use torch's CPU int4 kernel",
     ),
     Kernel(
         refuses=lambda weight, dtype, device: why_not_bag(weight, device),
