@@ -82,11 +82,8 @@ def round_block(
     return codes, errors
 
 
-def descend_block(
-    gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int | None
-) -> tuple[Tensor, Tensor]:
-    """Descend one block: return new codes, or numbers as `round_block`, and each weight's move, float
-    [..., inputs, out].
+def descend_block(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Descend one block: return new codes and each weight's move, float [..., inputs, out].
 
     gradient, codes, scales: float [..., inputs, out]; hessian: the block's part of it, float [...,
     inputs, inputs].

@@ -21,11 +21,8 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms import column_kernels
-from optkit.algorithms.block_refinement import descend_scales_, descend_values_
-from optkit.algorithms.gptq import HELD_STEP
-from optkit.algorithms.pruning import zeros_of_pruning
 from optkit.algorithms.scale_search import CHUNK
-from optkit.algorithms.scaled_gptq import DAMPING, compensated_codes
+from optkit.algorithms.scaled_gptq import compensated_codes
 from optkit.algorithms.threads import one_thread
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -40,8 +37,6 @@ E4M3_EPSILON = 2.0**-3
 """The scale of a block of inputs that are all too small for one."""
 E4M3_TOP, E4M3_POWERS = 8, 17
 """E4M3 has the powers of two from 2^-9 to 2^8."""
-TURNS = 2
-"""Of better scales and better values, behind GPTQ."""
 NVFP4_TRIED = 10
 """E4M3 has eight values from one power of two to the next, so that many above amax / 8 reach beyond
 amax / 4.
@@ -67,7 +62,9 @@ class MicroscaledWeight:
 
     def float_scales(self) -> Tensor:
         """Return what the codes of each block are multiplied by, float32 [out, blocks]."""
-        return _as_float(self.scales, self.global_scale)
+        if self.global_scale is None:
+            return exponent_scales(self.scales)
+        return self.scales.float() / self.global_scale
 
 
 def round_to_e2m1(values: Tensor) -> Tensor:
@@ -131,52 +128,18 @@ def quantize_nvfp4(
 
 
 def compensated(weight: Tensor, rounded: MicroscaledWeight, hessian: Tensor) -> MicroscaledWeight:
-    """Return a rounded weight with the codes of GPTQ, after `TURNS` of better scales and better codes.
+    """Return a rounded weight with the codes of GPTQ; its scales stay.
 
     weight: float32 [out, in]; hessian: float32 [in, in]. Raises ValueError as `compensated_codes`.
     """
-    width = weight.shape[1] // rounded.scales.shape[1]
-    in_kernels = column_kernels.usable_for_floats(weight)
-    round_block, descend_block = (_round_block, _descend_block) if in_kernels else (None, None)
-    codes = compensated_codes(weight, hessian, rounded.float_scales(), (1, width), round_to_e2m1, round_block)
-    values, target, stored, damped = codes.T.contiguous(), weight.T, rounded.scales.T, hessian.clone()
-    damped.diagonal().add_(DAMPING * hessian.diagonal().mean())
-    zeros = zeros_of_pruning(weight)
-
-    def best(scales: Tensor) -> Tensor:
-        return _as_float(_stored(scales, rounded.global_scale), rounded.global_scale)
-
-    scales = _as_float(stored, rounded.global_scale)
-    for _ in range(TURNS):
-        descend_scales_(scales, values, target, damped, best)
-        steps = scales.repeat_interleave(width, 0)
-        held = steps if zeros is None else steps.masked_fill(zeros.T, HELD_STEP)
-        descend_values_(values, target, damped, held, round_to_e2m1, descend_block)
-    values = values.T.contiguous()
-    return replace(
-        rounded, codes=_codes(values, values < 0), scales=_stored(scales.T.contiguous(), rounded.global_scale)
-    )
+    tile = (1, weight.shape[1] // rounded.scales.shape[1])
+    round_block = _round_block if column_kernels.usable_for_floats(weight) else None
+    values = compensated_codes(weight, hessian, rounded.float_scales(), tile, round_to_e2m1, round_block)
+    return replace(rounded, codes=_codes(values, values < 0))
 
 
 def _round_block(values: Tensor, steps: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
     return column_kernels.round_block(values, steps, steps, factor, None)
-
-
-def _descend_block(gradient: Tensor, values: Tensor, steps: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    return column_kernels.descend_block(gradient, values, steps, hessian, None)
-
-
-def _as_float(stored: Tensor, global_scale: Tensor | None) -> Tensor:
-    return exponent_scales(stored) if global_scale is None else stored.float() / global_scale
-
-
-def _stored(scales: Tensor, global_scale: Tensor | None) -> Tensor:
-    """Return the nearest scales as they are stored, uint8 (E8M0) or float8_e4m3fn, of any shape."""
-    if global_scale is not None:
-        return (scales * global_scale).clamp(E4M3_SMALLEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
-    # the mantissa is from 0.5 to below 1, and 0.75 lies in the middle of two powers of two
-    mantissa, exponent = torch.frexp(scales.clamp(min=torch.finfo(scales.dtype).tiny))
-    return (exponent - 1 + (mantissa > 0.75).int() + E8M0_BIAS).clamp(1, 2 * E8M0_BIAS).to(torch.uint8)
 
 
 def nvfp4_global_scale(weights: Iterable[Tensor]) -> Tensor:

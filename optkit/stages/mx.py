@@ -56,7 +56,7 @@ LESS = "Lower mx.batch_size, mx.calibration.samples or mx.calibration.sequence_l
 WORK_BYTES, AT_ONCE = 28, {"cpu": 1 << 22, "cuda": 1 << 26}
 """What rounding holds for a weight beside weights and codes, and how many weights it rounds at a time."""
 FLOAT_BYTES = 24
-"""Of a weight that GPTQ rounds, in float32: it, its values, its step, its gradient, and what is on the way."""
+"""Of a weight that GPTQ rounds, in float32: it, what is left of it, its step, its code, and what is on the way."""
 
 
 class Mx(SharedText, LayerQuantizer):
@@ -67,7 +67,7 @@ class Mx(SharedText, LayerQuantizer):
     kind: ClassVar[str] = "mx"
     example: ClassVar[str] = "- bf16\n- mx: {type: nvfp4}"
     for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
     # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them.
@@ -84,8 +84,7 @@ class Mx(SharedText, LayerQuantizer):
     rounding: Literal["nearest", "gptq"] = Field(default="nearest", exclude_if=lambda value: value == "nearest")
     """`nearest`: each weight to the nearest number, without looking at any text. `gptq`: it makes
     up for the errors of those rounded before it, on the calibration text (arXiv:2210.17323);
-    `scale_search: mse` weighs each input by its activations, and turns of better scales and better
-    codes follow."""
+    `scale_search: mse` weighs each input by its activations."""
     activations: Literal["none", "dynamic"] = Field(default="none", exclude_if=lambda value: value == "none")
     """`dynamic`: engines round the inputs of layers to the same floats, each block with a scale of its
     own; the global scale that nvfp4 needs for them comes from the calibration text. `none`: inputs
