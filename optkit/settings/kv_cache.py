@@ -17,6 +17,8 @@ from optkit.settings.speculative import Speculative
 from optkit.stage import Setting
 
 BITS = {"int4": 4, "int8": 8}
+MASKLESS = frozenset({"bloom", "opt", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"})
+"""`model_type` of those whose code makes masks of the padding of a batch alone."""
 
 
 class KvCache(Setting):
@@ -86,6 +88,13 @@ class KvCache(Setting):
         """Raise StageError for a window beside layers that forget by themselves, and for other caches."""
         if self.window:
             refuse_own_windows(shape.config, "kv_cache.window")
+            if (kind := shape.config.get("model_type")) in MASKLESS:
+                raise StageError(
+                    f"the attention of {kind} takes no mask of what each token sees",
+                    where="kv_cache.window",
+                    why="Its code makes one of the padding of a batch alone",
+                    remedy="Take window out of the recipe for this architecture",
+                )
         refuse_other_states(shape.config, "kv_cache", "These alone can be coded", "Take kv_cache out", beside=True)
 
     def on_load(self, model: Any, device: str) -> Any:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from optkit.errors import StageError
 from optkit.kernels.attention_window import kept_tokens, visible
+from optkit.model.shape import ModelShape
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.settings.attention import Attention
@@ -118,6 +119,12 @@ def test_what_it_says_of_itself() -> None:
 def test_windows_of_the_models_own_are_refused(tiny_model: TinyModel) -> None:
     with pytest.raises(StageError, match=r"kv_cache\.window: the model's layers have windows of their own"):
         opened(tiny_model("gemma3"), KvCache(window=8))
+
+
+def test_attention_that_makes_its_own_mask_is_refused_by_the_plan() -> None:
+    shape = ModelShape({"model_type": "bloom", "architectures": ["BloomForCausalLM"]}, {})
+    with pytest.raises(StageError, match=r"^kv_cache\.window: the attention of bloom takes no mask .* Take window out"):
+        KvCache(window=8).check(shape, "cpu")
 
 
 def test_speculation_beside_a_window_is_refused(tiny_model: TinyModel) -> None:
