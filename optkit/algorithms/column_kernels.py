@@ -156,7 +156,7 @@ def normal_equations(hessian: Tensor, groups: int, steps: Tensor) -> Tensor:
         normal_kernel[grid](
             hessian.contiguous(), steps, normal, inputs, outputs, steps.stride(-2), apart,
             number=tl.bfloat16 if hessian.is_cuda else tl.float32,  # Triton's interpreter multiplies no other
-            size=inputs // groups, width=TOGETHER, num_warps=8, num_stages=2,
+            size=inputs // groups, width=TOGETHER, num_warps=8, num_stages=3,
         )  # fmt: skip
     return normal
 

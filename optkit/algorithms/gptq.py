@@ -34,6 +34,8 @@ the zero point.
 """
 
 ScaleSearch: TypeAlias = Literal["minmax", "mse", "hessian"]
+Factored: TypeAlias = tuple[Tensor, Tensor, float]
+"""See `damped_inverse_factor`."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,22 @@ class GptqResult:
     """The damping that was used: the one asked for, or more if the Hessian needed it."""
 
 
-def gptq(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions, held: Tensor | None = None) -> GptqResult:
+def gptq(
+    weight: Tensor,
+    hessian: Tensor,
+    grid: Grid,
+    options: GptqOptions,
+    held: Tensor | None = None,
+    factored: Factored | None = None,
+) -> GptqResult:
     """Quantize float32 [out, in] against its Hessian, float32 [in, in]. Rows are independent, so
     layers that share inputs can be stacked.
 
     held: bool [out, in], weights that become 0 and stay so (every grid has a 0). An input that was
-    always 0 keeps its rounded weights.
+    always 0 keeps its rounded weights. factored: `damped_inverse_factor` of the Hessian, if it is known.
     Raises ValueError if no damping makes the Hessian positive definite.
     """
-    damping, parts = _prepared(weight, hessian, grid, options)
+    damping, parts = _prepared(weight, hessian, grid, options, factored)
     return GptqResult(_quantized(*_rounded(weight, parts, grid, options, held), grid), damping)
 
 
@@ -84,9 +93,11 @@ def gptq_together(weights: Tensor, hessians: Sequence[Tensor], grid: Grid, optio
     return [GptqResult(_quantized(*parts, grid), damping) for parts, damping in zip(rounded, dampings, strict=True)]
 
 
-def _prepared(weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions) -> tuple[float, tuple[Tensor, ...]]:
+def _prepared(
+    weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions, factored: Factored | None = None
+) -> tuple[float, tuple[Tensor, ...]]:
     """Return the damping of one layer, and what `_rounded` takes beside the weight."""
-    damped, factor, damping = damped_inverse_factor(hessian, options)
+    damped, factor, damping = factored or damped_inverse_factor(hessian, options)
     if options.scale_search == "minmax":
         scales, zeros = minmax_scales(weight, grid)
     else:
@@ -146,7 +157,14 @@ def rounding_order(hessian: Tensor, options: GptqOptions) -> Tensor:
     return torch.arange(len(hessian), device=hessian.device)
 
 
-def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor, Tensor, float]:
+def damped_hessian(hessian: Tensor, damping: float) -> Tensor:
+    """Return a Hessian with a fraction of its mean diagonal added to the diagonal."""
+    damped = hessian.clone()
+    damped.diagonal().add_(damping * hessian.diagonal().mean())
+    return damped
+
+
+def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> Factored:
     """Return the damped Hessian, the upper Cholesky factor of its inverse and the damping.
     The factor is in the order of rounding.
 
@@ -154,11 +172,9 @@ def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> tuple[Tensor
     quarter of the work of inverting the Hessian and factoring that.
     """
     last_first = rounding_order(hessian, options).flip(0)
-    mean = hessian.diagonal().mean()
     damping = options.damping
     while damping <= HARDEST_DAMPING:
-        damped = hessian.clone()
-        damped.diagonal().add_(damping * mean)
+        damped = damped_hessian(hessian, damping)
         lower, failed = torch.linalg.cholesky_ex(damped[last_first][:, last_first])
         if not failed:
             factor = lower_inverse(lower).flip(0, 1)

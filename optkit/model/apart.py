@@ -64,9 +64,9 @@ class CheckpointApart(Checkpoint):
         for name, part in self._parts.items():
             self.files[name] = self.files[part.stored]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, pinned: bool = False) -> Tensor:
         """Return one tensor as `Checkpoint.read` does; of a joined one the bytes of an expert are read."""
         if (part := self._parts.get(name)) is None:
-            return super().read(name)
+            return super().read(name, pinned)
         outputs = part.info.shape[0]
         return self._joined.read_member(part.stored, part.expert)[:, part.first : part.first + outputs].T.contiguous()

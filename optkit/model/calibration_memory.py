@@ -17,7 +17,7 @@ from optkit.model.reading_ahead import AHEAD_BYTES
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
-from optkit.model.writer import AHEAD, SHARD_BYTES
+from optkit.model.writer import SHARD_BYTES
 
 REMEDY = "Take a stage without calibration: rtn, fp8, mx, nf4, or prune by magnitude"
 STREAMS = "each block passes on several streams of hidden states"
@@ -72,9 +72,9 @@ class Work:
     """That do it together: each holds what it works on, one of them what waits to be written."""
 
     def cost(self, shape: ModelShape, left: ModelShape, device: str) -> Cost:
-        """Return what turning one model into another costs; what is outside of blocks is written first."""
+        """Return what turning one model into another costs; some blocks are written before what is outside."""
         made = left.size_bytes - (0 if self.streamed else left.block_bytes)
-        waiting, outside = (min(SHARD_BYTES, size) for size in (made, left.outside_bytes))
+        waiting, outside = min(SHARD_BYTES, made), 0
         inside, beyond = (
             max((info.size_bytes for name, info in shape.tensors.items() if bool(shape.block(name)) is here), default=0)
             for here in (True, False)
@@ -84,14 +84,14 @@ class Work:
             copied = min(AHEAD_BYTES, made) if self.streamed and not self.alone else 0
             entering, block, gpu = 0, 0, max(self.entering, self.block) + copied
             # a shard is written while the next one is made; blocks are copied behind each other
-            beside = SHARD_BYTES // AHEAD if self.streamed else 2 * left.block_bytes
-            waiting = min(SHARD_BYTES + beside, made)
+            beside, outside = SHARD_BYTES if self.streamed else 2 * left.block_bytes, left.outside_bytes
+            waiting = min(outside + SHARD_BYTES + beside, made)
             # what is read ahead, and what a GPU is given meanwhile
             ahead = min(AHEAD_BYTES + 2 * inside, shape.size_bytes) if self.streamed else shape.pinned_bytes
             inside += 0 if self.alone else ahead
         needed = max(
             outside + self.processes * max(entering, beyond),
-            waiting + self.held + self.processes * max(block, inside),
+            waiting + self.held + self.processes * max(block, inside, 0 if outside else beyond),
             min(SHARD_BYTES, left.size_bytes),
         )
         # states behind a block are written before those behind the one before it go

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from optkit.common.files import check_kinds, open_file
 from optkit.common.grouping import some
 from optkit.errors import SourceError
+from optkit.model import main_memory
 from optkit.model.companions import require_inside
 from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
+from optkit.model.main_memory import own_bytes
 from optkit.model.packed_floats import left_out
 from optkit.model.safetensors_file import Stamp, read_index, read_places
 from optkit.model.shape import DTYPE_BITS, FLOAT_NAMES, ModelShape, TensorInfo
@@ -28,11 +28,6 @@ SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 """What shards are called, those that the index names and those that it lacks."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-ALONE_BYTES = 1 << 20
-"""Tensors from here on lie in pages of their own: memory that comes and goes in pieces of their size is
-lost between what stays. The file is not mapped: each mapping would hold it open, and whoever cuts the
-file off would end the process.
-"""
 ANEW = "See that the file is whole, and run it again"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TORCH_NAMES = {
@@ -42,13 +37,6 @@ TORCH_NAMES = {
     "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 """Torch's dtypes by the names that safetensors uses; of F4 one element holds two."""
-
-
-def _pages(size: int) -> mmap.mmap:
-    pages = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)
-    with suppress(AttributeError, OSError):  # a system without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)  # filled ten times as fast as small ones, which come one by one
-    return pages
 
 
 def all_finite(tensor: Tensor) -> bool:
@@ -133,13 +121,14 @@ class Checkpoint:
     def shape(self) -> ModelShape:
         return ModelShape(config=self.config, tensors=self.tensors)
 
-    def read(self, name: str) -> Tensor:
-        """Return one tensor, on the CPU, in the dtype that the file has it in. Raises SourceError
-        for an unknown name, and for a file that was changed meanwhile.
+    def read(self, name: str, pinned: bool = False) -> Tensor:
+        """Return one tensor, on the CPU, in the dtype that the file has it in. `pinned`: in memory from
+        which a GPU copies by itself, if it is stored so. Raises SourceError for an unknown name, and for
+        a file that was changed meanwhile.
         """
         if name not in self.files:
             raise SourceError(f"there is no tensor {name}", where=str(self.directory))
-        return self._unpacked.read(name) if self._unpacked else self._read(name, self.tensors[name])
+        return self._unpacked.read(name) if self._unpacked else self._read(name, self.tensors[name], pinned=pinned)
 
     def read_member(self, name: str, index: int) -> Tensor:
         """Return one of the tensors that are stacked in a stored one, and read no other; else as `read`."""
@@ -154,7 +143,7 @@ class Checkpoint:
         """
         return bytes(self._data(name, self.tensors[name].size_bytes))
 
-    def _read(self, name: str, info: TensorInfo, index: int = 0) -> Tensor:
+    def _read(self, name: str, info: TensorInfo, index: int = 0, pinned: bool = False) -> Tensor:
         """Return the tensor of a header, or the one that begins so many of its sizes behind it."""
         import torch
 
@@ -163,12 +152,15 @@ class Checkpoint:
         dtype = getattr(torch, TORCH_NAMES[info.dtype])
         if not info.size_bytes:
             return torch.empty(sizes, dtype=dtype)
-        data = self._data(name, info.size_bytes, index * info.size_bytes)
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(sizes)
+        place = main_memory.pinned(info.size_bytes) if pinned and info.size_bytes <= main_memory.MOST_PINNED else None
+        data = self._data(name, info.size_bytes, index * info.size_bytes, place)
+        return (torch.frombuffer(data, dtype=torch.uint8) if place is None else place).view(dtype).view(sizes)
 
-    def _data(self, name: str, size: int, skipped: int = 0) -> bytearray | mmap.mmap:
-        """Return bytes of a tensor, a copy of its own."""
-        data = bytearray(size) if size < ALONE_BYTES else _pages(size)
+    def _data(self, name: str, size: int, skipped: int = 0, place: Tensor | None = None) -> Any:
+        """Return bytes of a tensor: in a place, uint8 [size], or a copy of its own. The file is not mapped: each
+        mapping would hold it open, and whoever cuts the file off would end the process.
+        """
+        data: Any = place.numpy().data if place is not None else own_bytes(size)
         path = self.files[name]
         with open_file(path) as file:
             file.seek(self._begins[name] + skipped)
@@ -178,9 +170,9 @@ class Checkpoint:
                 raise SourceError("the file was changed while it was in use", where=str(path), why=why, remedy=ANEW)
         return data
 
-    def read_finite(self, name: str, member: int | None = None) -> Tensor:
+    def read_finite(self, name: str, member: int | None = None, pinned: bool = False) -> Tensor:
         """Return one tensor, or one of those stacked in it; raises SourceError if it holds NaN or Inf."""
-        tensor = self.read(name) if member is None else self.read_member(name, member)
+        tensor = self.read(name, pinned) if member is None else self.read_member(name, member)
         if tensor.is_floating_point() and DTYPE_BITS[self.tensors[name].dtype] >= 16 and not all_finite(tensor):
             bad = int((~tensor.isfinite()).sum())
             raise SourceError(

@@ -31,11 +31,11 @@ class CheckpointShare(Checkpoint):
         for name, info in self._whole.items():
             self.tensors[name] = self._share_of(name, info)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, pinned: bool = False) -> Tensor:
         """Return this process's share of a tensor, see `Checkpoint.read`."""
         import torch
 
-        tensor, dimension = self._read(name, self._whole[name]), self.dimension_of(name)
+        tensor, dimension = self._read(name, self._whole[name], pinned=pinned), self.dimension_of(name)
         if name.endswith(f".{SHAPE}") and dimension is not None:
             tensor[dimension] //= self.count
         if name.endswith(f".{BIAS}") and dimension == BY_INPUTS and self.index:

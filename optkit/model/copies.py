@@ -8,16 +8,41 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from optkit.model.main_memory import own_bytes, pinned
 from optkit.model.reading_ahead import AHEAD_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+PASSED_BYTES = 1 << 25
+"""Pinned memory through which what is on a GPU comes."""
+
 
 def own_copy(tensor: Tensor) -> Tensor:
     """Return a tensor in main memory, contiguous and alone in its storage."""
-    tensor = tensor.detach().to("cpu").contiguous()
+    tensor = tensor.detach().contiguous()
+    if tensor.is_cuda:
+        return by_pieces(tensor)
+    tensor = tensor.to("cpu")
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def by_pieces(tensor: Tensor) -> Tensor:
+    """Return a copy of a contiguous tensor that went by way of pinned memory, PASSED_BYTES at a time.
+    While a GPU copies to other memory, no thread can give it work.
+    """
+    import torch
+
+    if not tensor.nbytes:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    here, passed = (
+        torch.frombuffer(own_bytes(tensor.nbytes), dtype=torch.uint8),
+        pinned(min(PASSED_BYTES, tensor.nbytes)),
+    )
+    there = tensor.flatten().view(torch.uint8)
+    for part, place in zip(there.split(PASSED_BYTES), here.split(PASSED_BYTES), strict=True):
+        place.copy_(passed[: len(part)].copy_(part))
+    return here.view(tensor.dtype).view(tensor.shape)
 
 
 def own_copies(tensors: Mapping[str, Tensor], reading: AbstractContextManager[Any]) -> dict[str, Tensor]:
@@ -44,18 +69,13 @@ def on_gpu(tensors: Iterable[Tensor]) -> Tensor | None:
 
 def in_main_memory(made: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield named tensors, in order; those on a GPU are copied by a thread while more are made."""
-    waiting = deque[tuple[str, int, "Future[Tensor]"]]()
+    waiting = deque[tuple[int, "Future[dict[str, Tensor]]"]]()
     with ThreadPoolExecutor(1, "copies") as thread:
         for name, tensor in made:
-            waiting.append((name, tensor.nbytes, thread.submit(_copied, tensor, beside_computing(tensor))))
+            waiting.append((tensor.nbytes, thread.submit(own_copies, {name: tensor}, beside_computing(tensor))))
             late = tensor.is_cuda
             del tensor
-            while waiting and (not late or sum(size for _, size, _ in waiting) > AHEAD_BYTES):
-                name, _, copy = waiting.popleft()
-                yield name, copy.result()
-        yield from ((name, copy.result()) for name, _, copy in waiting)
-
-
-def _copied(tensor: Tensor, reading: AbstractContextManager[Any]) -> Tensor:
-    with reading:
-        return own_copy(tensor)
+            while waiting and (not late or sum(size for size, _ in waiting) > AHEAD_BYTES):
+                yield from waiting.popleft()[1].result().items()
+        for _, copies in waiting:
+            yield from copies.result().items()

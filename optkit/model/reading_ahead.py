@@ -14,7 +14,7 @@ AHEAD_BYTES = 1 << 29
 
 
 class ReadAhead:
-    """Tensors that threads read into memory from which a GPU copies by itself."""
+    """Tensors that threads read."""
 
     def __init__(self, threads: int = 1) -> None:
         self._threads = ThreadPoolExecutor(threads, "read ahead")
@@ -47,9 +47,4 @@ class ReadAhead:
             held += self._sizes[name]
             if self._found and held > AHEAD_BYTES:
                 return
-            self._found[name] = self._threads.submit(_pinned, self._waiting.pop(name))
-
-
-def _pinned(read: Callable[[], Tensor]) -> Tensor:
-    found = read()
-    return found if found.nbytes > AHEAD_BYTES else found.pin_memory()  # torch keeps what it pinned
+            self._found[name] = self._threads.submit(self._waiting.pop(name))

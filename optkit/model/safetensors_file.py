@@ -23,7 +23,7 @@ METADATA = "__metadata__"
 MOST_BYTES = 100_000_000
 """Of a header; the library safetensors reads no more."""
 MOST_DIMENSIONS = 64
-SHARD_BYTES = 4 << 30
+SHARD_BYTES = 1 << 30
 """Largest shard that is written, unless one tensor is larger."""
 FILES_AT_ONCE = 1024
 """Headers that are kept, of the files that were read last: a run opens a checkpoint some ten times."""

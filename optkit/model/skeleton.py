@@ -168,7 +168,8 @@ class Skeleton:
         before, self._last = self._last, next(index for index, each in enumerate(self.blocks) if each is block)
         if device.startswith("cuda") and before + 1 == self._last < len(self.blocks) - 1:
             slots = self._slots(self.blocks[self._last + 1].name)
-            self._ahead.begin({slot.name: partial(self._read, slot) for slot in slots if self._is_apart(slot, device)})
+            here = [slot for slot in slots if self._is_apart(slot, device)]
+            self._ahead.begin({slot.name: partial(self._read, slot, pinned=True) for slot in here})
 
     def _is_apart(self, slot: _Slot, device: str) -> bool:
         """Whether a slot takes a tensor of the checkpoint that no other block has on the device."""
@@ -309,9 +310,9 @@ class Skeleton:
     def _dtype(self, slot: _Slot) -> torch.dtype:
         return self._dtypes.get(slot.name) or getattr(slot.owner, slot.leaf).dtype
 
-    def _read(self, slot: _Slot) -> Tensor:
+    def _read(self, slot: _Slot, pinned: bool = False) -> Tensor:
         tensor = self.tensor_name(slot.name)
-        stored = self.checkpoint.read_finite(tensor)
+        stored = self.checkpoint.read_finite(tensor, pinned=pinned)
         dtype = self._dtype(slot)
         if not stored.is_floating_point() or stored.dtype == dtype:
             return stored

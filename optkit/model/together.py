@@ -65,12 +65,15 @@ class Together:
         """Return the first process's value, which is pickled."""
         return value
 
+    def tell_(self, tensor: Tensor, rank: int) -> None:
+        """Put one process's numbers into a contiguous tensor of all."""
+
     def whole(self, part: Tensor, length: int) -> Tensor:
         """Return so many rows, [length, ...], of which this process has its `part`."""
         return part
 
-    def joined(self, rows: Tensor) -> Tensor:
-        """Return the rows of all processes, [rows, ...], the first's first."""
+    def joined(self, rows: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Return the rows of all processes, [rows, ...], the first's first. `sizes`: how many each has, if all know."""
         return rows
 
     def sum_(self, tensor: Tensor) -> None:
@@ -103,33 +106,29 @@ class Processes(Together):
         found: T = told[0]
         return found
 
-    def whole(self, part: Tensor, length: int) -> Tensor:
-        import torch
+    def tell_(self, tensor: Tensor, rank: int) -> None:
         from torch import distributed
 
+        distributed.broadcast(tensor, rank)
+
+    def whole(self, part: Tensor, length: int) -> Tensor:
         if length < self.count:
             return part
-        if part.element_size() == 1 and part.dtype != torch.uint8:  # 8-bit floats are sent as they are stored
-            return self.whole(part.contiguous().view(torch.uint8), length).view(part.dtype)
-        sizes = [each.stop - each.start for each in self._parts(length)]
-        padded = part.new_zeros(max(sizes), *part.shape[1:])
-        padded[: len(part)] = part
-        found = part.new_empty(self.count * max(sizes), *part.shape[1:])
-        distributed.all_gather_into_tensor(found, padded)
-        if min(sizes) == max(sizes):
-            return found
-        return torch.cat([each[:size] for each, size in zip(found.split(max(sizes)), sizes, strict=True)])
+        return self.joined(part, [each.stop - each.start for each in self._parts(length)])
 
-    def joined(self, rows: Tensor) -> Tensor:
+    def joined(self, rows: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         import torch
-        from torch import distributed
 
-        sizes = self.gather(len(rows))
-        parts = [rows.contiguous() if rank == self.rank else rows.new_empty(size, *rows.shape[1:])
-                 for rank, size in enumerate(sizes)]  # fmt: skip
-        for rank, part in enumerate(parts):
-            distributed.broadcast(part, rank)
-        return torch.cat(parts)
+        if rows.element_size() == 1 and rows.dtype != torch.uint8:  # 8-bit floats are sent as they are stored
+            return self.joined(rows.contiguous().view(torch.uint8), sizes).view(rows.dtype)
+        sizes = self.gather(len(rows)) if sizes is None else sizes
+        found = rows.new_empty(sum(sizes), *rows.shape[1:])
+        for rank, part in enumerate(found.split(list(sizes))):
+            if rank == self.rank:
+                part.copy_(rows)
+            if len(part):
+                self.tell_(part, rank)
+        return found
 
     def sum_(self, tensor: Tensor) -> None:
         from torch import distributed

@@ -33,12 +33,8 @@ if TYPE_CHECKING:
     from optkit.progress import Task
 
 
-AHEAD = 4
-"""The part of a shard that is made while the one before it is written, so that memory has a bound."""
-
-
 class CheckpointWriter:
-    """Writes tensors to `target` as they come; at most a shard is in memory, and a part of the next one.
+    """Writes tensors to `target` as they come; at most a shard is in memory, and one that is being written.
 
     Used as a context manager it finishes on a clean exit and removes its own files on an error.
     """
@@ -77,8 +73,6 @@ class CheckpointWriter:
             )
         if self._pending and self._pending_bytes + tensor.nbytes > self.shard_bytes:
             self._flush()
-        elif self._pending_bytes + tensor.nbytes > self.shard_bytes // AHEAD:
-            self._settle()
         self._names.add(name)
         self._pending[name] = tensor
         self._storages[storage] = name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import model_validator
@@ -40,7 +41,7 @@ class Awq(InputScaling, SharedText, Backed):
     which are gathered once a block. At most one block is in memory.
     """
 
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     kind: ClassVar[str] = "awq"
     example: ClassVar[str] = "- awq: {format: awq, group_size: 64, calibration: {dataset: c4}}"
     sees_images: ClassVar[bool] = True
@@ -147,7 +148,7 @@ class Awq(InputScaling, SharedText, Backed):
             rows = weight[job.together.part(len(weight))]
             part = self._round(name, rows, grids[name], None if hessian is None else hessian.diagonal())
             errors = None if hessian is None else row_errors(rows, part.dequantize(), hessian)
-            quantized[name], errors = all_rows(part, errors, job.together, len(weight))
+            quantized[name], errors = all_rows(part, errors, partial(job.together.whole, length=len(weight)))
             if errors is not None:
                 job.details["losses"][name] = relative(errors)
             elif not self._rounds_to_nearest(name):

@@ -42,7 +42,7 @@ class AwqScale(InputScaling, SharedText):
     unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- awq_scale: {bits: 3}\n- gptq: {bits: 3}"
     produces: ClassVar[Format] = Format.CHECKPOINT
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
 

@@ -63,7 +63,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
     kind: ClassVar[str] = "gptq"
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 5
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
@@ -120,6 +120,12 @@ class Gptq(GptqFields, SharedText, Backed):
     def layer_format(self, layer: Layer) -> PackedFormat:
         form = super().layer_format(layer)
         return replace(form, activation_order=self.activation_order) if isinstance(form, PackQuantized) else form
+
+    def begin(self, device: str) -> None:
+        from optkit.stages.quantizing.warming import warm
+
+        if device.startswith("cuda"):
+            warm(device)
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         if self.scale_steps:

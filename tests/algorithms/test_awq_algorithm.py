@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optkit.algorithms.awq import InputScales, Reader, search_input_scales
+from optkit.algorithms.awq import InputScales, Reader, _bound, _Costed, search_input_scales
 from optkit.algorithms.gptq import GptqOptions, gptq
 from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
 from optkit.algorithms.scale_search import search_scales
@@ -122,3 +122,19 @@ def test_channels_without_activations_get_finite_scales(silent: slice) -> None:
     scales = search(random_weight(), inputs, GRIDS[0]).scales
     assert bool(scales.isfinite().all())
     assert 1 / 256 < float(scales.min()) <= float(scales.max()) < 256
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_the_slope_of_the_bound_is_that_of_autograd(grid: Grid) -> None:
+    weight, costs = random_weight(), outlying_inputs().square().sum(0)
+    weight[3] = 0
+    weight[5, ::2] = weight[5, 0]  # several weights reach as far
+    logarithm = torch.zeros(INPUTS, requires_grad=True)
+    scaled = grid.grouped(weight * logarithm.exp())
+    low, high = scaled.amin(-1).clamp(max=0), scaled.amax(-1).clamp(min=0)
+    span = 2 * torch.maximum(-low, high) if grid.symmetric else high - low
+    expected = (span.square() * grid.grouped((costs * (-2 * logarithm).exp())[None]).sum(-1)).sum()
+    (slope,) = torch.autograd.grad(expected, logarithm)
+    found, found_slope = _bound(_Costed(weight, costs, grid), logarithm.detach())
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(found_slope, slope, rtol=1e-4, atol=1e-4 * float(slope.abs().max()))

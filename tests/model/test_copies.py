@@ -1,5 +1,6 @@
 """What is made on a GPU is copied while more is made; its order and its numbers stay."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optkit.model import copies
-from optkit.model.copies import in_main_memory
+from optkit.model.copies import by_pieces, in_main_memory
 
 
 class OnGpu(Tensor):
@@ -50,3 +51,15 @@ def test_only_what_a_gpu_makes_is_waited_for(
         events.append(f"got {name}")
         assert tensor.tolist() == [float(name)] * 4
     assert ", ".join(events) == expected
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (0, 4), (5,), (), (600, 900)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    monkeypatch.setattr(copies, "PASSED_BYTES", 40 if math.prod(shape) < 100 else 1 << 16)
+    monkeypatch.setattr(copies, "pinned", lambda size: torch.empty(size, dtype=torch.uint8))
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = by_pieces(given)
+    assert found.dtype == dtype
+    assert torch.equal(found.float(), given.float())
+    assert found.untyped_storage().nbytes() == given.nbytes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optkit.errors import SourceError
-from optkit.model import reading_ahead
+from optkit.model import main_memory, reading_ahead
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.reading_ahead import ReadAhead
 from optkit.model.skeleton import Skeleton
@@ -18,7 +18,7 @@ TinyModel = Callable[[str], Path]
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading_ahead, "_pinned", lambda read: read())
+    monkeypatch.setattr(main_memory, "pinned", lambda size: torch.empty(size, dtype=torch.uint8))
 
 
 def test_what_was_read_ahead_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:

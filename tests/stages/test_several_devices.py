@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +174,7 @@ class Twice(Together):
     def sum_(self, tensor: torch.Tensor) -> None:
         tensor.mul_(2)
 
-    def joined(self, rows: torch.Tensor) -> torch.Tensor:
+    def joined(self, rows: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
         return torch.cat([rows, rows])
 
 

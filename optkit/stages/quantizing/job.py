@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,7 @@ class QuantizationJob:
     inputs: BlockInputs | None = None
     """What the last block returned on the calibration text, for the output layer."""
     ahead: ReadAhead = field(default_factory=partial(ReadAhead, 3))
-    """Reads what is rounded without a text, while a GPU rounds."""
+    """Reads what is rounded without a text, or is only passed on, while a GPU works."""
 
     def weight(self, name: str) -> str:
         """Return the tensor of the checkpoint that holds the weight of a layer.
@@ -89,11 +89,13 @@ class QuantizationJob:
         """Return a tensor of the checkpoint; raises SourceError for weights that are NaN or Inf."""
         return self.ahead.take(tensor, partial(self.skeleton.checkpoint.read_finite, tensor))
 
-    def read_ahead(self, tensors: Iterable[str]) -> None:
+    def read_ahead(self, passed_on: Iterable[str], rounded: Sequence[str]) -> None:
         """Begin to read tensors that will be asked for, in this order."""
         stored = self.skeleton.checkpoint
-        reads = {name: partial(stored.read_finite, name) for name in tensors}
-        self.ahead.begin(reads, {name: stored.tensors[name].size_bytes for name in reads})
+        reads = {name: partial(stored.read_finite, name) for name in passed_on}
+        for_gpu = {name: partial(stored.read_finite, name, pinned=True) for name in rounded}
+        sizes = {name: stored.tensors[name].size_bytes for name in rounded}
+        self.ahead.begin({**reads, **for_gpu}, {**dict.fromkeys(reads, 0), **sizes})
 
     @property
     def head(self) -> str | None:

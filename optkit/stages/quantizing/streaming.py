@@ -92,6 +92,9 @@ class LayerQuantizer(Transform):
         """Return what whoever deploys the model must know of its form, one sentence each."""
         return []
 
+    def begin(self, device: str) -> None:
+        """Begin what a run can do before its model is opened; nothing waits for it."""
+
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         """Yield what is left of each decoder block, in order. Raises StageError for weights or inputs
         that it cannot round, ResourceError without memory.
@@ -166,6 +169,7 @@ class LayerQuantizer(Transform):
         from optkit.model.skeleton_layers import layers_of_skeleton
 
         started = time.monotonic()
+        self.begin(context.device)
         skeleton = open_skeleton(read_apart(source, self.layer_format), context.trust_remote_code)
         selection = self.select_layers(*layers_of_skeleton(skeleton))
         formats = self.layer_formats(selection)
@@ -250,12 +254,13 @@ class LayerQuantizer(Transform):
         """Yield the tensors that are left, in the order in which they are written."""
         blocks, made = job.skeleton.blocks, BlockOutput({})
         towers = [name for name, layer in job.selection.layers.items() if layer.tower]
-        packed = {f"{name}.weight" for name in (*towers, *filter(None, (job.head,)))}
+        head = [job.head] if job.head else []
+        packed = {f"{name}.weight" for name in (*towers, *head)}
         outside = [name for name in job.skeleton.outside_tensors if name not in packed]
-        if self.needs_no_text and job.context.device.startswith("cuda"):
+        if job.context.device.startswith("cuda"):
             inside = (name for block in blocks for name in job.skeleton.block_tensors(block))
-            job.read_ahead((*outside, *map(job.weight, towers), *inside, *map(job.weight, filter(None, (job.head,)))))
-        yield from self._replaced(job, (*outside, *(f"{name}.weight" for name in towers)), towers, made)
+            rounded = (*map(job.weight, towers), *inside, *map(job.weight, head)) if self.needs_no_text else ()
+            job.read_ahead(outside, rounded)
         outputs: Iterable[BlockOutput] = repeat(made, len(blocks))
         if not self.needs_no_text:
             flat = job.kept.each(map(BlockOutput.flat, self.quantized_blocks(job)))
@@ -264,6 +269,8 @@ class LayerQuantizer(Transform):
             layers = output.layers or job.modules(index)
             yield from self._replaced(job, job.skeleton.block_tensors(block), layers, output)
             job.task.advance(note=block.name)
+            if index == len(blocks) // 4:  # what is outside of blocks was read meanwhile
+                yield from self._replaced(job, (*outside, *(f"{name}.weight" for name in towers)), towers, made)
         if job.head:
             made = made if self.needs_no_text else BlockOutput({HEAD: self.quantized_head(job)})
             yield from self._replaced(job, (f"{HEAD}.weight",), (HEAD,), made)

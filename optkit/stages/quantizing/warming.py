@@ -1,0 +1,28 @@
+"""Load what GPTQ needs on a GPU while the model is opened: libraries and kernels come when they are first called."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from threading import Thread
+
+
+def warm(device: str) -> None:
+    """Begin to load it, in a thread that nothing waits for; no random number is drawn."""
+    Thread(target=_rehearse, args=(device,), name="warming", daemon=True).start()
+
+
+def _rehearse(device: str) -> None:
+    import torch
+
+    from optkit.algorithms.gptq import GptqOptions, gptq, row_errors
+    from optkit.algorithms.grid import Grid
+    from optkit.algorithms.hessian import Hessian
+
+    # what fails here fails again where it is needed, and is told there
+    with suppress(Exception), torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        hessian = Hessian(1024, device, rounded=True)
+        hessian.add(torch.eye(1024, device=device, dtype=torch.bfloat16))
+        weight, matrix = torch.eye(512, 1024, device=device), hessian.matrix()
+        rounded = gptq(weight, matrix, Grid(4, 128, symmetric=True), GptqOptions()).weight
+        row_errors(weight, rounded.dequantize(), matrix)
+        torch.cuda.current_stream().synchronize()
