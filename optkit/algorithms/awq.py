@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from optkit.algorithms.gptq import GptqOptions, gptq
+from optkit.algorithms.gptq import GptqOptions, damped_hessian, gptq
 from optkit.algorithms.grid import Grid, round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 
@@ -142,9 +142,8 @@ def _with_costs(reader: Reader, rounding: Rounding) -> _Costed:
     diagonal = reader.hessian.diagonal()
     if rounding == "gptq":
         last_first = diagonal.argsort(stable=True)
-        damped = reader.hessian[last_first][:, last_first].clone()
-        damped.diagonal().add_(DAMPING * diagonal.mean())
-        factor, failed = torch.linalg.cholesky_ex(damped)
+        damped = damped_hessian(reader.hessian, DAMPING)
+        factor, failed = torch.linalg.cholesky_ex(damped[last_first][:, last_first])
         if not failed:
             return _Costed(
                 reader.weight,

@@ -1,21 +1,25 @@
-"""The inner loops of GPTQ and of coordinate descent as Triton kernels, one launch per block, or in C++.
-The search for scales is one launch for all that are tried.
+"""The loops of GPTQ and of coordinate descent in CUDA, or those of a block of inputs in C++.
+The search for scales is one launch of Triton for all that are tried.
 
 Outputs do not depend on each other, so each program takes a few of them and walks over the inputs
 of the block one after another; the same loops in torch launch about ten small kernels for each
-input. Tensors are [in, out], contiguous, float32.
+input. Tensors are [in, out], float32.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor
 
-OUTPUTS = 16
-"""Outputs of a program: 64 bytes of each input's row."""
+from optkit.algorithms.tensor_cores import has_tensor_cores
+
+WALK = "optkit.kernels.cuda.columns:walk"
+"""What rounds and descends on a GPU."""
 WEIGHTS = 4096
 """Weights of a program that searches scales, if a group has no more."""
 TOGETHER = 128
@@ -38,14 +42,19 @@ def usable(tensor: Tensor) -> bool:
     """Say whether the kernels can run where a tensor is: on a CUDA device with Triton installed, or on a
     CPU for which they are compiled.
     """
-    if tensor.is_cuda:
-        return find_spec("triton") is not None
+    return find_spec("triton") is not None if tensor.is_cuda else compiled(tensor)
+
+
+def compiled(tensor: Tensor) -> bool:
+    """Say whether a tensor is on a CPU for which the kernels are compiled."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and _compiled is not None
 
 
-def usable_for_floats(tensor: Tensor) -> bool:
-    """Say whether the kernels can round to E2M1 where a tensor is: on a CUDA device with Triton installed."""
-    return tensor.is_cuda and usable(tensor)
+def walks(tensor: Tensor) -> bool:
+    """Say whether `round_columns` and `descend_columns` can run where a tensor is: on an NVIDIA GPU with
+    tensor cores for bfloat16.
+    """
+    return torch.version.cuda is not None and tensor.dtype == torch.float32 and has_tensor_cores(tensor)
 
 
 def multiplies_bfloat16(tensor: Tensor) -> bool:
@@ -64,37 +73,44 @@ def add_gram_(total: Tensor, rows: Tensor, equal_tokens: bool) -> None:
     _compiled.add_gram_(total, rows.float().contiguous(), equal_tokens)
 
 
-def round_block(
-    values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int | None
-) -> tuple[Tensor, Tensor]:
-    """Return codes and errors, float [..., inputs, out], of one block of GPTQ. Without a `top` code
-    they are numbers of E2M1.
+def round_columns(rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int | None) -> Tensor:
+    """Return the codes of GPTQ, float [..., in, out], for weights `rest` [..., in, out] that are used up.
+    Without a `top` code they are numbers of E2M1, without zero points.
+
+    scales, zeros: float [..., in, out]; factor: the inverse Hessian's upper Cholesky factor [..., in, in].
+    """
+    return _walk()(False, rest, scales, zeros, factor, top)  # type: ignore[no-any-return]
+
+
+def descend_columns(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> Tensor:
+    """Return better codes, float [..., in, out], for a gradient that is used up.
+
+    codes, scales: float [..., in, out]; hessian: float [..., in, in].
+    """
+    return _walk()(True, gradient, scales, codes, hessian, top)  # type: ignore[no-any-return]
+
+
+@cache
+def _walk() -> Any:
+    return resolve_name(WALK)
+
+
+def round_block(values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Return codes and errors, float [..., inputs, out], of one block of GPTQ, on a CPU.
 
     values, scales, zeros: float [..., inputs, out]; factor: the block's part of the inverse
     Hessian's upper Cholesky factor [..., inputs, inputs].
     """
-    if not values.is_cuda and _compiled:
-        return _compiled.round_block(*_contiguous(values, scales, zeros, factor), top)  # type: ignore[no-any-return]
-    from optkit.algorithms.triton_columns import round_kernel
-
-    codes, errors = torch.empty_like(values), torch.empty_like(values)
-    _launch(round_kernel, (values, scales, zeros, factor, codes, errors), top)
-    return codes, errors
+    return _compiled.round_block(*_contiguous(values, scales, zeros, factor), top)  # type: ignore[no-any-return]
 
 
 def descend_block(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Descend one block: return new codes and each weight's move, float [..., inputs, out].
+    """Descend one block on a CPU: return new codes and each weight's move, float [..., inputs, out].
 
     gradient, codes, scales: float [..., inputs, out]; hessian: the block's part of it, float [...,
     inputs, inputs].
     """
-    if not gradient.is_cuda and _compiled:
-        return _compiled.descend_block(*_contiguous(gradient, codes, scales, hessian), top)  # type: ignore[no-any-return]
-    from optkit.algorithms.triton_columns import descend_kernel
-
-    better, moved = torch.empty_like(codes), torch.empty_like(codes)
-    _launch(descend_kernel, (gradient, codes, scales, hessian, better, moved), top)
-    return better, moved
+    return _compiled.descend_block(*_contiguous(gradient, codes, scales, hessian), top)  # type: ignore[no-any-return]
 
 
 def search_groups(
@@ -159,19 +175,6 @@ def normal_equations(hessian: Tensor, groups: int, steps: Tensor) -> Tensor:
             size=inputs // groups, width=TOGETHER, num_warps=8, num_stages=3,
         )  # fmt: skip
     return normal
-
-
-def _launch(kernel: object, tensors: tuple[Tensor, ...], top: int | None) -> None:
-    first = tensors[0]
-    inputs, outputs = first.shape[-2:]
-    padded = 1 << (inputs - 1).bit_length()
-    grid = (-(-outputs // OUTPUTS), first.numel() // (inputs * outputs))
-    held = _contiguous(*tensors)
-    # Triton launches on the current device, whichever device the tensors are on.
-    with torch.cuda.device_of(first):
-        kernel[grid](  # type: ignore[index]
-            *held, inputs, outputs, float(top or 0), floats=top is None, padded=padded, width=OUTPUTS, num_warps=2
-        )
 
 
 def _contiguous(*tensors: Tensor) -> list[Tensor]:

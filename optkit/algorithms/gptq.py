@@ -215,8 +215,10 @@ def _round_in_turn(rest: Tensor, factor: Tensor, scales: Tensor, zeros: Tensor, 
     """Return codes, float [..., in, out], for weights `rest` [..., in, out] that are used up.
     Scales and zeros are [..., in, out] too.
     """
+    if column_kernels.walks(rest):
+        return column_kernels.round_columns(rest, scales, zeros, factor, grid.top)
     codes = torch.empty_like(rest)
-    round_block = column_kernels.round_block if column_kernels.usable(rest) else _round_block
+    round_block = column_kernels.round_block if column_kernels.compiled(rest) else _round_block
     inputs = rest.shape[-2]
     for start in range(0, inputs, BLOCK):
         part = slice(start, min(start + BLOCK, inputs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.algorithms import column_kernels
@@ -30,8 +31,8 @@ class Hessian:
         """`equal_tokens` divides each x by its root mean square, so that all tokens count the same.
 
         Without it a few tokens with enormous activations (the first of a sequence, as a rule)
-        outweigh all others in some layers. `rounded`: a CPU that multiplies bfloat16 faster may
-        round x to it.
+        outweigh all others in some layers. `rounded`: what multiplies bfloat16 faster may round x
+        to it.
         """
         self.equal_tokens, self.rounded = equal_tokens, rounded
         self.tokens = 0
@@ -46,11 +47,13 @@ class Hessian:
         equal = sizes is None and self.equal_tokens
         if self.rounded and column_kernels.multiplies_bfloat16(rows):
             column_kernels.add_gram_(self._sum, float_factors(rows, sizes)[0][0], equal)
+        elif self.rounded and equal and _on_tensor_cores(rows):
+            self._add(F.rms_norm(rows, rows.shape[-1:], eps=torch.finfo(torch.float32).tiny), None)
         else:
             self._add(rows, mean_square(rows) if equal else sizes)
 
     def _add(self, rows: Tensor, sizes: Tensor | None) -> None:
-        on_tensor_cores = rows.dtype == torch.bfloat16 and has_tensor_cores(rows)
+        on_tensor_cores = _on_tensor_cores(rows)
         factors = (exact_factors if on_tensor_cores else float_factors)(rows, sizes)
         if on_tensor_cores:
             factors = [each for pair in factors for each in zip(*(part.split(LONGEST) for part in pair), strict=True)]
@@ -73,6 +76,10 @@ class Hessian:
         """Return the mean of x x^T, float32 [in, in]; NaN or Inf if an input was."""
         lower = self._sum.tril()
         return (lower + lower.tril(-1).T) / max(1, self.tokens)
+
+
+def _on_tensor_cores(rows: Tensor) -> bool:
+    return rows.dtype == torch.bfloat16 and has_tensor_cores(rows)
 
 
 def float_factors(rows: Tensor, sizes: Tensor | None) -> list[tuple[Tensor, Tensor]]:

@@ -133,13 +133,13 @@ def compensated(weight: Tensor, rounded: MicroscaledWeight, hessian: Tensor) -> 
     weight: float32 [out, in]; hessian: float32 [in, in]. Raises ValueError as `compensated_codes`.
     """
     tile = (1, weight.shape[1] // rounded.scales.shape[1])
-    round_block = _round_block if column_kernels.usable_for_floats(weight) else None
-    values = compensated_codes(weight, hessian, rounded.float_scales(), tile, round_to_e2m1, round_block)
+    round_columns = _round_columns if column_kernels.walks(weight) else None
+    values = compensated_codes(weight, hessian, rounded.float_scales(), tile, round_to_e2m1, round_columns)
     return replace(rounded, codes=_codes(values, values < 0))
 
 
-def _round_block(values: Tensor, steps: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    return column_kernels.round_block(values, steps, steps, factor, None)
+def _round_columns(rest: Tensor, steps: Tensor, factor: Tensor) -> Tensor:
+    return column_kernels.round_columns(rest, steps, steps, factor, None)
 
 
 def nvfp4_global_scale(weights: Iterable[Tensor]) -> Tensor:

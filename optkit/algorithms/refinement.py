@@ -108,7 +108,10 @@ def descend_codes_(codes: Tensor, target: Tensor, hessian: Tensor, scales: Tenso
     hessian: float [..., in, in]. arXiv:2309.01885, section 3. The order is that of the given tensors.
     """
     gradient = product(hessian, target - (codes - zeros) * scales)
-    descend_block = column_kernels.descend_block if column_kernels.usable(codes) else _descend_block
+    if column_kernels.walks(codes):
+        codes.copy_(column_kernels.descend_columns(gradient, codes, scales, hessian, grid.top))
+        return
+    descend_block = column_kernels.descend_block if column_kernels.compiled(codes) else _descend_block
     inputs = codes.shape[-2]
     for start in range(0, inputs, BLOCK):
         part = slice(start, min(start + BLOCK, inputs))

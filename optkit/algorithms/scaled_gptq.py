@@ -5,7 +5,6 @@ It rounds one input at a time and compensates in those left (arXiv:2210.17323).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -21,8 +20,8 @@ DAMPING = 0.01
 """Added to the Hessian's diagonal, as a fraction of its mean."""
 Rounding: TypeAlias = Callable[[Tensor], Tensor]
 """Returns the nearest numbers of a format, in its dtype."""
-RoundBlock: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Returns codes and errors, [inputs, out], of values, steps and the factor's part of one block."""
+RoundColumns: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Returns codes, [in, out], of weights that are used up, steps and the factor."""
 
 
 def compensated_codes(
@@ -31,12 +30,12 @@ def compensated_codes(
     scales: Tensor,
     tile: tuple[int, int],
     nearest: Rounding,
-    round_block: RoundBlock | None = None,
+    round_columns: RoundColumns | None = None,
 ) -> Tensor:
     """Return codes [out, in] in the dtype of `nearest`, for a weight float32 [out, in].
 
     scales: float [tiles of outputs, tiles of inputs]. Inputs with the largest activations are
-    rounded first. The zeros of a pruned weight stay. round_block: a faster way to do what `nearest`
+    rounded first. The zeros of a pruned weight stay. round_columns: a faster way to do what `nearest`
     does in a loop. Raises ValueError if no damping makes the Hessian positive definite.
     """
     options = GptqOptions(damping=DAMPING)
@@ -46,12 +45,13 @@ def compensated_codes(
     steps = scales.repeat_interleave(tile[0], 0)[: weight.shape[0]].T[torch.div(order, tile[1], rounding_mode="floor")]
     if (zeros := zeros_of_pruning(weight)) is not None:
         steps = steps.masked_fill(zeros.T[order], HELD_STEP)
+    if round_columns:
+        return round_columns(rest, steps, factor)[order.argsort()].T.contiguous()
     codes = torch.empty_like(rest, dtype=nearest(rest[:1]).dtype)
-    round_block = round_block or partial(_round_block, nearest=nearest)
     with one_thread():
         for start in range(0, len(rest), BLOCK):
             part = slice(start, min(start + BLOCK, len(rest)))
-            codes[part], errors = round_block(rest[part], steps[part], factor[part, part])
+            codes[part], errors = _round_block(rest[part], steps[part], factor[part, part], nearest)
             rest[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
     return codes[order.argsort()].T.contiguous()
 

@@ -67,7 +67,7 @@ class Mx(SharedText, LayerQuantizer):
     kind: ClassVar[str] = "mx"
     example: ClassVar[str] = "- bf16\n- mx: {type: nvfp4}"
     for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
     # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them.

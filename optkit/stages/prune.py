@@ -53,7 +53,7 @@ class Prune(SharedText):
     example: ClassVar[str] = "- prune: {method: sparsegpt, pattern: '2:4', calibration: {dataset: c4}}"
     for_tasks: ClassVar[frozenset[Task]] = KNOWN_TASKS
     produces: ClassVar[Format] = Format.CHECKPOINT
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
 

@@ -140,7 +140,7 @@ class Qat(GptqFields, WeightQuantizer):
     kind: ClassVar[str] = "qat"
     example: ClassVar[str] = "- qat: {bits: 3, training: {texts: [{dataset: c4}], tokens: 1_000_000}}"
     reads_origin: ClassVar[bool] = True
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
 
     start: Literal["gptq", "rtn"] = "gptq"
     """The codes to begin with: those of gptq, or the nearest ones with the scales of least squared

@@ -1,4 +1,4 @@
-"""The Triton kernels against the loops in torch; on a machine without a GPU they run in Triton's
+"""The kernels against the loops in torch; on a machine without a GPU those in Triton run in its
 interpreter, if Triton is there.
 """
 
@@ -12,14 +12,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from optkit.algorithms import column_kernels, scaled_gptq
-from optkit.algorithms.gptq import _round_block
+from optkit.algorithms import column_kernels, microscaling, scaled_gptq
+from optkit.algorithms.gptq import _round_in_turn
 from optkit.algorithms.grid import Grid, round_to_nearest
 from optkit.algorithms.microscaling import round_to_e2m1
-from optkit.algorithms.refinement import _descend_block, _equations, _product
+from optkit.algorithms.refinement import _equations, _product, descend_codes_
 from optkit.algorithms.scale_search import search_scales
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="there is no triton")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="there is no triton")
 
 
 def block(inputs, outputs):
@@ -31,38 +31,66 @@ def block(inputs, outputs):
     return [each.to(DEVICE) for each in (values, scales, zeros, hessian)]
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 40), (64, 16), (96, 7), (1, 3)])
-def test_a_block_is_rounded_as_by_the_loop(inputs, outputs):
+@pytest.fixture
+def loops(monkeypatch):
+    """Return what computes without the kernels of a GPU."""
+
+    def run(compute):
+        with monkeypatch.context() as patch:
+            patch.setattr(column_kernels, "walks", lambda tensor: False)
+            return compute()
+
+    return run
+
+
+def same_but_for_ties(found, expected):
+    return (found != expected).float().mean() < 0.01  # codes may differ where a value lies between two
+
+
+SIZES = [(300, 40), (256, 16), (96, 7), (1, 3)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
+def test_weights_are_rounded_and_codes_descend_as_by_the_loops(loops, inputs, outputs):
     values, scales, zeros, hessian = block(inputs, outputs)
-    factor = torch.linalg.cholesky(hessian, upper=True)
-    expected = _round_block(values.clone(), scales, zeros, factor, 15)
-    found = column_kernels.round_block(values, scales, zeros, factor, 15)
-    assert (found[0] != expected[0]).float().mean() < 0.01, "codes may differ where a value lies between two"
-    same = (found[0] == expected[0]).all(0)
-    torch.testing.assert_close(found[1][:, same], expected[1][:, same], rtol=1e-3, atol=1e-4)
+    factor, grid = torch.linalg.cholesky(hessian, upper=True), Grid(4, None, True)
+
+    def rounded():
+        return _round_in_turn(values.clone(), factor, scales, zeros, grid)
+
+    expected = loops(rounded)
+    assert same_but_for_ties(rounded(), expected)
+
+    def descended():
+        codes = expected.clone()
+        descend_codes_(codes, values, hessian, scales, zeros, grid)
+        return codes
+
+    assert same_but_for_ties(descended(), loops(descended))
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 40), (64, 16), (96, 7), (1, 3)])
-def test_a_block_descends_as_by_the_loop(inputs, outputs):
-    gradient, scales, _, hessian = block(inputs, outputs)
-    codes = torch.randint(0, 16, (inputs, outputs), generator=torch.Generator().manual_seed(1)).float().to(DEVICE)
-    expected = _descend_block(gradient.clone(), codes, scales, hessian, 15)
-    found = column_kernels.descend_block(gradient, codes, scales, hessian, 15)
-    assert (found[0] != expected[0]).float().mean() < 0.01
-    same = (found[0] == expected[0]).all(0)
-    torch.testing.assert_close(found[1][:, same], expected[1][:, same], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize(("inputs", "outputs"), [(128, 40), (96, 7), (1, 3)])
+@pytest.mark.gpu
+@pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 def test_floats_are_rounded_as_by_the_loop(inputs, outputs):
     values, scales, _, hessian = block(inputs, outputs)
     values *= 3  # beyond 6 steps too
+    weight, tile = values.T.contiguous(), (1, inputs)
+    given = weight, hessian, scales.T.amax(1, keepdim=True).contiguous(), tile, round_to_e2m1
+    expected = scaled_gptq.compensated_codes(*given)
+    assert same_but_for_ties(scaled_gptq.compensated_codes(*given, microscaling._round_columns), expected)
+
+
+@pytest.mark.gpu
+def test_layers_are_rounded_side_by_side():
+    several = [torch.stack(each) for each in zip(*(block(inputs, 40) for inputs in (300, 300)), strict=True)]
+    several[0][1] *= 2
+    values, scales, zeros, hessian = several
     factor = torch.linalg.cholesky(hessian, upper=True)
-    expected = scaled_gptq._round_block(values.clone(), scales, factor, round_to_e2m1)
-    found = column_kernels.round_block(values, scales, scales, factor, None)
-    assert (found[0] != expected[0]).float().mean() < 0.01
-    same = (found[0] == expected[0]).all(0)
-    torch.testing.assert_close(found[1][:, same], expected[1][:, same], rtol=1e-3, atol=1e-4)
+    found = column_kernels.round_columns(values.clone(), scales, zeros, factor, 15)
+    for layer in range(2):
+        alone = column_kernels.round_columns(values[layer], scales[layer], zeros[layer], factor[layer], 15)
+        assert same_but_for_ties(found[layer], alone)
 
 
 def squared_error(weight, importance, grid, scales, zeros):
@@ -72,6 +100,7 @@ def squared_error(weight, importance, grid, scales, zeros):
     return grid.grouped(error.square() * importance).sum(-1)
 
 
+@needs_triton
 @pytest.mark.parametrize(
     ("bits", "group", "symmetric", "stored"),
     [
@@ -99,6 +128,7 @@ def test_scales_are_searched_as_in_torch(monkeypatch, bits, group, symmetric, st
     torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
 
 
+@needs_triton
 @pytest.mark.parametrize(("groups", "width", "outputs", "layers"), [(3, 32, 40, 0), (5, 16, 130, 0), (2, 128, 7, 2)])
 def test_equations_of_scales_are_those_of_the_loop(groups, width, outputs, layers):
     generator = torch.Generator().manual_seed(groups)
@@ -115,5 +145,6 @@ def test_equations_of_scales_are_those_of_the_loop(groups, width, outputs, layer
 def test_kernels_run_where_their_tensors_are():
     values, scales, zeros, hessian = (each.to("cuda:1") for each in block(128, 40))
     factor = torch.linalg.cholesky(hessian, upper=True)
-    expected = _round_block(values.clone(), scales, zeros, factor, 15)[0]
-    assert (column_kernels.round_block(values, scales, zeros, factor, 15)[0] != expected).float().mean() < 0.01
+    first, second, third, fourth = (each.to("cuda:0") for each in (values, scales, zeros, factor))
+    expected = column_kernels.round_columns(first, second, third, fourth, 15)
+    assert torch.equal(column_kernels.round_columns(values, scales, zeros, factor, 15).cpu(), expected.cpu())

@@ -102,6 +102,12 @@ def test_what_is_behind_a_product(numbers: str) -> None:
         compiles("finish.cu", {"BITS": "16"} | {name: "1" for name in named if name != "INTEGER"})
 
 
+@pytest.mark.parametrize("flags", ["", "DESCEND", "FLOATS"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+def test_columns(flags: str, architecture: str) -> None:
+    compiles("columns.cu", dict.fromkeys(flags.split(), "1"), architecture)
+
+
 def test_tokens_and_older_gpus() -> None:
     compiles("tokens.cu", {"BF16": "1", "WIDTH": "4096", "VOCABULARY": "128256"})
     compiles("linear.cu", FORMS["int8"].macros() | {"SHARED": "1"}, "sm_80")

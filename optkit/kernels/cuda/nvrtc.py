@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import hashlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,14 @@ class Kernel:
         if torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self(grid, threads, arguments, shared_bytes)
+        return self.again(grid, threads, arguments, shared_bytes)()
+
+    def again(
+        self, grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0
+    ) -> Callable[..., None]:
+        """Return what launches it again and again as `__call__` does, on what is the current stream now, perhaps with
+        another int as its last argument. The device is the current one.
+        """
         library = driver()
         if shared_bytes > self._allowed:
             self._check(library.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
@@ -79,8 +87,13 @@ class Kernel:
         attribute.value[0] = 1
         stream = torch.cuda.current_stream().cuda_stream
         launch = _Launch(*grid, threads, 1, 1, shared_bytes, stream, ctypes.pointer(attribute), int(self._overlaps))
-        self._check(library.cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
-        return None
+
+        def once(*last: int) -> None:
+            for value in last:
+                values[-1].value = value
+            self._check(library.cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
+
+        return once
 
     def _check(self, status: int) -> None:
         if status:

@@ -16,7 +16,7 @@ EXPERTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Weights of experts of one shape that are quantized at a time."""
 HESSIANS_AT_ONCE = 1 << 34
 """Most bytes of the Hessians of a block's experts; for those of others the text runs through it again."""
-HELD = {"cpu": (4.0, 9.0), "cuda": (5.0, 10.5)}
+HELD = {"cpu": (4.0, 9.0), "cuda": (6.5, 10.5)}
 """Matrices of the Hessian's size, and of the weight's, that are held at once while codes improve. GPUs
 older than Hopper hold 7.5 of the first while they cut it up for their tensor cores.
 """

@@ -1,0 +1,56 @@
+"""The inner loops of GPTQ and of coordinate descent on NVIDIA GPUs: the launches of `columns.cu`."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from optkit.algorithms.tensor_cores import add_product_
+from optkit.kernels.cuda.nvrtc import Kernel, compiled
+
+INPUTS, LANES, WARPS = 128, 32, 4
+SHARED_BYTES = 4 * (INPUTS * (INPUTS + LANES) + 16 * LANES)
+"""For a block's part of a factor, its values, and what 16 inputs changed."""
+
+
+def walk(descend: bool, rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int | None) -> Tensor:
+    """Return codes as `column_kernels.round_columns` and `descend_columns` do.
+    `rest` is used up; `zeros` of a descent are the codes so far.
+
+    What a block of inputs changed is carried to those behind it by tensor cores, as `product` multiplies.
+    """
+    rest, scales, zeros, factor = (each.contiguous() for each in (rest, scales, zeros, factor))
+    *layers, inputs, outputs = rest.shape
+    codes = torch.empty_like(rest)
+    changed = rest.new_empty(*layers, 3 * INPUTS, outputs, dtype=torch.bfloat16)
+    pulls = _in_parts(factor)
+    grid = (-(-outputs // LANES), layers[0] if layers else 1, 1)
+    arguments = (rest, scales, zeros, factor, codes, changed, inputs, outputs, float(top or 0), 0)
+    kernel = _kernel(descend, top is None, rest.get_device())
+    with torch.cuda.device_of(rest):
+        from_input = kernel.again(grid, LANES * WARPS, arguments, SHARED_BYTES)
+        for block, start in enumerate(range(0, inputs, INPUTS)):
+            from_input(start)
+            if (stop := start + INPUTS) < inputs:
+                add_product_(rest[..., stop:, :], pulls[..., block, :, stop:].mT, changed)
+    return codes
+
+
+def _in_parts(factor: Tensor) -> Tensor:
+    """Return what follows each block of inputs but the last, bfloat16 [..., blocks, 3 * INPUTS, in], so that its
+    product with the three parts that `columns.cu` writes is that of float32 numbers to 16 bits.
+    """
+    blocks = (factor.shape[-1] - 1) // INPUTS
+    rows = factor[..., : blocks * INPUTS, :].unflatten(-2, (blocks, INPUTS))
+    parts = factor.new_empty(*rows.shape[:-2], 3 * INPUTS, rows.shape[-1], dtype=torch.bfloat16)
+    high, again, low = parts.split(INPUTS, -2)
+    torch.sub(rows, again.copy_(high.copy_(rows)), out=low)
+    return parts
+
+
+@cache
+def _kernel(descend: bool, floats: bool, device: int) -> Kernel:
+    flags = {"DESCEND": descend, "FLOATS": floats}
+    return compiled("columns.cu", "columns", tuple((name, "1") for name, on in flags.items() if on), device)
