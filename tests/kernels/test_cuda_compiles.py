@@ -98,7 +98,9 @@ def test_exchange(ranks: int, architecture: str) -> None:
 def test_what_is_behind_a_product(numbers: str) -> None:
     for flags in ("GATED", "GATED GELU", "RESIDUAL", "WIDE"):
         named = dict.fromkeys(f"{numbers} {flags}".split(), "1")
-        compiles("finish.cu", {"BITS": "8", "WIDTH": "4096", "THREADS": "448", "ROUNDS": "4", "NORM": "1"} | named)
+        coded = {"BITS": "8", "WIDTH": "4096", "THREADS": "448", "ROUNDS": "4", "NORM": "1"} | named
+        for more in (("SCALED",),) if "INTEGER" in numbers else ((), ("SCALED",)):
+            compiles("finish.cu", coded | dict.fromkeys(more, "1"))
         compiles("finish.cu", {"BITS": "16"} | {name: "1" for name in named if name != "INTEGER"})
 
 

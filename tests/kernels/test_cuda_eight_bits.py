@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.algorithms.eight_bit import FLOAT8, INT8, NumberFormat, round_inputs
+from optkit.kernels.cuda import scaled_products
 from optkit.kernels.cuda.finishing import finish_coded
 from optkit.kernels.cuda.matrix import Matrix, coded_rows
 from optkit.kernels.cuda.step_products import code_products, step_product
@@ -16,20 +17,26 @@ from tests.kernels.test_cuda_kernels import difference
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def _scaled_without_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaled_products, "FEWEST_ROWS", 1)
+
+
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 256), (4096, 4096), (80, 576), (96, 14336)])
 @pytest.mark.parametrize("numbers", [FLOAT8, INT8], ids=["fp8", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
 def test_products_of_8_bits_are_those_of_codes(
-    outputs: int, inputs: int, numbers: NumberFormat, dtype: torch.dtype, static: bool
+    outputs: int, inputs: int, numbers: NumberFormat, dtype: torch.dtype, static: bool, biased: bool
 ) -> None:
     torch.manual_seed(outputs + inputs)
     limit = 8e-3 if dtype == torch.bfloat16 else 5e-3  # tensor cores add E4M3 products with 14 bits
     codes = numbers.round(torch.randn(outputs, inputs, device="cuda") * numbers.reach / 4)
     scales = torch.rand(outputs, device="cuda") + 0.5
     given = torch.full((1,), 5.0 / numbers.reach, device="cuda") if static else None
-    bias = torch.randn(outputs, device="cuda").to(dtype)
-    matrix = Matrix(codes, outputs, inputs, dtype, scales / numbers.reach, given, bias=bias)
+    bias = torch.randn(outputs, device="cuda").mul_(biased).to(dtype)
+    matrix = Matrix(codes, outputs, inputs, dtype, scales / numbers.reach, given, bias=bias if biased else None)
     exact = codes.double() * (scales / numbers.reach).double()[:, None]
     for tokens in (1, 3, 8, 9, 17, 32, 33, 70, 200):
         x = torch.randn(tokens, inputs, device="cuda").to(dtype)
@@ -58,8 +65,9 @@ def test_products_of_8_bits_are_those_of_codes(
 @pytest.mark.parametrize(("width", "behind"), [(4096, 14336), (576, 208), (64, 4096)])
 @pytest.mark.parametrize("numbers", [FLOAT8, INT8], ids=["fp8", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("biased", [False, True])
 def test_products_of_codes_are_left_as_the_codes_of_the_next_product(
-    width: int, behind: int, numbers: NumberFormat, dtype: torch.dtype
+    width: int, behind: int, numbers: NumberFormat, dtype: torch.dtype, biased: bool
 ) -> None:
     torch.manual_seed(width)
     next_matrices = []
@@ -73,7 +81,7 @@ def test_products_of_codes_are_left_as_the_codes_of_the_next_product(
         for outputs, added in ((2 * behind, None), (width, before)):
             codes = numbers.round(torch.randn(outputs, width, device="cuda") * numbers.reach / 4)
             scales, bias = (torch.rand(outputs, device="cuda") / numbers.reach for _ in range(2))
-            matrix = Matrix(codes, outputs, width, dtype, scales, bias=bias.to(dtype))
+            matrix = Matrix(codes, outputs, width, dtype, scales, bias=bias.to(dtype) if biased else None)
             next_matrix, how = (
                 next_matrices[added is not None],
                 {} if added is None else {"norm": norm, "epsilon": 1e-5},

@@ -108,7 +108,7 @@ def arrange(
 def finish(
     m: Macros, grid: Any, products: Tensor, scales: Any, of_tokens: Any, bias: Any, y: Tensor, rows: int, tokens: int
 ) -> None:
-    values = products.float() if m["BITS"] != "8" else products.float() * scales * of_tokens[:, None]
+    values = products.float() * scales * of_tokens[:, None] if "SCALED" in m else products.float()
     values = values if bias is None else values + bias
     if "GATED" in m:
         gate, up = values.chunk(2, -1)

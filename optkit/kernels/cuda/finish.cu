@@ -1,9 +1,9 @@
 // What is behind a dense product [tokens, rows]: scales, bias, gates, the sum with what is there.
 //
-// Macros: BF16; BITS (8: products are sums of products of codes, in 16 bits if BF16 and not INTEGER, else in 32); GATED (outputs are
-//   silu(first half) * second half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there); BIASED; WIDE (y is float32); of
+// Macros: BF16; BITS; SCALED (products are sums of products of codes, in 16 bits if BF16 and not INTEGER, else in 32); GATED (outputs
+//   are silu(first half) * second half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there); BIASED; WIDE (y is float32); of
 //   `finish_coded`: WIDTH (inputs of the next product), THREADS, ROUNDS, NORM.
-#if defined(INTEGER) || (BITS == 8 && !defined(BF16))
+#if defined(SCALED) && (defined(INTEGER) || !defined(BF16))
 #define LONG_PRODUCTS
 #define WORDS 2
 #else
@@ -39,7 +39,7 @@ struct Outputs {
   int row, rows, written;
   float by[HALVES][8];
   __device__ __forceinline__ Outputs(int row, int rows, const float* scales) : row(row), rows(rows), written(rows / HALVES) {
-#if BITS == 8
+#ifdef SCALED
 #pragma unroll
     for (int half = 0; half < HALVES; half++)
 #pragma unroll
@@ -60,7 +60,7 @@ struct Outputs {
 #else
         float value = __uint_as_float(word_of(products.words[half][i / 4], i % 4));
 #endif
-#if BITS == 8
+#ifdef SCALED
         value *= token_scale * by[half][i];
 #endif
 #ifdef BIASED
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
       if (THERE(vector)) before[r] = y[(size_t)token * VECTORS + vector];
 #endif
     }
-    const float token_scale = token_scales[token];
+    const float token_scale = token_scales ? token_scales[token] : 1;
     const int next = token + gridDim.x;
     if (next < tokens && threadIdx.x % (8 / WORDS) == 0) {  // of each line of the next token
 #pragma unroll

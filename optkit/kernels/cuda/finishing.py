@@ -38,15 +38,15 @@ class Products:
 
     matrix: Matrix
     sums: Tensor
-    """[rows, outputs]; of 8 bits sums of products of codes."""
+    """[rows, outputs]"""
     scales: Tensor | None = None
-    """Of rows, float32 [rows]; of 8 bits."""
+    """Of rows, float32 [rows], if sums are of products of codes and not scaled yet."""
 
     def compiled(self, name: str, flags: dict[str, bool], numbers: dict[str, int]) -> Kernel:
         """Return a kernel of finish.cu."""
         form = self.matrix.form
         flags = {"BF16": form.dtype == torch.bfloat16, "INTEGER": form.integer, "GELU": form.gelu, **flags}
-        flags["BIASED"] = self.matrix.bias is not None
+        flags |= {"BIASED": self.matrix.bias is not None, "SCALED": self.scales is not None}
         macros = {"BITS": form.bits, **numbers, **{flag: 1 for flag, on in flags.items() if on}}
         named = tuple(sorted((flag, str(value)) for flag, value in macros.items()))
         return compiled("finish.cu", name, named, self.sums.get_device())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from optkit.kernels.cuda.finishing import Coded, Products, finish, finish_coded
 from optkit.kernels.cuda.matrix import Matrix, scratch_bytes
+from optkit.kernels.cuda.scaled_products import is_scaled
 from optkit.kernels.cuda.schedule import MOST_TOKENS
 from optkit.kernels.cuda.step_layers import GatedMlp, Layer
 from optkit.kernels.cuda.step_products import (
@@ -106,7 +107,7 @@ class Rows:
 
     def _add(self, matrix: Matrix, x: Tensor | Lined, norm: Tensor | None) -> None:
         if norm is None and self.exchange is None:
-            if isinstance(x, Lined) or not is_coded(matrix, len(x)):
+            if isinstance(x, Lined) or not is_coded(matrix, len(x)) or is_scaled(matrix, len(x)):
                 step_product(matrix, x, self.hidden, add=True, ordered=self.ordered)
             else:
                 # the kernel in front of the next product adds it, norms it and rounds it in one

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from optkit.kernels.cuda.finishing import Coded, Products, finish, finish_coded
 from optkit.kernels.cuda.matrix import Matrix, coded_rows, dequantized, multiply
+from optkit.kernels.cuda.scaled_products import is_scaled, scaled_product
 from optkit.kernels.cuda.schedule import CHUNK, MOST_TOKENS
 from optkit.kernels.cuda.wide import Lined, can_be_wide, multiply_wide
 
@@ -49,8 +50,9 @@ def takes_coded(matrix: Matrix, behind: Matrix, rows: int) -> bool:
 
 
 def leaves_scales(matrix: Matrix, rows: int) -> bool:
-    """Say whether products of codes are of 16 bits, so that the attention kernels read them."""
-    return is_coded(matrix, rows) and not matrix.form.integer and matrix.dtype == torch.bfloat16
+    """Say whether products of codes are of 16 bits and to be scaled, which the attention kernels do."""
+    unscaled = is_coded(matrix, rows) and not is_scaled(matrix, rows)
+    return unscaled and not matrix.form.integer and matrix.dtype == torch.bfloat16
 
 
 def step_gated(
@@ -80,6 +82,9 @@ def step_product(
     """Write x W^T into y like `multiply`, for any number of rows; can be captured in a CUDA graph."""
     if isinstance(x, Coded) or (isinstance(x, Tensor) and is_coded(matrix, len(x))):
         assert isinstance(y, Tensor)
+        if is_scaled(matrix, len(x)) and not gated:
+            scaled_product(matrix, _as_coded(matrix, x, norm, epsilon), y, add=add)
+            return
         finish(code_products(matrix, x, norm, epsilon), y, add=add, gated=gated)
         return
     if isinstance(x, Lined) or isinstance(y, Lined) or is_wide(matrix, len(x)):
@@ -93,8 +98,13 @@ def step_product(
 
 
 def code_products(matrix: Matrix, x: Tensor | Coded, norm: Tensor | None = None, epsilon: float = 0.0) -> Products:
-    """Return the products of a matrix of 8 bits and x, whose scales are left to do."""
-    codes, scales = (x.codes, x.scales) if isinstance(x, Coded) else coded_rows(matrix, x, norm, epsilon)
+    """Return the products of a matrix of 8 bits and x, whose scales are left to do, unless `is_scaled`."""
+    x = _as_coded(matrix, x, norm, epsilon)
+    codes, scales = x.codes, x.scales
+    if is_scaled(matrix, len(codes)):
+        sums = torch.empty(len(codes), matrix.outputs, dtype=matrix.dtype, device=codes.device)
+        scaled_product(matrix, x, sums)
+        return Products(matrix, sums)
     if matrix.form.integer:
         padded = F.pad(codes, (0, 0, 0, max(0, FEWEST_INTEGER_ROWS - len(codes))))
         return Products(matrix, torch._int_mm(padded, matrix.weight.T)[: len(codes)], scales)
@@ -102,6 +112,11 @@ def code_products(matrix: Matrix, x: Tensor | Coded, norm: Tensor | None = None,
     one = _one(codes.device)
     sums = torch._scaled_mm(codes, matrix.weight.T, one, one, out_dtype=wide, use_fast_accum=True)
     return Products(matrix, sums, scales)
+
+
+def _as_coded(matrix: Matrix, x: Tensor | Coded, norm: Tensor | None = None, epsilon: float = 0.0) -> Coded:
+    """Return x, normed, as a matrix of 8 bits takes it."""
+    return x if isinstance(x, Coded) else Coded(*coded_rows(matrix, x, norm, epsilon))
 
 
 @cache
