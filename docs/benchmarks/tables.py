@@ -139,8 +139,10 @@ def shown(value: Value) -> str:
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """Return a paragraph in lines; a command is broken at its spaces alone."""
-    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    """Return a paragraph in lines; a command is broken at its spaces alone, and before no mark of a list."""
+    kept = re.sub(r" (?=([*+-]|\d+[.)]) )", "\0", text)
+    lines = textwrap.fill(kept, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines.replace("\0", " ")
 
 
 def pages() -> Iterator[Path]:

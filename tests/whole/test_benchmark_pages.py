@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 
 from docs.benchmarks.charts import PICTURES, figures, markdown
 from docs.benchmarks.drawing import SHAPES
-from docs.benchmarks.tables import BLOCK, Interval, Result, filled, pages, read_results, shown, table
+from docs.benchmarks.tables import BLOCK, Interval, Result, filled, pages, read_results, shown, table, wrapped
 from optkit.page.charts.chart import Key
 from optkit.recipe.recipe import load_recipe
 
@@ -45,6 +45,13 @@ def test_a_table_says_what_made_each_row() -> None:
     assert "\n- [2] `optkit --help` (by hand: a script); torch 2.13.\n" in text
     assert text.endswith("\n- [The data](results/speed.json) also have: B.")
     assert shown(Decimal("0.00005")) == "5.0e-5"
+
+
+def test_no_line_of_a_command_begins_a_list() -> None:
+    """Markdown takes ` * bits` at the start of a line for the next item, and the command ends there."""
+    for mark in ("*", "+", "-", "3."):
+        text = "- `" + "x" * 88 + f" errors, {mark} bits`"
+        assert wrapped(text, "  ").split("\n") == ["- `" + "x" * 88, f"  errors, {mark} bits`"]
 
 
 @pytest.mark.parametrize(
