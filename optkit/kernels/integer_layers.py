@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from optkit.algorithms.packing import pack, unpack, unpack_awq, unsigned_codes
 from optkit.errors import SourceError
 from optkit.kernels.integer_kernels import BITS, IntegerLayer, bits_of, packed_weight
@@ -63,10 +65,20 @@ class BytesLayer(IntegerLayer):
     def integers(self, device: str) -> PackedWeight:
         parts = self.read(self.leaves, device, required=("weight_scale",))
         bits, scales, zeros = self.scheme["weights"]["num_bits"], parts["weight_scale"], parts.get("weight_zero_point")
-        words = pack(unsigned_codes(parts["weight"], bits), bits, 1)
+        words = pack(self._unsigned(parts["weight"], bits), bits, 1)
         bits_of(words, scales, self.shape, self.where)
-        zeros = None if zeros is None else unsigned_codes(zeros, bits)
+        zeros = None if zeros is None else self._unsigned(zeros, bits)
         return packed_weight(words, scales, zeros, None, bits, self.shape[1])
+
+    def _unsigned(self, codes: Tensor, bits: int) -> Tensor:
+        found = unsigned_codes(codes, bits)
+        if (found > (1 << bits) - 1).any():
+            raise SourceError(
+                f"codes do not fit the {bits} bits that config.json says",
+                where=self.where,
+                remedy="See that config.json and the weights belong together",
+            )
+        return found
 
 
 def gptq_layers(checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[GptqLayer] | None:

@@ -112,7 +112,7 @@ def calibrated_work(
     kept of the inputs of a block's layers; `work`: of changing its layers, one after another; `devices`
     have a share of the text each.
 
-    Raises StageError as `refuse_unreached` does.
+    Raises StageError as `refuse_unchained` does.
     """
     hidden, running = calibration_bytes(shape, layers, text, batch, devices)
     head = shape.tensors.get(f"{HEAD}.weight")
@@ -147,9 +147,9 @@ def calibration_bytes(
     """Return the bytes of the hidden states of a device's share of a text, as in the file, and of a
     block's activations. `batch`: sequences that run at once.
 
-    Raises StageError as `refuse_unreached` does, and if no expert could see all tokens.
+    Raises StageError as `refuse_unchained` does, and if no expert could see all tokens.
     """
-    refuse_unreached(shape, "calibration")
+    refuse_unchained(shape, "calibration")
     if text.experts == "all" and (why := _why_unseen(shape)):
         raise no_such_experts("calibration.experts", why)
     width = shape.width or min(layer.inputs for layer in layers.values())
@@ -184,8 +184,8 @@ def no_such_experts(where: str, why: str) -> StageError:
     return StageError(what, where=where, why=why, remedy="Leave it out")
 
 
-def refuse_unreached(shape: ModelShape, where: str) -> None:
-    """Raise StageError if a text does not run through all blocks of the model, one by one."""
+def refuse_unchained(shape: ModelShape, where: str) -> None:
+    """Raise StageError if blocks cannot be run one by one, or a text does not reach all of them."""
     if why := UNCHAINED.get(str(text_config(shape.config).get("model_type"))):
         raise StageError(
             f"the blocks of {architectures_of(shape.config)} cannot be run one by one",
@@ -193,6 +193,11 @@ def refuse_unreached(shape: ModelShape, where: str) -> None:
             why=f"{why[0].upper()}{why[1:]}",
             remedy=REMEDY,
         )
+    refuse_unreached(shape, where)
+
+
+def refuse_unreached(shape: ModelShape, where: str) -> None:
+    """Raise StageError if a text does not run through all blocks of the model."""
     if blocks := text_config(shape.config).get("cross_attention_layers"):
         raise StageError(
             f"{len(blocks):,} of {shape.block_count:,} blocks of {architectures_of(shape.config)} run for images alone",

@@ -95,7 +95,7 @@ def _is_opened_apart(shape: ModelShape, form: Callable[[Layer], LayerFormat]) ->
 
 def packable(selection: Selection, form: Callable[[Layer], LayerFormat], stage: str) -> Selection:
     """Return the selection without layers in whose form the model's own code would miss the weight.
-    If that is all of the blocks', with codes in whole bytes. Raises StageError if no layer is left.
+    If that is all of the blocks', with codes in whole bytes. Raises StageError if no layer of theirs is left.
     """
     missed = _missed_weights(selection, form)
     if missed and missed.keys() >= selection.layers.keys() - {HEAD}:

@@ -16,7 +16,7 @@ from optkit.common.field_types import Amount, BatchSize, Distinct
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
-from optkit.model.calibration_memory import refuse_unreached
+from optkit.model.calibration_memory import refuse_unchained
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import block_count, dropped_parts, hidden_size, shallower_config, shallower_tensors
 from optkit.model.fewer_experts import with_fewer_experts
@@ -173,7 +173,7 @@ class PruneStructured(WidthFields, Transform):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact size that it leaves, as if the last blocks went: a run alone knows which go."""
-        refuse_unreached(shape, KIND)
+        refuse_unchained(shape, KIND)
         planned, blocks = self._planned(shape), block_count(shape.config)
         named = self.remove_layers if isinstance(self.remove_layers, tuple) else range(blocks - planned.count, blocks)
         kept = [index for index in range(blocks) if index not in named]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from pydantic import model_validator
 
 from optkit.errors import StageError
-from optkit.model.calibration_memory import refuse_unreached
+from optkit.model.calibration_memory import refuse_unchained
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.output_layer import tied_embedding, with_own_head
@@ -156,7 +156,7 @@ class Rotate(Transform):
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves: a tied model gets an `lm_head` of its own."""
-        refuse_unreached(shape, "rotate")
+        refuse_unchained(shape, "rotate")
         tensors, config = dict(shape.tensors), shape.config
         if self.residual:
             refuse_multi_modal(config, "rotate.residual", STREAM, "Set rotate.residual to false")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from optkit.errors import OptkitError
-from optkit.model.calibration_memory import refuse_unreached
+from optkit.model.calibration_memory import refuse_unchained
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.conversions import rewritten_tensor
 from optkit.model.shape import ModelShape, TensorInfo
@@ -18,6 +18,7 @@ from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context
 from optkit.stages.fp8 import Fp8
+from optkit.stages.kv_scales import KvScales
 from optkit.stages.rotate import Rotate
 from optkit.stages.rtn import Rtn
 from optkit.store.store import Store
@@ -75,8 +76,14 @@ def test_what_commutes_is_rotated() -> None:
 
 def test_blocks_that_cannot_be_run_one_by_one() -> None:
     with pytest.raises(OptkitError, match=r"^gptq: the blocks of AForCausalLM .* It reads weights of all blocks at"):
-        refuse_unreached(shape_of("rwkv", "ln1.weight"), "gptq")
-    refuse_unreached(shape_of("llama", "input_layernorm.weight"), "gptq")
+        refuse_unchained(shape_of("rwkv", "ln1.weight"), "gptq")
+    refuse_unchained(shape_of("llama", "input_layernorm.weight"), "gptq")
+
+
+def test_a_stage_that_runs_the_whole_model_takes_blocks_that_cannot_be_run_one_by_one() -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    shape = shape_of("gemma3n_text", "self_attn.k_proj.weight", info=TensorInfo("F32", (8, 8)), **heads)
+    assert "model.layers.1.self_attn.k_scale" in KvScales().predict(shape, "cpu")[1].tensors
 
 
 def test_lists_of_other_lengths_than_config_json_says() -> None:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from optkit.errors import StageError
+from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.read_weights import Read
 from optkit.session import open_session
 from optkit.stage import Context
+from optkit.stages.dequantize import Dequantize
 from optkit.stages.int8 import Int8
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
@@ -62,12 +64,8 @@ def test_transformers_opens_what_is_written_and_computes_the_same(
 @pytest.mark.parametrize(
     ("kind", "stage", "message"),
     [
-        ("recurrent_gemma", Rtn(group_size=16, backend="llmcompressor"), r"rtn: none of the 13 .*fp8, int8 or nf4"),
-        (
-            "falcon",
-            Rtn(group_size=16, backend="llmcompressor"),
-            r"rtn: none of the 8 layers .*a class for it.*Use the stage fp8\.",
-        ),
+        ("recurrent_gemma", BACKED, r"rtn: none of the 13 .*fp8, int8 or nf4"),
+        ("falcon", BACKED, r"rtn: none of the 8 layers .*a class for it.*Use the stage fp8\."),
         ("falcon", Int8(), r"int8: none of the 8 layers .*a class for it.*Use the stage fp8\."),
     ],
 )
@@ -85,3 +83,16 @@ def test_inputs_of_four_dimensions_keep_a_layer_of_latent_attention_out_of_int8(
     assert {name.rpartition(".")[2] for name, why in report.skipped.items() if why == Read.FOUR} == {"kv_b_proj"}
     found, wanted = open_session(target).logits(ZOO_TOKENS), plain_logits(target)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_codes_of_more_bits_than_config_json_says_are_refused(tmp_path: Path) -> None:
+    for name in ("packed", "floats"):
+        (tmp_path / name).mkdir()
+    RTN.run(save_model("falcon", tmp_path / "model"), tmp_path / "packed", CONTEXT)
+    file = tmp_path / "packed" / "model.safetensors"
+    stored = load_file(file)
+    codes = next(tensor for name, tensor in stored.items() if tensor.dtype == torch.int8 and name.endswith(".weight"))
+    codes[0, 0] = -9
+    save_file(stored, file)
+    with pytest.raises(SourceError, match="codes do not fit the 4 bits that config.json says. See that config.json"):
+        Dequantize().run(tmp_path / "packed", tmp_path / "floats", CONTEXT)
