@@ -70,6 +70,15 @@ def test_pages_are_drawn_quietly_and_fit_a_phone(site: Path, browser: Chromium, 
 
 
 @browsed
+def test_names_stay_in_view_beside_the_columns_of_the_zoo(site: Path, browser: Chromium) -> None:
+    browser.open(site / "understand" / "models.html", 1280)
+    browser.evaluate("document.querySelector('.zoo .md-typeset__scrollwrap').scrollLeft = 500")
+    left = "document.querySelector('.zoo tbody th').getBoundingClientRect().left"
+    assert browser.evaluate(f"{left} >= document.querySelector('.zoo .md-typeset__scrollwrap').offsetLeft")
+    assert browser.evaluate("document.querySelector('.zoo table').offsetWidth") < 2600
+
+
+@browsed
 @pytest.mark.parametrize(
     "page",
     [
