@@ -37,12 +37,13 @@ KINDS: dict[str, dict[str, int]] = {
     "ernie4_5_moe": {"moe_num_experts": 4},
     "minimax_m2": {},
     "granitemoe": {},
+    "nemotron_h": {"moe_latent_size": 32},
 }
 
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [*((kind, {}) for kind in KINDS), *((kind, {"merge": True}) for kind in ("deepseek_v3", "gpt_oss", "granitemoe"))],
+    [*((kind, {}) for kind in KINDS), *((kind, {"merge": True}) for kind in ("gpt_oss", "granitemoe", "nemotron_h"))],
 )
 def test_what_is_left_opens_and_computes_the_same_in_plain_transformers(
     kind: str, fields: dict[str, Any], tmp_path: Path

@@ -121,11 +121,11 @@ def _advance_(
     skeleton: Skeleton, index: int, inputs: BlockInputs, mixture: Mixture, merge: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Run a loaded block on the text; return the score of each of its experts, float64 [experts], how many
-    tokens each saw, and, to `merge`, what each makes of the same tokens in sum, float64 [experts, hidden].
+    tokens each saw, and, to `merge`, what each makes of the same tokens in sum, float64 [experts, width].
     Without experts the score is None.
     """
     scores, counts = torch.zeros(mixture.count, dtype=torch.float64), torch.zeros(mixture.count, dtype=torch.int64)
-    outputs = torch.zeros(mixture.count, inputs.hidden.shape[-1], dtype=torch.float64)
+    outputs = [torch.zeros(1, dtype=torch.float64)] * mixture.count  # as wide as what experts make
 
     def made(experts: nn.Module, hidden: Tensor, expert: int, like: Tensor, weights: Tensor) -> Tensor:
         alone = torch.full((len(hidden), 1), expert, dtype=like.dtype, device=like.device)
@@ -141,12 +141,12 @@ def _advance_(
             counts[expert] += len(token)
         for expert in range(mixture.count) if merge else ():
             some = hidden[:: -(-len(hidden) // SAMPLE)]
-            outputs[expert] += made(experts, some, expert, chosen, weights).sum(0).double().cpu()
+            outputs[expert] = outputs[expert] + made(experts, some, expert, chosen, weights).sum(0).double().cpu()
 
     found = index in mixture.holders
     with torch.no_grad(), hooked([_experts_of(skeleton, index).register_forward_pre_hook(add)] if found else []):
         skeleton.advance_(index, inputs)
-    return (scores / counts.clamp(min=1) if found else None), counts, outputs
+    return (scores / counts.clamp(min=1) if found else None), counts, torch.stack(outputs)
 
 
 def _experts_of(skeleton: Skeleton, index: int) -> nn.Module:

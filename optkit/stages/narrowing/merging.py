@@ -20,7 +20,7 @@ Groups = Mapping[int, Sequence[int]]
 
 
 def groups_of(outputs: Tensor, kept: Sequence[int]) -> dict[int, list[int]]:
-    """Return which experts become which: that with the nearest mean output, float [experts, hidden]."""
+    """Return which experts become which: that with the nearest mean output, float [experts, width]."""
     nearest = torch.cdist(outputs, outputs[list(kept)]).argmin(1).tolist()
     found = {expert: [expert] for expert in kept}
     for expert, place in enumerate(nearest):
