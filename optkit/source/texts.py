@@ -117,7 +117,7 @@ class TextSource(Frozen):
             )
         splits = known.splits if known else (WHOLE,) if is_file_name(self.dataset) else None
         if splits and self.split not in splits:
-            hint = f"{did_you_mean(self.split, splits)} Set it too: --set PATH.split={splits[-1]}"
+            hint = f"{did_you_mean(self.split, splits)} If --set named the data set, set PATH.split too."
             raise ValueError(f"'{self.dataset}' has no split '{self.split}'.{hint}")
         return self
 

@@ -54,11 +54,12 @@ class TestNames:
             ({"dataset": "zzz"}, "unknown data set 'zzz'. Known: c4, python-reference, wikitext2."),
             (
                 {"dataset": "wikitext2", "split": "valid"},
-                "'wikitext2' has no split 'valid'. Did you mean 'validation'? Set it too: --set PATH.split=test",
+                "'wikitext2' has no split 'valid'. Did you mean 'validation'? If --set named the data set, "
+                "set PATH.split too.",
             ),
             (
                 {"dataset": "a.jsonl", "split": "train"},
-                "'a.jsonl' has no split 'train'. Known: all. Set it too: --set PATH.split=all",
+                "'a.jsonl' has no split 'train'. Known: all. If --set named the data set, set PATH.split too.",
             ),
             ({"dataset": "c4", "splitt": "train"}, "Extra inputs are not permitted"),
             ({"split": "train"}, "Field required"),
