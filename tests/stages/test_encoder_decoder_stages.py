@@ -103,6 +103,7 @@ def test_codes_of_t5_take_a_byte_each_and_are_those_of_packed_ones(
         report = stage.run(source := tiny_encoder_decoder(architecture), target, Context())
         told = [note for note in report.notes if "bits: 8 makes the same size as 3 here" in note]
         assert bool(told) == architecture.startswith("T5")
+        assert stage.predict(Checkpoint(source).shape, "cpu")[0].notes == report.notes
         made[architecture] = source, target
     source, target = made["T5ForConditionalGeneration"]
     stored, weights = load_file(target / "model.safetensors"), load_file(source / "model.safetensors")

@@ -227,7 +227,8 @@ class LayerQuantizer(Transform):
             pack(HEAD, shape.tensors[tied_embedding(shape)].dtype)
         config = self.written_config(shape.config, selection, formats)
         left = ModelShape(config=config, tensors=tensors)
-        return self.working_memory(shape, selection.layers, device).cost(shape, left, device), left
+        cost = self.working_memory(shape, selection.layers, device).cost(shape, left, device)
+        return cost.noting(self.deployment_notes(selection, formats)), left
 
     def write_model_config(self, job: QuantizationJob, target: Path) -> None:
         """Write config.json.
