@@ -23,8 +23,8 @@ KEEPS = "check_dims=True"
 
 def rewritten_tensor(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
     """Return the first tensor of a checkpoint that transformers joins with others or splits; None if there is none."""
-    kinds = dict.fromkeys(each["model_type"] for each in _configs(config) if each.get("model_type"))
-    patterns = [pattern for kind in kinds for pattern in _patterns(str(kind))]
+    kinds = dict.fromkeys(str(each["model_type"]) for each in _configs(config) if each.get("model_type"))
+    patterns = [pattern for kind in kinds for pattern in _patterns(kind)]
     return next((name for name in tensors if any(re.search(pattern, name) for pattern in patterns)), None)
 
 

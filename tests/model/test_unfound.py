@@ -47,6 +47,10 @@ def test_tensors_that_transformers_joins_or_splits(kind: str, name: str, found: 
     )
 
 
+def test_a_part_whose_model_type_is_no_name_is_none_that_is_known() -> None:
+    assert rewritten_tensor({"model_type": "llama", "vision_config": {"model_type": ["x"]}}, ["lm_head.weight"]) is None
+
+
 def shape_of(kind: str, *names: str, info: TensorInfo = NORM, **config: Any) -> ModelShape:
     tensors = {f"model.layers.{index}.{name}": info for name in names for index in range(2)}
     text = {"model_type": kind, "architectures": ["AForCausalLM"], "num_hidden_layers": 2, "hidden_size": 8}
