@@ -27,6 +27,8 @@ two), cublasLtMatmulMatrixScale_t and cublasLtMatmulPreferenceAttributes_t.
 """
 FIRST_VERSION = 120900
 """Of cuBLAS, that has scales of rows."""
+CAPABILITY = (9, 0)
+"""Of the GPUs on which it was tried; others are not known to have scales of rows."""
 FEWEST_ROWS = 512
 """For which its kernels that scale are as fast as those that do not, on an H200."""
 MOST_WORKSPACE = 32 << 20
@@ -41,7 +43,7 @@ def is_scaled(matrix: Matrix, rows: int) -> bool:
     """Say whether `scaled_product` multiplies so many rows."""
     codes = matrix.weight
     fits = rows >= FEWEST_ROWS and codes.is_cuda and codes.dtype == torch.float8_e4m3fn and matrix.bias is None
-    return fits and torch.cuda.get_device_capability(codes.device) >= (9, 0) and _version() >= FIRST_VERSION
+    return fits and torch.cuda.get_device_capability(codes.device) == CAPABILITY and _version() >= FIRST_VERSION
 
 
 def scaled_product(matrix: Matrix, x: Coded, y: Tensor, *, add: bool = False) -> None:
