@@ -30,7 +30,9 @@ def command(
     from optkit_cli.progress import open_progress
 
     matrix = load_matrix(recipe, overrides, model)
-    found = matrix.some(trials, seed=0) if trials and matrix.varied else matrix.combinations()
+    if trials:
+        matrix.require_varied(recipe, "Leave out --trials")
+    found = matrix.some(trials, seed=0) if trials else matrix.combinations()
     combinations = [each.trusting(trust_remote_code) for each in found]
     if matrix.varied:
         from optkit.sweep.plan import plan_sweep

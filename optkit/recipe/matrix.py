@@ -17,10 +17,11 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from optkit.common.frozen import canonical_json
-from optkit.errors import Problem, RecipeError
+from optkit.errors import Problem, RecipeError, UsageError
 from optkit.recipe.combination_names import combination_name, shortened
 from optkit.recipe.field_faults import shown
 from optkit.recipe.overrides import assign
@@ -99,6 +100,12 @@ class Matrix:
     def varied(self) -> bool:
         """Whether there are axes or further combinations."""
         return bool(self.axes or self.include)
+
+    def require_varied(self, source: Path | str, remedy: str) -> None:
+        """Raise UsageError with the remedy if the recipe from `source` has one combination alone."""
+        if not self.varied:
+            why = "A sweep has a `matrix:`, or a field with several values: --set stages.0.gptq.bits=3,4"
+            raise UsageError("this is one recipe", where=str(source), why=why, remedy=remedy)
 
     @property
     def size(self) -> int:

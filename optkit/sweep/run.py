@@ -12,7 +12,7 @@ from optkit.artifact import is_artifact, read_artifact, read_finished
 from optkit.common.frozen import digest
 from optkit.common.own_files import SCORECARD_JSON
 from optkit.environment import usable_device
-from optkit.errors import ArtifactError, OptkitError, UsageError
+from optkit.errors import ArtifactError, OptkitError
 from optkit.measuring.earlier_release import earlier_release
 from optkit.measuring.evaluation import context_of
 from optkit.pipeline import add_timings, read_scorecard
@@ -314,9 +314,7 @@ def sweep(
     """
     began = time.monotonic()
     matrix = load_matrix(recipe, overrides, model)
-    if not matrix.varied:
-        why = "A sweep has a `matrix:`, or a field with several values: --set stages.0.gptq.bits=3,4"
-        raise UsageError("this is one recipe", where=str(recipe), why=why, remedy="Run it with `optkit run`")
+    matrix.require_varied(recipe, "Run it with `optkit run`")
     progress = progress or SilentProgress()
     combinations, search = chosen(
         matrix, sampler, trials, seed, best=best, axes=axes, require=require, progress=progress

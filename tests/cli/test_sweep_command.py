@@ -65,6 +65,10 @@ def test_very_many_combinations_are_validated_and_some_are_planned(
     _, err = spoken(capsys, "plan", "many.json", status=2)
     assert "the matrix has 1,200 combinations, and no more than 500 are all made. Let some of them be chosen" in err
     assert "s  3 combinations" in spoken(capsys, "plan", "many.json", "--trials", "3", "--device", "cpu")[0]
+    (desk / "one.json").write_text(json.dumps({key: value for key, value in asked.items() if key != "matrix"}))
+    _, err = spoken(capsys, "plan", "one.json", "--trials", "3", status=2)
+    assert "one.json: this is one recipe. A sweep has a `matrix:`, or a field with several values" in err
+    assert err.rstrip().endswith("Leave out --trials.")
 
 
 def test_a_failed_combination_is_shown_and_is_exit_status_1(
