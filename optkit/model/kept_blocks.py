@@ -70,6 +70,8 @@ class KeptBlocks:
         described = describe_environment(device) if place else {}
         self._about = {name: value for name, value in described.items() if name in DECIDING}
         self._inputs: BlockInputs | None = None
+        self._read = 0
+        """Behind how many blocks at most the hidden states are read."""
         self._facts: Mapping[str, Any] | None = None
         """None as long as nothing can be kept."""
         self._writer = ThreadPoolExecutor(1, "kept blocks")
@@ -81,13 +83,17 @@ class KeptBlocks:
         """How many blocks need not be computed."""
         return int(self._kept.get("done", 0))
 
-    def resume(self, total: int, inputs: BlockInputs | None, facts: Mapping[str, Any]) -> range:
+    def resume(
+        self, total: int, inputs: BlockInputs | None, facts: Mapping[str, Any], last_is_read: bool = False
+    ) -> range:
         """Return which of so many blocks are left to do; from here on each that is done is kept.
 
-        The hidden states of the inputs become those in front of the first of them. `facts` holds
-        dicts and lists of JSON values, which are filled with what was found in the others.
+        The hidden states of the inputs become those in front of the first of them, or behind the last one
+        if somebody reads them. `facts` holds dicts and lists of JSON values, which are filled with what was
+        found in the others.
         """
         self._inputs, self._facts = inputs, facts
+        self._read = total if last_is_read else total - 1
         if self._place and inputs:
             inputs.settle = self._settle
         if self.done:
@@ -99,7 +105,8 @@ class KeptBlocks:
                 if inputs.following and self._mine(ENCODED) in self._kept["files"]:
                     _read_states(self._place / self._mine(ENCODED), inputs.hidden)
                     inputs.following()
-                _read_states(self._place / self._mine(_states(self.done - 1)), inputs.hidden)
+                if self.done <= self._read:
+                    _read_states(self._place / self._mine(_states(self.done - 1)), inputs.hidden)
         return range(self.done, total)
 
     def each(self, produced: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
@@ -168,7 +175,9 @@ class KeptBlocks:
         self, place: Path, number: int, tensors: Future[dict[str, Tensor]], size: int, facts: Mapping[str, Any]
     ) -> None:
         """Begin to write a block of so many bytes; the hidden states are read until `_settle`."""
-        states = {} if self._inputs is None else {self._mine(_states(number)): self._inputs.hidden}
+        states = {}
+        if self._inputs and number < self._read:
+            states[self._mine(_states(number))] = self._inputs.hidden
         known = self._kept.get("files", {})
         if self._inputs and self._inputs.encoded is not None and self._mine(ENCODED) not in known:
             states[self._mine(ENCODED)] = self._inputs.encoded

@@ -166,10 +166,18 @@ class Skeleton:
 
     def _read_next(self, block: Block, device: str) -> None:
         before, self._last = self._last, next(index for index, each in enumerate(self.blocks) if each is block)
-        if device.startswith("cuda") and before + 1 == self._last < len(self.blocks) - 1:
-            slots = self._slots(self.blocks[self._last + 1].name)
+        if before + 1 == self._last < len(self.blocks) - 1:
+            self._read_ahead(self._slots(self.blocks[self._last + 1].name), device)
+
+    def read_first(self, device: str) -> None:
+        """Begin to read what `capture_inputs` and the first block take, as much as is read ahead of tensors."""
+        sizes = {name: self.checkpoint.tensors[stored].size_bytes for name, stored in self.tensor_names.items()}
+        self._read_ahead([*self._outside_but_head(), *self._slots(self.blocks[0].name)], device, sizes)
+
+    def _read_ahead(self, slots: Iterable[_Slot], device: str, sizes: Mapping[str, int] | None = None) -> None:
+        if device.startswith("cuda"):
             here = [slot for slot in slots if self._is_apart(slot, device)]
-            self._ahead.begin({slot.name: partial(self._read, slot, pinned=True) for slot in here})
+            self._ahead.begin({slot.name: partial(self._read, slot, pinned=True) for slot in here}, sizes)
 
     def _is_apart(self, slot: _Slot, device: str) -> bool:
         """Whether a slot takes a tensor of the checkpoint that no other block has on the device."""
@@ -237,8 +245,7 @@ class Skeleton:
     @contextmanager
     def outside_but_head(self, device: str | torch.device) -> Iterator[None]:
         """Have everything outside the blocks but the output layer on the device for a while."""
-        head = self.model.get_output_embeddings()
-        slots = [slot for slot in self._outside() if slot.owner is not head]
+        slots = self._outside_but_head()
         self._load(slots, device)
         try:
             yield
@@ -274,6 +281,10 @@ class Skeleton:
     def _outside(self) -> list[_Slot]:
         inside = tuple({block.name.rpartition(".")[0] + "." for block in self.blocks})
         return [slot for slot in self._slots("") if not slot.name.startswith(inside)]
+
+    def _outside_but_head(self) -> list[_Slot]:
+        head = self.model.get_output_embeddings()
+        return [slot for slot in self._outside() if slot.owner is not head]
 
     def _load(self, slots: Iterable[_Slot], device: str | torch.device) -> None:
         for slot in slots:

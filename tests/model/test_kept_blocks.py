@@ -119,7 +119,7 @@ def test_a_stage_goes_on_behind_its_last_finished_block(
     stage, source, lines = STAGES[kind](few), tiny_model("llama"), Lines()
     whole = run(stage, source, tmp_path / "whole", None)
     blocks = 2 if kind == "prune_structured" else 3
-    for finished in (1, 3) if kind == "gptq" else (blocks - 1,):
+    for finished in (1, 3) if kind in ("gptq", "prune") else (blocks - 1,):
         work = interrupted(stage, source, tmp_path / str(finished), finished)
         resumed = run(stage, source, tmp_path / "resumed", work, lines)
         assert f": resumed at block {min(finished + 1, blocks)} of {blocks}" in " ".join(lines.lines)
@@ -247,12 +247,15 @@ def test_blocks_go_with_what_was_measured_for_them(tiny_model: TinyModel, tmp_pa
     assert lines.lines == ["prune: sparsities.json was changed or lost, so the blocks that were kept are dropped"]
 
 
-def test_states_that_a_kill_left_are_deleted(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
+@pytest.mark.parametrize(("kind", "states"), [("gptq", ["states-00002"]), ("prune", [])])
+def test_states_that_nobody_reads_are_deleted_or_not_written(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, states: list[str]
+) -> None:
     (tmp_path / "work").mkdir()
     for left in ("states-00007", "encoded", "encoded-1"):
         (tmp_path / "work" / left).write_bytes(b"of a run before")
-    work = interrupted(STAGES["prune"](few), tiny_model("llama"), tmp_path, 3)
-    assert [path.name for path in work.iterdir() if path.name.startswith(("states", "encoded"))] == ["states-00002"]
+    work = interrupted(STAGES[kind](few), tiny_model("llama"), tmp_path, 3)
+    assert [path.name for path in work.iterdir() if path.name.startswith(("states", "encoded"))] == states
 
 
 def test_states_are_written_over_those_that_are_out_of_date(
@@ -268,7 +271,7 @@ def test_states_are_written_over_those_that_are_out_of_date(
     keep = KeptBlocks._keep
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(KeptBlocks, "_keep", look)
-        run(STAGES["prune"](few), tiny_model("llama"), tmp_path / "made", tmp_path / "work")
+        run(STAGES["gptq"](few), tiny_model("llama"), tmp_path / "made", tmp_path / "work")
     (first,), (second,), (third,) = (each.values() for each in seen)
     assert first == third != second
 

@@ -82,9 +82,10 @@ def details_of_sums(device: str) -> dict[str, str]:
 
 
 def read_text(skeleton: Skeleton, text: Calibration, context: Context, stage: str) -> Tensor | Any:
-    """Return what a stage is calibrated on, as `Calibration.inputs` does, and let every expert see
-    all of it if the text says so. Raises StageError if the model has none that can.
+    """Return what a stage is calibrated on, as `Calibration.inputs` does, while the first weights are read.
+    Let every expert see all of it if the text says so. Raises StageError if the model has none that can.
     """
+    skeleton.read_first(context.device)
     skeleton.experts_see_all = text.experts == "all"
     if skeleton.experts_see_all and not experts_in(skeleton.model):
         raise no_such_experts(f"{stage}.calibration.experts", next(iter(skeleton.fused.values()), "It is dense"))

@@ -107,7 +107,7 @@ class QuantizationJob:
         From here on finished blocks are kept; what is in `details` and `notes` is kept with them.
         """
         facts = {"details": self.details, "notes": self.notes}
-        return self.kept.resume(len(self.skeleton.blocks), inputs, facts)
+        return self.kept.resume(len(self.skeleton.blocks), inputs, facts, bool(self.head))
 
     def modules(self, index: int) -> dict[str, nn.Module]:
         """Return the layers to quantize of a block."""

@@ -266,12 +266,15 @@ class LayerQuantizer(Transform):
         if not self.needs_no_text:
             flat = job.kept.each(map(BlockOutput.flat, self.quantized_blocks(job)))
             outputs = self.finished(job, map(BlockOutput.of, flat))
+        yield from self._replaced(job, (f"{name}.weight" for name in towers), towers, made)
         for index, (block, output) in enumerate(zip(blocks, outputs, strict=True)):
             layers = output.layers or job.modules(index)
             yield from self._replaced(job, job.skeleton.block_tensors(block), layers, output)
             job.task.advance(note=block.name)
-            if index == len(blocks) // 4:  # what is outside of blocks was read meanwhile
-                yield from self._replaced(job, (*outside, *(f"{name}.weight" for name in towers)), towers, made)
+            if index >= len(blocks) // 4:  # what is outside was read meanwhile; shards of it are written beside blocks
+                number = -(-len(outside) // (len(blocks) - index))
+                yield from ((name, job.read(name)) for name in outside[:number])
+                del outside[:number]
         if job.head:
             made = made if self.needs_no_text else BlockOutput({HEAD: self.quantized_head(job)})
             yield from self._replaced(job, (f"{HEAD}.weight",), (HEAD,), made)
