@@ -47,13 +47,13 @@ class Hessian:
         equal = sizes is None and self.equal_tokens
         if self.rounded and column_kernels.multiplies_bfloat16(rows):
             column_kernels.add_gram_(self._sum, float_factors(rows, sizes)[0][0], equal)
-        elif self.rounded and equal and _on_tensor_cores(rows):
+        elif self.rounded and equal and fits_tensor_cores(rows):
             self._add(F.rms_norm(rows, rows.shape[-1:], eps=torch.finfo(torch.float32).tiny), None)
         else:
             self._add(rows, mean_square(rows) if equal else sizes)
 
     def _add(self, rows: Tensor, sizes: Tensor | None) -> None:
-        on_tensor_cores = _on_tensor_cores(rows)
+        on_tensor_cores = fits_tensor_cores(rows)
         factors = (exact_factors if on_tensor_cores else float_factors)(rows, sizes)
         if on_tensor_cores:
             factors = [each for pair in factors for each in zip(*(part.split(LONGEST) for part in pair), strict=True)]
@@ -78,7 +78,8 @@ class Hessian:
         return (lower + lower.tril(-1).T) / max(1, self.tokens)
 
 
-def _on_tensor_cores(rows: Tensor) -> bool:
+def fits_tensor_cores(rows: Tensor) -> bool:
+    """Say whether tensor cores multiply rows as they are."""
     return rows.dtype == torch.bfloat16 and has_tensor_cores(rows)
 
 

@@ -104,7 +104,7 @@ class Awq(InputScaling, SharedText, Backed):
         tokens = read_text(skeleton, self.calibration, job.context, self.kind)
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "gains": {}, "unscaled": {}, "rounded_without_inputs": []}
-        job.details |= details_of_sums(device)
+        job.details |= details_of_sums(device, skeleton.dtype, self.equal_tokens)
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             scaler = BlockScaler(skeleton, tokens, device, self, job.together)
         for index in job.resume(scaler.inputs):

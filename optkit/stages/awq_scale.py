@@ -70,7 +70,7 @@ class AwqScale(InputScaling, SharedText):
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
         layers = self._layers(skeleton.checkpoint.shape)
-        details: dict[str, Any] = {"gains": {}, **details_of_sums(context.device)}
+        details: dict[str, Any] = {"gains": {}, **details_of_sums(context.device, skeleton.dtype, self.equal_tokens)}
         refused: dict[str, str] = {}
         changed: list[str] = []
         size = skeleton.checkpoint.shape.size_bytes

@@ -160,7 +160,7 @@ class Gptq(GptqFields, SharedText, Backed):
         tokens = read_text(skeleton, self.calibration, job.context, self.kind)
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}, "expert_tokens": {}}
-        job.details |= details_of_sums(device)
+        job.details |= details_of_sums(device, skeleton.dtype, self.equal_tokens and not self.earlier_errors)
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             fewer = sequences_at_once(self.batch_size, self.calibration.size[1], device)
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size if self.learn else fewer, job.together)

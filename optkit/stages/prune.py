@@ -214,6 +214,7 @@ class Prune(SharedText):
         if pruner.by_magnitude:
             notes.append(few_tokens_note(pruner.by_magnitude, "pruned by magnitude", self.method, KIND))
             context.progress.warn(notes[-1])
+        sums = details_of_sums(context.device, skeleton.dtype, options.equal_tokens)
         details: dict[str, Any] = {
             **counted,
             "sparsities": {}
@@ -223,7 +224,7 @@ class Prune(SharedText):
             "pruned_by_magnitude": pruner.by_magnitude,
             "raised_damping": pruner.raised_damping,
             "seconds": round(time.monotonic() - started, 2),
-            **(details_of_sums(context.device) if self.method == "sparsegpt" else {}),
+            **(sums if self.method == "sparsegpt" else {}),
         }
         return Report(
             changed=len(selection.layers),

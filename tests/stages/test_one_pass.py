@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from optkit.algorithms import hessian
 from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales, round_to_nearest
 from optkit.environment import cpu_has
 from optkit.kernels.cpu.native import why_not_native
@@ -88,5 +89,23 @@ def test_hessians_of_rounded_states_are_told_without_a_compiler_too(monkeypatch:
     monkeypatch.setattr(hessians, "why_not_native", lambda: "no compiler")
     for known in (True, False):
         monkeypatch.setattr(hessians, "cpu_has", lambda feature, known=known: known)
-        assert hessians.details_of_sums("cpu") == ({"hessians_of": "bfloat16"} if known else {})
-    assert hessians.details_of_sums("cuda") == {}
+        told = {"hessians_of": "bfloat16"} if known else {}
+        assert all(hessians.details_of_sums("cpu", torch.float32, equal) == told for equal in (True, False))
+
+
+@pytest.mark.parametrize("cores", [True, False])
+def test_hessians_that_tensor_cores_round_are_told(monkeypatch: pytest.MonkeyPatch, cores: bool) -> None:
+    """A tensor on the meta device stands for one on a GPU with or without tensor cores."""
+    monkeypatch.setattr(hessian, "has_tensor_cores", lambda tensor: cores)
+    monkeypatch.setattr(hessian, "add_product_", lambda total, left, right: total.add_(left.float() @ right.float()))
+    rows = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.bfloat16, torch.float32):
+        for equal in (True, False):
+            given = rows.to(dtype)
+            summed = hessian.Hessian(32, equal_tokens=equal, rounded=True)
+            with monkeypatch.context() as only:
+                only.setattr(hessian.column_kernels, "multiplies_bfloat16", lambda tensor: False)
+                summed.add(given)
+            exact = given.double() / (given.double().square().mean(-1, keepdim=True).sqrt() if equal else 1)
+            rounds = (summed.matrix() - exact.T @ exact / 64).abs().max() > 1e-4
+            assert bool(rounds) is bool(hessians.details_of_sums("meta", dtype, equal)), (dtype, equal)

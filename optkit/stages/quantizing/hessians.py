@@ -12,10 +12,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.hessian import Hessian, fits_tensor_cores
 from optkit.common.grouping import grouped
 from optkit.environment import cpu_has
 from optkit.errors import StageError
@@ -74,11 +75,15 @@ def collect_hessians(
         return watch_inputs(skeleton, index, inputs, layers, start)
 
 
-def details_of_sums(device: str) -> dict[str, str]:
-    """Return for the report what the fields, and so the key, do not say: that a CPU rounds what Hessians
-    are summed of, with a compiler or without.
+def details_of_sums(device: str, dtype: torch.dtype, equal_tokens: bool) -> dict[str, str]:
+    """Return for the report what the fields, and so the key, do not say: that the device rounds what
+    Hessians of a model in `dtype` are summed of. A CPU does so with a compiler or without.
     """
-    return {"hessians_of": "bfloat16"} if device == "cpu" and cpu_has("avx512_bf16") else {}
+    if device == "cpu":
+        rounds = cpu_has("avx512_bf16")
+    else:
+        rounds = equal_tokens and fits_tensor_cores(torch.empty(0, dtype=dtype, device=device))
+    return {"hessians_of": "bfloat16"} if rounds else {}
 
 
 def read_text(skeleton: Skeleton, text: Calibration, context: Context, stage: str) -> Tensor | Any:
