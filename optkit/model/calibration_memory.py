@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from optkit.common.grouping import grouped
 from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.cost import Cost
@@ -34,6 +35,8 @@ UNCHAINED = {
     "xlnet": "its hidden states lie token by token, each with its batch",
 }
 """`model_type` of those whose blocks cannot be run one by one -> why."""
+HESSIANS_AT_ONCE = 1 << 34
+"""Most bytes of the Hessians of a block's experts; for those of others the text runs through it again."""
 
 
 class Text(Protocol):
@@ -121,10 +124,42 @@ def calibrated_work(
     return Work(block, hidden + outside, devices * hidden, processes=devices)
 
 
-def hessian_bytes(shape: ModelShape, layers: Mapping[str, Layer]) -> int:
-    """Return the bytes of the Hessians of a block, in float32; layers with one input share one."""
-    blocks = by_block(shape, layers)
-    return max(sum(4 * layers[stack[0]].inputs ** 2 for stack in stacks(block)) for block in blocks)
+def hessian_turns(inputs: Mapping[str, int]) -> list[list[str]]:
+    """Return layers of a block, name -> inputs, in turns whose Hessians there is room for, each expert whole.
+    What feeds the experts comes last, so that all of them see what they would see in one turn.
+    """
+    turns, room = [list[str]()], HESSIANS_AT_ONCE
+    for expert in grouped((name for name in inputs if EXPERTS in name), _expert_of).values():
+        size = _bytes_of(expert, inputs)
+        if size > room and turns[-1]:
+            turns.append([])
+            room = HESSIANS_AT_ONCE
+        turns[-1] += expert
+        room -= size
+    if len(turns) == 1:
+        return [list(inputs)]
+    turns[-1] += [name for name in inputs if EXPERTS not in name]
+    return turns
+
+
+def _expert_of(name: str) -> str:
+    holder, _, inside = name.rpartition(EXPERTS)
+    return f"{holder}{EXPERTS}{inside.partition('.')[0]}"
+
+
+def _bytes_of(names: Iterable[str], inputs: Mapping[str, int]) -> int:
+    return sum(4 * inputs[stack[0]] ** 2 for stack in stacks(names))
+
+
+def hessian_bytes(shape: ModelShape, layers: Mapping[str, Layer], at_once: bool) -> int:
+    """Return the bytes of the Hessians that are held together, in float32; layers with one input share one.
+    `at_once`: all of a block are.
+    """
+    inputs = {name: layer.inputs for name, layer in layers.items()}
+    turns = by_block(shape, layers)
+    if not at_once:
+        turns = [turn for block in turns for turn in hessian_turns({name: inputs[name] for name in block})]
+    return max((_bytes_of(turn, inputs) for turn in turns), default=0)
 
 
 def code_bytes(shape: ModelShape, layers: Mapping[str, Layer]) -> int:

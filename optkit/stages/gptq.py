@@ -33,7 +33,7 @@ from optkit.stages.quantizing.learning import (
 )
 from optkit.stages.quantizing.pruned_zeros import held_zeros, tell_zeros
 from optkit.stages.quantizing.shared_text import SharedText
-from optkit.stages.quantizing.stacks import EXPERTS_AT_ONCE, HEAD_ROWS, in_turns, work_bytes
+from optkit.stages.quantizing.stacks import EXPERTS_AT_ONCE, HEAD_ROWS, work_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -215,23 +215,18 @@ class Gptq(GptqFields, SharedText, Backed):
         earlier: EarlierErrors | None,
     ) -> Iterator[tuple[dict[str, nn.Module], dict[str, Hessian]]]:
         """Yield layers of a loaded block that are rounded together, and their Hessians."""
-        from optkit.stages.quantizing.hessians import collect_hessians, turns_of
+        from optkit.stages.quantizing.hessians import collect_hessians, in_turns, turns_of
 
-        skeleton, turns = job.skeleton, self._in_turns({name: job.selection.layers[name] for name in modules})
+        skeleton, turns = job.skeleton, [list(modules)]
         if self.true_sequential is True:
             turns = turns_of(skeleton, index, inputs, modules)
         elif earlier:
             turns = earlier.turns(index, inputs, modules)
-        for turn in turns:
-            layers = {name: modules[name] for name in turn}
+        for layers in (part for turn in turns for part in in_turns(skeleton, {name: modules[name] for name in turn})):
             if earlier:
                 yield layers, earlier.move_(index, inputs, layers)
             else:
                 yield layers, collect_hessians(skeleton, index, inputs, layers, self.equal_tokens)
-
-    def _in_turns(self, layers: Mapping[str, Layer]) -> list[list[str]]:
-        # those that see all tokens share a Hessian
-        return [list(layers)] if self.calibration.experts == "all" else in_turns(layers)
 
     def _earlier(self, job: QuantizationJob, inputs: BlockInputs) -> EarlierErrors | None:
         if not self.earlier_errors:
@@ -269,8 +264,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         refuse_encoder_decoder(shape.config, self._beside_unmodified)
-        blocks = [{name: layers[name] for name in names} for names in by_block(shape, layers)]
-        named = [sharing_input(block) for block in blocks]
+        named = [sharing_input(block) for block in by_block(shape, layers)]
         kind = device.partition(":")[0]
         room = EXPERTS_AT_ONCE["cuda" if self.calibration.experts == "all" else kind]
         work = code_bytes(shape, layers) + max(
@@ -278,8 +272,8 @@ class Gptq(GptqFields, SharedText, Backed):
             for stacks in named
             for stack in stacks
         )
-        turns = ({name: layers[name] for name in turn} for block in blocks for turn in self._in_turns(block))
-        text, sums = self.calibration, max(hessian_bytes(shape, turn) for turn in turns)
+        text = self.calibration
+        sums = hessian_bytes(shape, layers, at_once=text.experts == "all")
         if self._in_one_pass and device == "cpu" and _is_known(shape):
             sums += waiting_bytes(shape, layers, text) // self.devices
         found = calibrated_work(shape, layers, text, self.batch_size, sums, work, self.devices)

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from optkit.stages.quantizing.input_ranges import InputRange
 
 LESS = "Lower mx.batch_size, mx.calibration.samples or mx.calibration.sequence_length"
-"""What to do when memory runs out."""
 WORK_BYTES, AT_ONCE = 28, {"cpu": 1 << 22, "cuda": 1 << 26}
 """What rounding holds for a weight beside weights and codes, and how many weights it rounds at a time."""
 FLOAT_BYTES = 24
@@ -155,7 +154,7 @@ class Mx(SharedText, LayerQuantizer):
     def _stacked_blocks(self, stacked: Mapping[str, TensorInfo], job: QuantizationJob) -> Iterator[dict[str, Tensor]]:
         """Yield the stacked tensors of block after block, as `quantized_blocks` does layers."""
         from optkit.algorithms.microscaling import quantize_mxfp4
-        from optkit.stages.quantizing.hessians import watch_inputs
+        from optkit.stages.quantizing.hessians import in_turns, watch_inputs
         from optkit.stages.quantizing.input_ranges import tell_few_tokens
 
         def rounded(name: str, weight: Tensor, seen: InputRange | None) -> MicroscaledWeight:
@@ -166,9 +165,9 @@ class Mx(SharedText, LayerQuantizer):
         for index in job.resume(inputs):
             with job.skeleton.loaded(job.skeleton.blocks[index], job.context.device, LESS):
                 with experts_apart(job.skeleton, index, stacked) as layers:
-                    seen = watch_inputs(job.skeleton, index, inputs, layers, self._watched)
+                    turns = in_turns(job.skeleton, layers)
+                    seen = ((each, watch_inputs(job.skeleton, index, inputs, each, self._watched)) for each in turns)
                     found = round_experts_(layers, stacked, seen, rounded)
-                    del seen  # before the block runs again
                 if index + 1 < len(job.skeleton.blocks):
                     job.skeleton.advance_(index, inputs)
             yield found
@@ -221,7 +220,7 @@ class Mx(SharedText, LayerQuantizer):
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         """Yield block after block, each quantized on what those before it make of the text."""
         from optkit.model.replaced_forward import replaced_forward
-        from optkit.stages.quantizing.hessians import watch_inputs
+        from optkit.stages.quantizing.hessians import in_turns, watch_inputs
         from optkit.stages.quantizing.input_ranges import tell_few_tokens
 
         device, skeleton = job.context.device, job.skeleton
@@ -229,11 +228,12 @@ class Mx(SharedText, LayerQuantizer):
         for index in job.resume(inputs):
             with skeleton.loaded(skeleton.blocks[index], device, LESS):
                 modules = job.modules(index)
-                seen = watch_inputs(skeleton, index, inputs, modules, self._watched)
                 layers: dict[str, Mapping[str, Tensor]] = {}
-                for names in grouped(modules, _parent).values():
-                    layers |= self._rounded_module(job, names, seen)
-                del seen  # before the block runs again
+                for turn in in_turns(skeleton, modules):
+                    seen = watch_inputs(skeleton, index, inputs, turn, self._watched)
+                    for names in grouped(turn, _parent).values():
+                        layers |= self._rounded_module(job, names, seen)
+                    del seen  # before the block runs again
                 if job.is_read(index):
                     opened = {modules[name]: self._opened(modules[name], each).forward for name, each in layers.items()}
                     with replaced_forward(opened):
@@ -337,8 +337,9 @@ class Mx(SharedText, LayerQuantizer):
         work += FLOAT_BYTES * largest
         if self.rounding == "gptq":
             work += HESSIAN_COPIES * 4 * max(layer.inputs for layer in layers.values()) ** 2
-        sums = hessian_bytes(shape, layers) if self.rounding == "gptq" else 0
-        return calibrated_work(shape, layers, self.calibration, self.batch_size, sums, work, self.devices)
+        text = self.calibration
+        sums = hessian_bytes(shape, layers, at_once=text.experts == "all") if self.rounding == "gptq" else 0
+        return calibrated_work(shape, layers, text, self.batch_size, sums, work, self.devices)
 
 
 def _rounding_bytes(weights: int, device: str) -> int:

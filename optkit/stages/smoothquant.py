@@ -49,8 +49,9 @@ class SmoothQuant(EightBitQuantizer):
     """
 
     kind: ClassVar[str] = "smoothquant"
+    prepares_whole_blocks: ClassVar[bool] = True
     example: ClassVar[str] = "- smoothquant: {alpha: search, calibration: {dataset: c4}}"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     number: ClassVar[Number] = "int"
     scales: ClassVar[Scales] = "channel"
 

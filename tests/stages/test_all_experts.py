@@ -23,7 +23,7 @@ from optkit.stages.awq import Awq
 from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
 from optkit.stages.prune import Prune
-from optkit.stages.quantizing import compensation, hessians, stacks
+from optkit.stages.quantizing import compensation, stacks
 from optkit.stages.quantizing.hessians import collect_hessians, read_text
 from tests.support.near import near
 
@@ -111,22 +111,6 @@ def test_experts_that_are_rounded_together_have_the_codes_that_each_has_alone(
     first = [name for name in ours.tensors if "layers.0" in name]
     same = [(ours.read(name) == alone.read(name)).float().mean() for name in first]
     assert sum(same) / len(same) > 0.99
-
-
-def test_experts_whose_hessians_are_summed_in_turns_have_the_same_bytes(
-    tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stacks, "EXPERTS_AT_ONCE", {"cpu": 1, "cuda": 1})
-    turns, source = list[int](), tiny_model("mixtral")
-    monkeypatch.setattr(hessians, "collect_hessians", lambda *given: (turns.append(1), collect_hessians(*given))[1])
-    for room in (stacks.HESSIANS_AT_ONCE, 1):
-        monkeypatch.setattr(stacks, "HESSIANS_AT_ONCE", room)
-        (target := tmp_path / str(room)).mkdir()
-        Gptq(calibration=ROUTED).run(source, target, Context())
-    shape = Checkpoint(source).shape
-    assert len(turns) == shape.block_count * (1 + shape.config["num_local_experts"])
-    first, second = ((tmp_path / each / "model.safetensors").read_bytes() for each in (str(1 << 34), "1"))
-    assert first == second
 
 
 def test_of_experts_that_are_rounded_together_the_one_that_fails_is_named(

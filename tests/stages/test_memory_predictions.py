@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from optkit.model import calibration_memory
 from optkit.model.checkpoint import Checkpoint
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
@@ -92,6 +93,18 @@ def test_a_stage_takes_what_it_said(
         calibrated.run(source, tmp_path, Context())
     predicted = calibrated.predict(Checkpoint(source).shape, "cpu")[0].ram_bytes
     assert 0.9 <= predicted / live.peak <= (1.8 if stage == "learning" else 1.11)
+
+
+@pytest.mark.parametrize("stage", ["fp8", pytest.param("sparsegpt", marks=pytest.mark.slow)])
+def test_hessians_of_one_expert_at_a_time_are_what_a_plan_says(
+    wide_model: Callable[[str], Path],
+    text: Calibration,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+) -> None:
+    monkeypatch.setattr(calibration_memory, "HESSIANS_AT_ONCE", 1)
+    test_a_stage_takes_what_it_said(wide_model, text, tmp_path, "mixtral", stage)
 
 
 def test_sampled_inputs_do_not_keep_the_others() -> None:

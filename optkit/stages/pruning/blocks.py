@@ -25,7 +25,7 @@ from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.model.together import ALONE, Together
 from optkit.stage import Context
-from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix, refuse_infinite, watch_inputs
+from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix, in_turns, refuse_infinite, watch_inputs
 
 LESS_MEMORY = "Lower prune.batch_size, prune.calibration.samples or prune.calibration.sequence_length"
 
@@ -97,10 +97,12 @@ class BlockPruner:
                     stays = kept(wanda_scores(weight, norms), self.sparsities[name], options.pattern, by_output=True)
                     put_weight_(module, weight.masked_fill(~stays, 0))
         else:
-            hessians = collect_hessians(self.skeleton, index, inputs, modules, options.equal_tokens)
-            self._by_magnitude_(self._barely_seen(modules, hessians))
-            for together in _alike(hessians, self.by_magnitude):
-                self._by_sparsegpt_({name: modules[name] for name in together}, hessians[together[0]])
+            for turn in in_turns(self.skeleton, modules):
+                hessians = collect_hessians(self.skeleton, index, inputs, turn, options.equal_tokens)
+                self._by_magnitude_(self._barely_seen(turn, hessians))
+                for together in _alike(hessians, self.by_magnitude):
+                    self._by_sparsegpt_({name: turn[name] for name in together}, hessians[together[0]])
+                del hessians  # before the next turn's are made
 
     def _by_magnitude_(self, modules: Mapping[str, nn.Module]) -> None:
         for name, module in modules.items():

@@ -45,6 +45,8 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
     """Store weights in 8 bits, and say how activations are rounded."""
 
     number: ClassVar[Number]
+    prepares_whole_blocks: ClassVar[bool] = False
+    """`preparation` needs the ranges of all layers of a block at once."""
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
 
@@ -159,14 +161,15 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         self, job: QuantizationJob, index: int, inputs: BlockInputs, prepare: Preparation
     ) -> BlockOutput:
         """Quantize a loaded block."""
-        modules = job.modules(index)
-        ranges = self._ranges(job, index, inputs, modules)
-        replaced = prepare(index, ranges) if modules else {}
+        modules, replaced = job.modules(index), dict[str, "Tensor"]()
         layers: dict[str, Mapping[str, Tensor]] = {}
-        for name, module in modules.items():
-            job.task.advance(0, note=name)
-            weight: Tensor = module.weight  # type: ignore[assignment]
-            layers[name] = self._rounded(job, name, weight.float(), ranges[name])
+        for ranges in self._ranges(job, index, inputs, modules):
+            replaced |= prepare(index, ranges)
+            for name, seen in ranges.items():
+                job.task.advance(0, note=name)
+                weight: Tensor = modules[name].weight  # type: ignore[assignment]
+                layers[name] = self._rounded(job, name, weight.float(), seen)
+            del ranges, seen  # before the next turn's are made
         return BlockOutput(layers, replaced)
 
     def preparation(self, job: QuantizationJob, tokens: Tensor | Prompts) -> Preparation:
@@ -177,11 +180,11 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
 
     def _ranges(
         self, job: QuantizationJob, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]
-    ) -> dict[str, InputRange]:
-        """Return the inputs of each layer; of an expert that saw no token, those of the others.
+    ) -> Iterator[dict[str, InputRange]]:
+        """Yield the inputs of layers in turns; of experts that saw no token, those of the others, in the last.
         Raises StageError if they are NaN.
         """
-        from optkit.stages.quantizing.hessians import refuse_infinite, watch_inputs, without_indices
+        from optkit.stages.quantizing.hessians import in_turns, refuse_infinite, watch_inputs, without_indices
         from optkit.stages.quantizing.input_ranges import InputRange
 
         rows = -(-self.sampled_rows // (len(inputs.batches) * job.together.count))
@@ -189,22 +192,31 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         def start(given: Tensor) -> InputRange:
             return InputRange(given.shape[-1], given.device, rows, hessian=self.rounding == "gptq")
 
-        seen = watch_inputs(job.skeleton, index, inputs, modules, start)
-        for name, each in seen.items():
-            refuse_infinite(each.amax, name, job.skeleton)
-        for name in [name for name in modules if name not in seen or not seen[name].tokens]:
-            alike = [
-                each for other, each in seen.items() if without_indices(other) == without_indices(name) and each.tokens
-            ]
-            if not alike:
-                raise StageError(
-                    "no token of the calibration text reached the layer",
-                    where=name,
-                    remedy=f"Raise {self.kind}.calibration.samples, or exclude the layer",
-                )
-            job.details.setdefault("calibrated_as_others", []).append(name)
-            seen[name] = copy(max(alike, key=lambda each: float(each.amax.amax())))
-        return seen
+        turns = [modules] if self.prepares_whole_blocks else in_turns(job.skeleton, modules)
+        largest: dict[str, InputRange] = {}
+        unseen: list[str] = []
+        for turn in turns:
+            seen = watch_inputs(job.skeleton, index, inputs, turn, start)
+            for name, each in seen.items():
+                refuse_infinite(each.amax, name, job.skeleton)
+            found = {name: seen[name] for name in turn if name in seen and seen[name].tokens}
+            del seen
+            unseen += [name for name in turn if name not in found]
+            for name, each in found.items():
+                alike = largest.get(kind := without_indices(name), each), each
+                largest[kind] = max(alike, key=lambda other: float(other.amax.amax()))
+            for name in unseen if turn is turns[-1] else ():
+                if not (other := largest.get(without_indices(name))):
+                    raise StageError(
+                        "no token of the calibration text reached the layer",
+                        where=name,
+                        remedy=f"Raise {self.kind}.calibration.samples, or exclude the layer",
+                    )
+                job.details.setdefault("calibrated_as_others", []).append(name)
+                found[name] = copy(other)
+            if found:
+                yield found
+            del found  # before the next turn's are made
 
     def _advance_(
         self, job: QuantizationJob, index: int, inputs: BlockInputs, layers: Mapping[str, Mapping[str, Tensor]]
@@ -248,20 +260,14 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
             return Work(work, streamed=True)
         work += code_bytes(shape, layers)
         compensating = hessians = matrix = 0
+        text, at_once = self.calibration, self.prepares_whole_blocks or self.calibration.experts == "all"
         if self.rounding == "gptq":
             matrix = 4 * max(layer.inputs for layer in layers.values()) ** 2
             compensating = HESSIAN_COPIES * matrix
-            hessians = hessian_bytes(shape, layers)
+            hessians = hessian_bytes(shape, layers, at_once)
         kept, prepared = self.preparation_bytes(by_block(shape, layers), layers, compensating + matrix)
-        return calibrated_work(
-            shape,
-            layers,
-            self.calibration,
-            self.batch_size,
-            hessians + kept,
-            max(work + compensating, prepared),
-            self.devices,
-        )
+        sums, most = hessians + kept, max(work + compensating, prepared)
+        return calibrated_work(shape, layers, text, self.batch_size, sums, most, self.devices)
 
     def preparation_bytes(
         self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int

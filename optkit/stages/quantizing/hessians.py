@@ -22,7 +22,7 @@ from optkit.environment import cpu_has
 from optkit.errors import StageError
 from optkit.kernels.cpu.native import why_not_native
 from optkit.model.blocks import BlockInputs
-from optkit.model.calibration_memory import no_such_experts
+from optkit.model.calibration_memory import hessian_turns, no_such_experts
 from optkit.model.experts import experts_in, seeing_all
 from optkit.model.linear_layers import EXPERTS
 from optkit.model.output_layer import HEAD
@@ -52,6 +52,20 @@ class Sum(Protocol):
 S = TypeVar("S", bound=Sum)
 
 
+class _Tokens:
+    """Keeps of inputs how many they were."""
+
+    tokens = 0
+
+    def add(self, inputs: Tensor) -> None:
+        """Take in float [..., in]."""
+        self.tokens += inputs[..., 0].numel()
+
+    def add_up_(self, together: Together, tokens: int) -> None:
+        """Become what all processes took, so many tokens."""
+        self.tokens = tokens
+
+
 class AllSeenError(Exception):
     """Ends the run of a block once every layer has its input: nothing after the last one is needed."""
 
@@ -73,6 +87,20 @@ def collect_hessians(
 
     with in_bfloat16(layers), in_cpp(skeleton, index, inputs):
         return watch_inputs(skeleton, index, inputs, layers, start)
+
+
+def in_turns(skeleton: Skeleton, layers: Mapping[str, nn.Module]) -> list[dict[str, nn.Module]]:
+    """Return layers of a loaded block in turns whose Hessians there is room for, as `hessian_turns` does.
+    Experts that see all tokens share theirs.
+    """
+    inputs = {name: _inputs_of(layer) for name, layer in layers.items()}
+    turns = [list(layers)] if skeleton.experts_see_all else hessian_turns(inputs)
+    return [{name: layers[name] for name in turn} for turn in turns]
+
+
+def _inputs_of(layer: nn.Module) -> int:
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    return weight.shape[0 if isinstance(layer, Conv1D) else 1]
 
 
 def details_of_sums(device: str, dtype: torch.dtype, equal_tokens: bool) -> dict[str, str]:
@@ -114,11 +142,11 @@ def turns_of(skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mappin
 
     Experts stand side by side, so layers whose names differ by an index alone have the same turn.
     """
-    first = collect_hessians(skeleton, index, replace(inputs, batches=inputs.batches[:1]), layers, equal_tokens=False)
+    first = watch_inputs(skeleton, index, replace(inputs, batches=inputs.batches[:1]), layers, lambda _: _Tokens())
     shared: dict[int, str] = {}
     turn_of = {}
-    for name, hessian in first.items():
-        turn_of[without_indices(name)] = shared.setdefault(id(hessian), without_indices(name))
+    for name, seen in first.items():
+        turn_of[without_indices(name)] = shared.setdefault(id(seen), without_indices(name))
 
     def turn(name: str) -> str:
         key = turn_of.get(without_indices(name), "")
@@ -169,8 +197,7 @@ def _added_up(
         total = sums.get(name)
         if total is None:
             weight: Tensor = layers[name].weight  # type: ignore[assignment]
-            width = weight.shape[0 if isinstance(layers[name], Conv1D) else 1]
-            total = start(inputs.hidden.new_empty(0, width, device=weight.device))
+            total = start(inputs.hidden.new_empty(0, _inputs_of(layers[name]), device=weight.device))
         elif id(total) in used:
             total = deepcopy(total)
         used.add(id(total))

@@ -69,7 +69,7 @@ class InputScaling(Frozen):
             readers + SAMPLE_BYTES * largest + 4 * HESSIAN_COPIES[rounding] * largest**2,
             code_bytes(shape, layers) + 4 * FLOAT_COPIES * weights,
         )
-        kept = hessian_bytes(shape, layers)
+        kept = hessian_bytes(shape, layers, at_once=True)
         return calibrated_work(shape, layers, self.calibration, self.batch_size, kept, work, devices)
 
 

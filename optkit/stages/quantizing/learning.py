@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.calibration_memory import Text, Work, calibration_bytes, float_bytes, hessian_bytes
-from optkit.model.linear_layers import Layer, by_block
+from optkit.model.linear_layers import EXPERTS, Layer, by_block
 from optkit.model.shape import ModelShape
 from optkit.stages.quantizing.integers import packed_format, packed_grid
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
@@ -110,11 +110,12 @@ def with_learned_scales(
 def with_unmodified(work: Work, shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int) -> Work:
     """Return what it takes if layers make up for earlier errors too, of what it takes without.
     The unmodified model's hidden states, what both models' attention and its feed-forward layers add to
-    them, a block's float weights, and two sums as large as the Hessians are kept.
+    them, a block's float weights, and two sums as large as the Hessians, but experts', are kept.
     """
+    moved = {name: layer for name, layer in layers.items() if EXPERTS not in name}
     hidden, _ = calibration_bytes(shape, layers, text, batch)
     largest = max(layer.outputs * layer.inputs for layer in layers.values())
-    kept = 4 * hidden + shape.block_bytes + 2 * hessian_bytes(shape, layers) + 4 * 3 * largest
+    kept = 4 * hidden + shape.block_bytes + 2 * hessian_bytes(shape, moved, at_once=True) + 4 * 3 * largest
     return replace(work, block=work.block + kept)
 
 

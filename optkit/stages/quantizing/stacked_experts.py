@@ -8,7 +8,8 @@ NAME_scales  uint8 [experts, out, in / 32]: E8M0
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ def pack_stacked(
     ):
         for name in shape.tensors:
             if name in stacked:
-                parts = joined(name, _rounded(checkpoint, name, context.device, search), stacked[name].shape[0])
+                parts = _rounded(checkpoint, name, context.device, search).tensors(name)
             else:
                 parts = {name: checkpoint.read_finite(name)}
             for written, part in parts.items():
@@ -72,29 +73,37 @@ def finished(
     )
 
 
-def _rounded(checkpoint: Checkpoint, name: str, device: str, search: bool) -> Iterator[MicroscaledWeight]:
-    """Yield the experts of [experts, in, out]; one of them is in memory at a time."""
+def _rounded(checkpoint: Checkpoint, name: str, device: str, search: bool) -> Stack:
+    """Return the experts of [experts, in, out], rounded; one of them is in memory at a time."""
     from optkit.algorithms.microscaling import quantize_mxfp4
 
-    for index in range(checkpoint.tensors[name].shape[0]):
+    stack = Stack(checkpoint.tensors[name].shape[0])
+    for index in range(stack.count):
         expert = checkpoint.read_finite(name, index).to(device)
-        yield quantize_mxfp4(expert.T.contiguous(), search)
+        stack.put_(index, quantize_mxfp4(expert.T.contiguous(), search))
+    return stack
 
 
-def joined(name: str, experts: Iterable[MicroscaledWeight], count: int) -> dict[str, Tensor]:
-    """Return the tensors of a stacked one whose experts, so many of [out, in], are given."""
-    import torch
+@dataclass
+class Stack:
+    """The packed experts of a stacked tensor, so many of [out, in]."""
 
-    from optkit.algorithms.microscaling import pack
+    count: int
+    parts: dict[str, Tensor] = field(default_factory=dict)
 
-    found: dict[str, Tensor] = {}
-    for index, expert in enumerate(experts):
+    def put_(self, index: int, expert: MicroscaledWeight) -> None:
+        """Take one of them."""
+        from optkit.algorithms.microscaling import pack
+
         for leaf, tensor in pack(expert).items():
-            if leaf not in found:
-                found[leaf] = torch.empty(count, *tensor.shape, dtype=tensor.dtype)
-            found[leaf][index] = tensor
-    codes, scales = found["weight_packed"], found["weight_scale"]
-    return {f"{name}{BLOCKS}": codes.view(*scales.shape, -1), f"{name}{SCALES}": scales}
+            if leaf not in self.parts:
+                self.parts[leaf] = tensor.new_empty(self.count, *tensor.shape, device="cpu")
+            self.parts[leaf][index] = tensor
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return the tensors that stand for the stacked one of that name, once all are there."""
+        codes, scales = self.parts["weight_packed"], self.parts["weight_scale"]
+        return {f"{name}{BLOCKS}": codes.view(*scales.shape, -1), f"{name}{SCALES}": scales}
 
 
 def _packed(name: str, info: TensorInfo) -> dict[str, TensorInfo]:

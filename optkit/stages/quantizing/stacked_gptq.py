@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from optkit.model.writer import CheckpointWriter
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.quantizing.job import QuantizationJob
-from optkit.stages.quantizing.stacked_experts import KIND, finished, joined
+from optkit.stages.quantizing.stacked_experts import KIND, Stack, finished
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -119,19 +119,22 @@ def experts_apart(skeleton: Skeleton, index: int, stacked: Stacked) -> Iterator[
 def round_experts_(
     layers: Mapping[str, nn.Linear],
     stacked: Stacked,
-    seen: Mapping[str, InputRange],
+    turns: Iterable[tuple[Collection[str], Mapping[str, InputRange]]],
     rounded: Callable[[str, Tensor, InputRange | None], MicroscaledWeight],
 ) -> dict[str, Tensor]:
     """Return the tensors of a block's experts, which compute with their rounded weights from now on.
-    `rounded` is given the name of each, its weight, [out, in], and what was seen of its inputs.
+    `turns`: names of layers, and what was seen of their inputs. `rounded` is given the name of each,
+    its weight, [out, in], and what was seen.
     """
-
-    def each(stored: str) -> Iterator[MicroscaledWeight]:
-        for index in range(stacked[stored].shape[0]):
-            layer = layers[name := expert_of(stored, index)]
+    stacks = {stored: Stack(info.shape[0]) for stored, info in stacked.items() if expert_of(stored, 0) in layers}
+    places = {
+        expert_of(stored, index): (stack, index) for stored, stack in stacks.items() for index in range(stack.count)
+    }
+    for turn, seen in turns:
+        for name in turn:
+            layer, (stack, index) = layers[name], places[name]
             made = rounded(name, layer.weight.detach().contiguous(), seen.get(name))
             layer.weight.data.copy_(made.dequantize())
-            yield made
-
-    here = (stored for stored in stacked if expert_of(stored, 0) in layers)
-    return dict(part for stored in here for part in joined(stored, each(stored), stacked[stored].shape[0]).items())
+            stack.put_(index, made)
+        del seen  # before the block runs again
+    return dict(part for stored, stack in stacks.items() for part in stack.tensors(stored).items())

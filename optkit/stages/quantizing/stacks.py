@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from optkit.common.grouping import grouped
 from optkit.model.linear_layers import EXPERTS, Layer
-from optkit.model.linear_layers import stacks as sharing_input
 from optkit.model.output_layer import HEAD
 from optkit.packed_tensors.base import LayerFormat
 
@@ -14,8 +13,6 @@ HEAD_ROWS = 1 << 14
 """Rows of lm_head that are quantized at a time."""
 EXPERTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Weights of experts of one shape that are quantized at a time."""
-HESSIANS_AT_ONCE = 1 << 34
-"""Most bytes of the Hessians of a block's experts; for those of others the text runs through it again."""
 HELD = {"cpu": (4.0, 9.0), "cuda": (6.5, 10.5)}
 """Matrices of the Hessian's size, and of the weight's, that are held at once while codes improve. GPUs
 older than Hopper hold 7.5 of the first while they cut it up for their tensor cores.
@@ -42,29 +39,6 @@ def together(
         weights = sum(layers[name].outputs * layers[name].inputs for name in same[0])
         count = max(1, EXPERTS_AT_ONCE[device.partition(":")[0]] // weights)
         yield from (same[start : start + count] for start in range(0, len(same), count))
-
-
-def in_turns(layers: Mapping[str, Layer]) -> list[list[str]]:
-    """Return the layers of a block in turns whose Hessians there is room for, each expert whole.
-    What feeds the experts comes last, so that all of them see what they would see in one turn.
-    """
-    turns, room = [list[str]()], HESSIANS_AT_ONCE
-    for expert in grouped((name for name in layers if EXPERTS in name), _expert_of).values():
-        size = sum(4 * layers[stack[0]].inputs ** 2 for stack in sharing_input(expert))
-        if size > room and turns[-1]:
-            turns.append([])
-            room = HESSIANS_AT_ONCE
-        turns[-1] += expert
-        room -= size
-    if len(turns) == 1:
-        return [list(layers)]
-    turns[-1] += [name for name in layers if EXPERTS not in name]
-    return turns
-
-
-def _expert_of(name: str) -> str:
-    holder, _, inside = name.rpartition(EXPERTS)
-    return f"{holder}{EXPERTS}{inside.partition('.')[0]}"
 
 
 def parts_of(layers: Mapping[str, Layer]) -> list[list[str]]:
