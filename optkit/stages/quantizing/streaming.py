@@ -27,6 +27,7 @@ from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.together import together
 from optkit.model.writer import CheckpointWriter, copy_companions, write_config
 from optkit.packed_tensors.base import LayerFormat, apart, packable, quantization_config, read_apart
+from optkit.processes.child_program import importing
 from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.recounting import recount
@@ -165,11 +166,12 @@ class LayerQuantizer(Transform):
         Raises StageError if patterns and format do not fit the model, SourceError for weights
         that are NaN or Inf, ResourceError when memory or disk runs out.
         """
-        from optkit.model.named_skeleton import open_skeleton
-        from optkit.model.skeleton_layers import layers_of_skeleton
+        self.begin(context.device)
+        with importing():
+            from optkit.model.named_skeleton import open_skeleton
+            from optkit.model.skeleton_layers import layers_of_skeleton
 
         started = time.monotonic()
-        self.begin(context.device)
         skeleton = open_skeleton(read_apart(source, self.layer_format), context.trust_remote_code)
         selection = self.select_layers(*layers_of_skeleton(skeleton))
         formats = self.layer_formats(selection)
