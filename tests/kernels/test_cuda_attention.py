@@ -72,8 +72,12 @@ def turned(heads: Tensor, norm: Tensor | None, cosines: Tensor, sines: Tensor) -
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 6e-3), (torch.float16, 8e-4)])
-@pytest.mark.parametrize(("case", "shares"), [*product(CASES, (1, 3, 10))])
-def test_attention_is_that_of_float64(case: Case, shares: int, dtype: torch.dtype, limit: float) -> None:
+@pytest.mark.parametrize(
+    ("case", "shares", "clustered"), [*product(CASES, (1, 3, 10), (False,)), *product(CASES, (3, 8), (True,))]
+)
+def test_attention_is_that_of_float64(
+    case: Case, shares: int, clustered: bool, dtype: torch.dtype, limit: float
+) -> None:
     batch, past, heads, kv_heads, size = case.batch, case.past, case.heads, case.kv_heads, case.size
     rotary, oldest = case.rotary or size, max(0, past + 1 - case.window) if case.window else 0
     torch.manual_seed(past)
@@ -93,6 +97,7 @@ def test_attention_is_that_of_float64(case: Case, shares: int, dtype: torch.dtyp
     known = cache[:, :, :, oldest:past].clone()
     macros = {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "ROTARY": rotary, "SHARES": shares}
     macros |= ({"QK_NORM": 1} if case.norms else {}) | ({"CAPPED": 1} if case.cap else {})
+    macros |= {"CLUSTER": 1} if clustered else {}
     stages = attention_stages(size, 1 + batch % 2, torch.device("cuda", 0))
     macros |= ({"BF16": 1} if dtype == torch.bfloat16 else {}) | {"STAGES": stages}
     launch = 128, stages * STAGE_ROWS * size * 2

@@ -12,8 +12,9 @@ import torch
 
 from optkit.errors import OptkitError
 from optkit.kernels.cuda import nvrtc
+from optkit.kernels.cuda.decoding import CLUSTER
 from optkit.kernels.cuda.nvrtc import SOURCES, compile_source, kept_binary
-from optkit.kernels.cuda.schedule import Form
+from optkit.kernels.cuda.schedule import Form, Schedule
 from optkit.kernels.cuda.wide import Widths
 from tests.kernels.test_cuda_wide import WIDTHS
 
@@ -68,14 +69,17 @@ def compiles(source: str, macros: dict[str, str], architecture: str = "sm_90a") 
 @pytest.mark.parametrize("flags", [*product(("", "BF16", "BF16 SCALED"), ("", "QK_NORM"), ("", "CAPPED"))], ids=str)
 def test_attention(heads: dict[str, int], flags: tuple[str, ...]) -> None:
     given = dict.fromkeys(" ".join(flags).split(), "1")
+    if 1 < heads["SHARES"] <= CLUSTER and "CAPPED" not in given:
+        given["CLUSTER"] = "1"
     compiles("attention.cu", {name: str(value) for name, value in heads.items()} | given)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("token_tiles", "flags"), USES, ids=str)
 def test_linear(form: str, token_tiles: int, flags: tuple[str, ...]) -> None:
+    how = Schedule(8, 2, 2, 1, span=3, engine=token_tiles > 1, late=token_tiles > 2)
     for more in ((), ("PLAIN",)) if FORMS[form].bits == 8 else ((),):
-        compiles("linear.cu", FORMS[form].macros(token_tiles, 2, 8, 2) | dict.fromkeys((*flags, *more), "1"))
+        compiles("linear.cu", FORMS[form].macros(token_tiles, how) | dict.fromkeys((*flags, *more), "1"))
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)

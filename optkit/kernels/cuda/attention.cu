@@ -3,12 +3,13 @@
 // qkv [batch, (HEADS + 2 KV_HEADS) SIZE]; keys, values [batch, KV_HEADS, capacity, SIZE]; cosines, sines float [positions, ROTARY / 2], for
 // halves of the first ROTARY channels that are turned against each other (as Llama's); output [batch, HEADS * SIZE]. `window`: the newest
 // keys that are attended to, 0 for all; `cap`: where CAPPED says so, scores end at -cap and cap (Gemma 2); `sinks` [HEADS], or none:
-// scores of a key that has no value (gpt-oss). A block for each head of keys, share of the past,
-// and sequence. Its 4 warps take 16 keys in turn, with a softmax of their own: scores [queries, keys] and sums [queries, channels] are
-// products of 16 rows in tensor cores, the rows being the queries that share the head (FlashAttention-2, arXiv:2307.08691). Then all of
-// them are joined. Macros: BF16, HEADS, KV_HEADS (at most 16 queries each), SIZE (a multiple of 16 up to 256), ROTARY, SHARES, STAGES
-// (tiles that a warp asks for before it needs them), QK_NORM, CAPPED, SCALED (qkv are products of codes, of 16 bits, with scales of tokens and
-// channels and a bias), LINED (output lies as `wide.cu` reads it, so many sequences in a block).
+// scores of a key that has no value (gpt-oss). A block for each head of keys, share of the past, and sequence. Its 4 warps take 16 keys in
+// turn, with a softmax of their own: scores [queries, keys] and sums [queries, channels] are products of 16 rows in tensor cores, the rows
+// being the queries that share the head (FlashAttention-2, arXiv:2307.08691). Then all of them are joined. Macros: BF16, HEADS, KV_HEADS
+// (at most 16 queries each), SIZE (a multiple of 16 up to 256), ROTARY, SHARES, STAGES (tiles that a warp asks for before it needs them),
+// QK_NORM, CAPPED, SCALED (qkv are products of codes, of 16 bits, with scales of tokens and channels and a bias), LINED (output lies as
+// `wide.cu` reads it, so many sequences in a block), CLUSTER (the blocks of all shares are a cluster, and each joins a part of the outputs
+// of all, in shared memory; else the last block does, from global memory).
 //
 // Fragments of mma.m16n8k16: lane l = 4 r + c has, of queries, row r (and r + 8); of scores, rows r, r + 8 and columns 2 c, 2 c + 1.
 // Channels may be summed in any order, so a lane reads neighbouring ones of key r (lanes c take turns) and calls them what the fragment
@@ -25,6 +26,8 @@
 #define VECTORS (SIZE / 8)                 // of 16 bytes, of a key or value
 #define SHIFTS ((VECTORS & -VECTORS) - 1 & 7)
 #define TILE_BYTES (2 * KEYS * SIZE * 2)
+#define TURNED ((ROTARY / 4 + 31) / 32)             // pairs of a lane that are turned against as many
+#define UNTURNED (((SIZE - ROTARY) / 2 + 31) / 32)  // pairs of a lane that are not, which may be none
 
 template <int WORDS>
 struct alignas(4 * WORDS) Vector {
@@ -33,10 +36,6 @@ struct alignas(4 * WORDS) Vector {
 
 // Where bytes of a key lie in a tile: neighbours of a column are shifted against each other, so that lanes read different banks.
 __device__ __forceinline__ int place_in_tile(int key, int byte) { return key * SIZE * 2 + ((byte / 16 ^ (key & SHIFTS)) * 16 + byte % 16); }
-
-__device__ __forceinline__ void copy_16(const void* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
 
 // sums [queries, 8] += rows [queries, 16] * a matrix [16, 8]; where no lane has a second row, what comes of it is left.
 __device__ __forceinline__ void product(float (&sums)[4], const u32 (&rows)[4], u32 first, u32 second) {
@@ -80,23 +79,44 @@ __device__ __forceinline__ Heads heads_of(const u16* qkv, int token, const float
 #endif
 }
 
-// A head of a query or key [SIZE] turned by its position, by a warp; with QK_NORM divided by its root mean square and times `norm` before.
-__device__ __forceinline__ void turn(const Heads& heads, int head, const u16* norm, float epsilon, const float* cosine, const float* sine,
-                                     u16* turned) {
+// What lanes hold of a head: pairs that are turned against each other, and those that are not turned.
+struct Head {
+  u32 first[TURNED], second[TURNED], rest[UNTURNED + 1];
+};
+__device__ __forceinline__ Head take(const Heads& heads, int head) {
+  Head taken;
+#pragma unroll
+  for (int n = 0; n < TURNED; n++) {
+    const int i = n * 32 + threadIdx.x % 32;
+    taken.first[n] = i < ROTARY / 4 ? heads.pair(head, i) : 0, taken.second[n] = i < ROTARY / 4 ? heads.pair(head, i + ROTARY / 4) : 0;
+  }
+#pragma unroll
+  for (int n = 0; n < UNTURNED; n++) {
+    const int i = ROTARY / 2 + n * 32 + threadIdx.x % 32;
+    taken.rest[n] = i < SIZE / 2 ? heads.pair(head, i) : 0;
+  }
+  return taken;
+}
+
+// A query or key turned by its position, by a warp; with QK_NORM divided by its root mean square and times `norm` before.
+__device__ __forceinline__ void turn(const Head& taken, const u16* norm, float epsilon, const float* cosine, const float* sine, u16* turned) {
   const int lane = threadIdx.x % 32;
   const u32* norms = (const u32*)norm;
   float factor = 1;
 #ifdef QK_NORM
   float squares = 0;
-  for (int i = lane; i < SIZE / 2; i += 32) {
-    const u32 pair = heads.pair(head, i);
-    squares += low(pair) * low(pair) + high(pair) * high(pair);
-  }
+#pragma unroll
+  for (int n = 0; n < TURNED; n++) squares += squares_of(taken.first[n]) + squares_of(taken.second[n]);
+#pragma unroll
+  for (int n = 0; n < UNTURNED; n++) squares += squares_of(taken.rest[n]);
   factor = rsqrtf(sum_of_warp(squares) / SIZE + epsilon);
 #endif
-  for (int i = lane; i < ROTARY / 4; i += 32) {
-    const u32 first = heads.pair(head, i), second = heads.pair(head, i + ROTARY / 4);
-    float a[2] = {low(first) * factor, high(first) * factor}, b[2] = {low(second) * factor, high(second) * factor};
+#pragma unroll
+  for (int n = 0; n < TURNED; n++) {
+    const int i = n * 32 + lane;
+    if (i >= ROTARY / 4) break;
+    float a[2] = {low(taken.first[n]) * factor, high(taken.first[n]) * factor};
+    float b[2] = {low(taken.second[n]) * factor, high(taken.second[n]) * factor};
 #ifdef QK_NORM
     a[0] *= low(norms[i]), a[1] *= high(norms[i]), b[0] *= low(norms[i + ROTARY / 4]), b[1] *= high(norms[i + ROTARY / 4]);
 #endif
@@ -104,17 +124,34 @@ __device__ __forceinline__ void turn(const Heads& heads, int head, const u16* no
     ((u32*)turned)[i] = narrow(a[0] * c.x - b[0] * s.x, a[1] * c.y - b[1] * s.y);
     ((u32*)turned)[i + ROTARY / 4] = narrow(b[0] * c.x + a[0] * s.x, b[1] * c.y + a[1] * s.y);
   }
-  for (int i = ROTARY / 2 + lane; i < SIZE / 2; i += 32) {
-    const u32 pair = heads.pair(head, i);
+#pragma unroll
+  for (int n = 0; n < UNTURNED; n++) {
+    const int i = ROTARY / 2 + n * 32 + lane;
+    if (i >= SIZE / 2) break;
 #ifdef QK_NORM
-    ((u32*)turned)[i] = narrow(low(pair) * factor * low(norms[i]), high(pair) * factor * high(norms[i]));
+    ((u32*)turned)[i] = normed(taken.rest[n], norms[i], factor);
 #else
-    ((u32*)turned)[i] = pair;
+    ((u32*)turned)[i] = taken.rest[n];
 #endif
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
+#ifdef CLUSTER  // of the blocks of all shares
+#define PART ((GROUP * SIZE + SHARES - 1) / SHARES)  // of the outputs, that a block joins
+// Writes where this block has `place`, in the shared memory of the block of a share.
+__device__ __forceinline__ void give(const float* place, int share, float value) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_place(place)), "r"(share));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+}
+__device__ __forceinline__ void arrive_at_shares() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void await_shares() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#define TOGETHER __cluster_dims__(1, SHARES, 1)
+#else
+#define TOGETHER
+#endif
+
+extern "C" __global__ void TOGETHER __launch_bounds__(32 * WARPS)
     attend(const u16* qkv, u16* keys, u16* values, const float* cosines, const float* sines, const int* position_of, int capacity,
            float scaling, const u16* query_norm, const u16* key_norm, float epsilon, int window, float cap, const u16* sinks, float* shared,
            unsigned int* arrived, u16* output, const float* token_scales, const float* scales, const u16* bias) {
@@ -141,23 +178,37 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   };
   const int begin = first + warp * KEYS;
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) ask_for(begin + s * WARPS * KEYS, s);
+  for (int s = 0; s < STAGES; s++) ask_for(begin + s * WARPS * KEYS, s);
   const float* cosine = cosines + (size_t)position * (ROTARY / 2);
   const float* sine = sines + (size_t)position * (ROTARY / 2);
   if (thread < ROTARY / 2) asm volatile("prefetch.global.L2 [%0];" ::"l"((thread % 2 ? sine : cosine) + thread));
   let_next_start();
+#ifdef CLUSTER
+  arrive_at_shares();  // others may write in this block from now on
+#endif
   wait_for_previous();
 
   const Heads now = heads_of(qkv, sequence, token_scales, scales, bias);
+  const bool keeps = first <= position && position < behind && warp == WARPS - 1;  // the share with the new token keeps it
+  Head key;
+  u32 value_pairs[(SIZE / 2 + 31) / 32];  // asked for before queries are turned
+  if (keeps) {
+    key = take(now, HEADS + head);
+#pragma unroll
+    for (int n = 0; n < (SIZE / 2 + 31) / 32; n++)
+      value_pairs[n] = now.pair(HEADS + KV_HEADS + head, min(n * 32 + thread % 32, SIZE / 2 - 1));
+  }
   for (int g = warp; g < ROWS * 8; g += WARPS) {
     if (g < GROUP)
-      turn(now, head * GROUP + g, query_norm, epsilon, cosine, sine, query[g]);
+      turn(take(now, head * GROUP + g), query_norm, epsilon, cosine, sine, query[g]);
     else
       for (int i = thread % 32; i < SIZE; i += 32) query[g][i] = 0;
   }
-  if (first <= position && position < behind && warp == WARPS - 1) {  // the share with the new token keeps it
-    turn(now, HEADS + head, key_norm, epsilon, cosine, sine, newest);
-    for (int i = thread % 32; i < SIZE / 2; i += 32) ((u32*)newest)[SIZE / 2 + i] = now.pair(HEADS + KV_HEADS + head, i);
+  if (keeps) {
+    turn(key, key_norm, epsilon, cosine, sine, newest);
+#pragma unroll
+    for (int n = 0; n < (SIZE / 2 + 31) / 32; n++)
+      if (n * 32 + thread % 32 < SIZE / 2) ((u32*)newest)[SIZE / 2 + n * 32 + thread % 32] = value_pairs[n];
     __syncwarp();
     for (int i = thread % 32; i < 2 * VECTORS; i += 32)
       ((uint4*)((i < VECTORS ? keys : values) + kept + (size_t)position * SIZE))[i % VECTORS] = ((const uint4*)newest)[i];
@@ -176,11 +227,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
   int stage = 0;
   for (int start = begin; start < behind; start += WARPS * KEYS) {
-    ask_for(start + (STAGES - 1) * WARPS * KEYS, stage ? stage - 1 : STAGES - 1);
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
     __syncwarp();
     const char* tile = tiles + stage * TILE_BYTES;
-    if (start <= position && position < min(start + KEYS, behind)) {  // other shares have not turned it, and 0 times what lies there may be NaN
+    if (start <= position && position < min(start + KEYS, behind)) {  // only this share turned it; 0 times what others hold may be NaN
       for (int i = thread % 32; i < 2 * VECTORS; i += 32)
         *(uint4*)(tile + i / VECTORS * KEYS * SIZE * 2 + place_in_tile(position - start, i % VECTORS * 16)) = ((const uint4*)newest)[i];
       __syncwarp();
@@ -244,6 +294,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
       }
     }
     __syncwarp();
+    ask_for(start + STAGES * WARPS * KEYS, stage);
     stage = stage + 1 < STAGES ? stage + 1 : 0;
   }
 
@@ -267,7 +318,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
   const int place = sequence * KV_HEADS + head;
   u16* outputs = output + ((size_t)sequence * HEADS + head * GROUP) * SIZE;
-#if SHARES > 1
+#ifdef CLUSTER
+  __shared__ float given[SHARES][PART], ends[SHARES][2][GROUP];  // by each share
+  await_shares();
+#elif SHARES > 1
   float* theirs = shared + (size_t)place * SHARES * GROUP * SIZE;  // sums [places, SHARES, GROUP, SIZE], behind them largests and totals
   float2* ends = (float2*)(shared + (size_t)gridDim.z * KV_HEADS * SHARES * GROUP * SIZE) + (size_t)place * SHARES * GROUP;
 #endif
@@ -288,12 +342,34 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 #else
     outputs[i] = (u16)narrow(value / all, 0);
 #endif
+#elif defined(CLUSTER)
+    give(&given[share][i % PART], i / PART, value);
+    if (c < SHARES) give(&ends[share][0][g], c, highest), give(&ends[share][1][g], c, all);
 #else
     theirs[(share * GROUP + g) * SIZE + c] = value;
     if (c == 0) ends[share * GROUP + g] = make_float2(highest, all);
 #endif
   }
-#if SHARES > 1
+#ifdef CLUSTER
+  arrive_at_shares(), await_shares();
+  for (int i = thread; i < min(PART, GROUP * SIZE - share * PART); i += 32 * WARPS) {
+    const int at = share * PART + i, g = at / SIZE;
+    float highest = NOTHING, all = 0, value = 0;
+#pragma unroll
+    for (int s = 0; s < SHARES; s++) highest = fmaxf(highest, ends[s][0][g]);
+#pragma unroll
+    for (int s = 0; s < SHARES; s++) {
+      const float factor = exp2f(ends[s][0][g] - highest);
+      all += ends[s][1][g] * factor, value += given[s][i] * factor;
+    }
+    if (sinks) all += exp2f(widen(sinks[head * GROUP + g]) * 1.4426950408889634f - highest);
+#ifdef LINED
+    output[lined_place(sequence, head * GROUP * SIZE + at, HEADS * SIZE)] = (u16)narrow(value / all, 0);
+#else
+    outputs[at] = (u16)narrow(value / all, 0);
+#endif
+  }
+#elif SHARES > 1
   __threadfence();
   __syncthreads();
   __shared__ bool last;
@@ -346,9 +422,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
   for (int head = threadIdx.x / 32; head < HEADS + 2 * KV_HEADS; head += WARPS) {
     const size_t kept = (((size_t)sequence * KV_HEADS + (head - HEADS) % KV_HEADS) * capacity + position) * SIZE;
     if (head < HEADS)
-      turn(now, head, query_norm, epsilon, cosine, sine, (u16*)now.qkv + head * SIZE);
+      turn(take(now, head), query_norm, epsilon, cosine, sine, (u16*)now.qkv + head * SIZE);
     else if (head < HEADS + KV_HEADS)
-      turn(now, head, key_norm, epsilon, cosine, sine, keys + kept);
+      turn(take(now, head), key_norm, epsilon, cosine, sine, keys + kept);
     else
       for (int i = lane; i < SIZE / 2; i += 32) ((u32*)(values + kept))[i] = now.pair(head, i);
   }

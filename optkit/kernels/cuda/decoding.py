@@ -45,6 +45,8 @@ REMEDY = "Take cuda_graphs out of the recipe, or use compile"
 MOST_SHARES = 32
 KEYS_OF_SHARE = 64
 """The fewest that are worth a block."""
+CLUSTER, MOST_CLUSTERED = 8, 1024
+"""Shares that a GPU of compute capability 9.0 can join in shared memory; the longest past that has no more of them."""
 MOST_BLOCKS = 2
 """Of the attention kernel that a multiprocessor holds; one of few sequences, so that shared memory leaves
 room for the L1 cache, through which the weights of the kernels beside it come.
@@ -208,7 +210,10 @@ class Steps:
         self.tokens = torch.zeros(capacity + 1, batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int32, device=device)
         pairs, count = batch * decoder.kv_heads, torch.cuda.get_device_properties(device).multi_processor_count
-        self.shares = _shares(pairs, capacity, count)
+        clusters = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        shares = _shares(pairs, capacity, count)
+        self.shares = min(shares, CLUSTER) if clusters and capacity <= MOST_CLUSTERED else shares
+        self.clustered = clusters and 1 < self.shares <= CLUSTER
         self.stages = attention_stages(decoder.size, 1 if pairs <= count else MOST_BLOCKS, device)
         group = decoder.heads // decoder.kv_heads
         shared = batch * decoder.kv_heads * self.shares * group * (decoder.size + 2)
@@ -295,7 +300,8 @@ class Steps:
         decoder, layer = self.decoder, self.decoder.layers[index]
         macros = {"HEADS": decoder.heads, "KV_HEADS": decoder.kv_heads, "SIZE": decoder.size}
         macros |= {"ROTARY": 2 * self.rotations[index][0].shape[1], "SHARES": self.shares, "STAGES": self.stages}
-        macros |= {} if rows.scaled is UNSCALED else {"SCALED": 1}
+        flags = {"SCALED": rows.scaled is not UNSCALED, "CLUSTER": self.clustered}
+        macros |= {flag: 1 for flag, on in flags.items() if on}
         return macros | ({} if self.head_norms(layer) == (None, None) else {"QK_NORM": 1})
 
     @staticmethod

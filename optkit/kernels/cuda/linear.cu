@@ -1,26 +1,29 @@
 // y = x W^T for a few tokens: weights stream past once, tensor cores multiply them by 8 tokens at a time.
 //
-// A block goes over units of 16 ROW_TILES outputs, each warp over every WARPS-th chunk of 128 inputs; then its warps add up. The next
-// chunks are always on their way, those of the next unit too, and the first ones before the kernel before this one has ended. mma.m16n8k16
-// takes W as its 16 x 16 matrix and x as its 16 x 8. Which input sits in which of the 16 places does not matter as long as both agree: lane
-// 4 g + t of chunk c holds, of rows g and g + 8, the eight inputs 128 c + 32 j + 8 t + {0..7}, j = 0..3.
+// A block goes over units of 16 ROW_TILES outputs, each warp over every WARPS-th span of chunks of 128 inputs; then its warps add up. The
+// next spans are always on their way to the warp's slots in shared memory, those of the next unit too, and the first ones before the kernel
+// before this one has ended. mma.m16n8k16 takes W as its 16 x 16 matrix and x as its 16 x 8. Which input sits in which of the 16 places
+// does not matter as long as both agree: lane 4 g + t of chunk c holds, of rows g and g + 8, the eight inputs 128 c + 32 j + 8 t + {0..7},
+// j = 0..3.
 //
 // 8 bits: x is rounded to 8 bits too, with a scale for each token or the given one, and products are sums of codes (m16n8k32).
 //
 // Macros: BF16; BITS 4, 8 (E4M3 floats; INTEGER: int8) or 16; INPUTS; GROUP (inputs of a scale: 32, 64 or a multiple of 128); ASYMMETRIC;
-//   TOKEN_TILES; ROW_TILES; WARPS; DEPTH (chunks in flight); SHARED (x goes through shared memory, normed where
-//   NORM says so; else it was put in order by `arrange`); GATED (outputs are silu(first half) * second half; GELU: gelu, by tanh);
-//   RESIDUAL (y is added to what is there); WIDE (y is float32).
+//   TOKEN_TILES; ROW_TILES; WARPS; DEPTH (slots of a warp); SPAN (chunks side by side in a slot); ENGINE (the copy engine fills slots, if
+//   there is one; else threads do); LATE (the next kernel may begin when all of the weight is asked for, else at once); SHARED (x goes
+//   through shared memory, normed where NORM says so; else it was put in order by `arrange`); GATED (outputs are silu(first half) * second
+//   half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there); WIDE (y is float32).
 #define CHUNKS ((INPUTS + 127) / 128)
 #define THREADS (32 * WARPS)
 #define SUBGROUPS (GROUP >= 128 ? 1 : 128 / GROUP)
 #define WORDS_PER_SUBGROUP (BITS == 8 ? 2 : 4 / SUBGROUPS)
-#define PER_WARP ((CHUNKS + WARPS - 1) / WARPS)
-#define TURNS ((PER_WARP + DEPTH - 1) / DEPTH * DEPTH)  // the last ones may have no chunk: each unit begins with the same stage
-#define SHARE (WARPS * ROW_TILES * TOKEN_TILES * 8 * 16)  // floats
+#define SPANS ((CHUNKS + SPAN - 1) / SPAN)
 #define PLACES (CHUNKS * SUBGROUPS)                       // of which x is summed, each with a scale
 #define VECTORS_PER_PLACE (16 / SUBGROUPS)
-#define VECTORS_OF_THREAD ((CHUNKS * 16 + THREADS - 1) / THREADS)
+#define VECTORS_OF_LANE (((SPANS + WARPS - 1) / WARPS * SPAN + 1) / 2)  // of the inputs that a warp multiplies
+#if defined(SHARED) && defined(NORM) && defined(BF16) && BITS != 8
+#define NORM_LATER  // products are multiplied by what the norm divides by: no warp waits for the squares of others
+#endif
 #define ITEMS ((ROW_TILES * TOKEN_TILES * 128 + THREADS - 1) / THREADS)
 #define X_BYTES (BITS == 8 ? 1 : 2)
 #define STRIDE (CHUNKS * 128 * X_BYTES + 64)  // bytes of a token in shared memory: tokens start 64 apart, modulo the 128 of a row of banks
@@ -29,6 +32,23 @@
 typedef int Sum;
 #else
 typedef float Sum;
+#endif
+
+#if defined(ENGINE) && __CUDA_ARCH__ >= 900
+#define BULK
+#endif
+#if BITS == 4
+#define SCALE_BYTES (32 * SUBGROUPS)  // of a tile and chunk
+#ifdef ASYMMETRIC
+#define KINDS 3
+#else
+#define KINDS 2
+#endif
+#define SLOT_BYTES (ROW_TILES * SPAN * (1024 + (KINDS - 1) * SCALE_BYTES))  // codes [ROW_TILES, SPAN], then scales, then offsets
+#else
+#define ROW_BYTES (SPAN * 16 * BITS)
+#define ROW_STRIDE (ROW_BYTES + 64)  // so that eight lanes read of all banks
+#define SLOT_BYTES (ROW_TILES * 16 * ROW_STRIDE)
 #endif
 
 struct Stage {
@@ -59,42 +79,130 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32
 }
 #endif
 
-#if BITS == 4
-// codes [tiles, chunks, 2, 32] uint4; scales, offsets [tiles, chunks, SUBGROUPS, 8] words: those of rows g and g + 8
-__device__ __forceinline__ void fetch(Stage& stage, const uint4* codes, const u32* scales, const u32* offsets, const int (&tile)[ROW_TILES],
-                                      int chunk, int lane, int rows) {
-#pragma unroll
-  for (int r = 0; r < ROW_TILES; r++) {
-    size_t place = (size_t)tile[r] * CHUNKS + chunk;
-    stage.weight[r][0][0] = load_once(codes + place * 64 + lane);
-    stage.weight[r][1][0] = load_once(codes + place * 64 + 32 + lane);
-#pragma unroll
-    for (int s = 0; s < SUBGROUPS; s++) {
-      stage.scale[r][s] = __ldg(scales + (place * SUBGROUPS + s) * 8 + lane / 4);
-#ifdef ASYMMETRIC
-      stage.offset[r][s] = __ldg(offsets + (place * SUBGROUPS + s) * 8 + lane / 4);
-#endif
-    }
-  }
-}
-#else
-// weight [rows, INPUTS]
-__device__ __forceinline__ void fetch(Stage& stage, const uint4* weight, const u32*, const u32*, const int (&tile)[ROW_TILES], int chunk,
-                                      int lane, int rows) {
+__device__ __forceinline__ void tiles_of(int (&tile)[ROW_TILES], int unit, int rows, int second_half) {
 #pragma unroll
   for (int r = 0; r < ROW_TILES; r++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      int row = min(tile[r] * 16 + half * 8 + lane / 4, rows - 1);
-      const uint4* start = weight + (size_t)row * (INPUTS * BITS / 128);
-#pragma unroll
-      for (int j = 0; j < VECTORS; j++) {
-        int vector = (chunk * VECTORS + j) * 4 + lane % 4;
-        stage.weight[r][half][j] = INPUTS % 128 == 0 || vector < INPUTS * BITS / 128 ? load_once(start + vector) : make_uint4(0, 0, 0, 0);
-      }
-    }
-}
+#ifdef GATED
+    tile[r] = min(unit * (ROW_TILES / 2) + r / 2, second_half - 1) + (r % 2) * second_half;
+#else
+    tile[r] = min(unit * ROW_TILES + r, (rows + 15) / 16 - 1);
 #endif
+}
+
+// The weight on its way to a warp. 4 bits: codes [tiles, chunks, 2, 32] uint4; scales, offsets [tiles, chunks, SUBGROUPS, 8] words: those
+// of rows g and g + 8. 8 and 16 bits: [rows, INPUTS].
+struct Ring {
+  const char *weight, *scales, *offsets;
+  int rows, second_half, units, warp, lane, turns;
+  char* slots;
+#ifdef BULK
+  u32 full;
+#endif
+  int unit, turn = 0, slot = 0;  // of what is asked for next
+  int taken = 0, phase = 0;      // the slot that is read next
+
+  __device__ __forceinline__ void ask() {
+    const int first = (turn * WARPS + warp) * SPAN;
+    if (unit < units && turn < turns) {
+      int tile[ROW_TILES];
+      tiles_of(tile, unit, rows, second_half);
+      const int chunks = CHUNKS % SPAN == 0 ? SPAN : min(SPAN, CHUNKS - first);
+      char* to = slots + slot * SLOT_BYTES;
+#ifdef BULK
+      const u32 barrier = full + 8 * slot, place = shared_place(to);
+#if BITS == 4
+      if (lane == 0) expect(barrier, ROW_TILES * chunks * (1024 + (KINDS - 1) * SCALE_BYTES));
+      __syncwarp();
+      const int r = lane % ROW_TILES, kind = lane / ROW_TILES;
+      const size_t from = (size_t)(r ? tile[ROW_TILES - 1] : tile[0]) * CHUNKS + first;
+      if (kind == 0)
+        copy_all(place + r * SPAN * 1024, weight + from * 1024, chunks * 1024, barrier);
+      else if (kind < KINDS)
+        copy_all(place + ROW_TILES * SPAN * 1024 + ((kind - 1) * ROW_TILES + r) * SPAN * SCALE_BYTES,
+                 (kind == 1 ? scales : offsets) + from * SCALE_BYTES, chunks * SCALE_BYTES, barrier);
+#else
+      const int bytes = INPUTS % (128 * SPAN) == 0 ? ROW_BYTES : min(ROW_BYTES, (INPUTS - first * 128) * BITS / 8);
+      if (lane == 0) expect(barrier, ROW_TILES * 16 * bytes);
+      __syncwarp();
+      if (lane < ROW_TILES * 16) {
+        const int row = min((lane < 16 ? tile[0] : tile[ROW_TILES - 1]) * 16 + lane % 16, rows - 1);
+        copy_all(place + lane * ROW_STRIDE, weight + ((size_t)row * INPUTS + first * 128) * BITS / 8, bytes, barrier);
+      }
+#endif
+#else
+#if BITS == 4
+#pragma unroll
+      for (int r = 0; r < ROW_TILES; r++) {
+        const size_t from = (size_t)tile[r] * CHUNKS + first;
+#pragma unroll
+        for (int i = 0; i < SPAN * 2; i++)
+          if (i < chunks * 2) copy_16(to + (r * SPAN * 2 + i) * 512 + lane * 16, weight + from * 1024 + i * 512 + lane * 16);
+#pragma unroll
+        for (int kind = 1; kind < KINDS; kind++)
+          if (lane * 16 < chunks * SCALE_BYTES)
+            copy_16(to + ROW_TILES * SPAN * 1024 + ((kind - 1) * ROW_TILES + r) * SPAN * SCALE_BYTES + lane * 16,
+                    (kind == 1 ? scales : offsets) + from * SCALE_BYTES + lane * 16);
+      }
+#else
+#pragma unroll
+      for (int i = 0; i < ROW_TILES * ROW_BYTES / 32; i++) {
+        const int vector = i * 32 + lane, row = vector / (ROW_BYTES / 16), at = vector % (ROW_BYTES / 16) * 16;
+        const int from = min((row < 16 ? tile[0] : tile[ROW_TILES - 1]) * 16 + row % 16, rows - 1);
+        if (INPUTS % (128 * SPAN) == 0 || first * 16 * BITS + at < INPUTS * BITS / 8)
+          copy_16(to + row * ROW_STRIDE + at, weight + (size_t)from * (INPUTS * BITS / 8) + first * 16 * BITS + at);
+      }
+#endif
+#endif
+    }
+#ifndef BULK
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+    slot = slot + 1 < DEPTH ? slot + 1 : 0;
+    if (++turn >= turns) turn = 0, unit += gridDim.x;
+  }
+
+  __device__ __forceinline__ void await() const {
+#ifdef BULK
+    wait(full + 8 * taken, phase);
+#else
+    asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
+    __syncwarp();
+#endif
+  }
+  __device__ __forceinline__ Stage read(int chunk) const {
+    const char* from = slots + taken * SLOT_BYTES;
+    Stage stage;
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int j = 0; j < VECTORS; j++)
+#if BITS == 4
+          stage.weight[r][half][j] = *(const uint4*)(from + (r * SPAN + chunk) * 1024 + half * 512 + lane * 16);
+#else
+          stage.weight[r][half][j] =
+              *(const uint4*)(from + (r * 16 + half * 8 + lane / 4) * ROW_STRIDE + (chunk * VECTORS + j) * 64 + lane % 4 * 16);
+#endif
+#if BITS == 4
+      const char* of_scales = from + ROW_TILES * SPAN * 1024 + (r * SPAN + chunk) * SCALE_BYTES + lane / 4 * 4;
+#pragma unroll
+      for (int s = 0; s < SUBGROUPS; s++) {
+        stage.scale[r][s] = *(const u32*)(of_scales + s * 32);
+#ifdef ASYMMETRIC
+        stage.offset[r][s] = *(const u32*)(of_scales + ROW_TILES * SPAN * SCALE_BYTES + s * 32);
+#endif
+      }
+#endif
+    }
+    return stage;
+  }
+  __device__ __forceinline__ void next() {  // the slot that was read is free again
+    __syncwarp();
+    ask();
+    if (++taken == DEPTH) taken = 0, phase ^= 1;
+  }
+};
 
 #if BITS == 4
 // Eight inputs in the order in which the codes of a word come out: 0, 4, 1, 5, 2, 6, 3, 7.
@@ -116,20 +224,13 @@ __device__ __forceinline__ float sum_of_place(const uint4& values) {
 __device__ __forceinline__ uint4 in_order(const uint4& values) { return values; }
 #endif
 
-__device__ __forceinline__ void tiles_of(int (&tile)[ROW_TILES], int unit, int rows, int second_half) {
-#pragma unroll
-  for (int r = 0; r < ROW_TILES; r++)
-#ifdef GATED
-    tile[r] = min(unit * (ROW_TILES / 2) + r / 2, second_half - 1) + (r % 2) * second_half;
-#else
-    tile[r] = min(unit * ROW_TILES + r, (rows + 15) / 16 - 1);
-#endif
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
     linear(const uint4* weight, const u32* scales, const u32* offsets, const u16* bias, const uint4* x, const float* sums_of_x,
            const uint4* norm, float epsilon, u16* y, int rows, int tokens, int second_half) {
   extern __shared__ uint4 memory[];
+#ifdef BULK
+  __shared__ __align__(8) u64 barriers[WARPS * DEPTH];
+#endif
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #ifdef GATED
   const int units = (second_half + ROW_TILES / 2 - 1) / (ROW_TILES / 2);
@@ -137,55 +238,80 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int units = ((rows + 15) / 16 + ROW_TILES - 1) / ROW_TILES;
 #endif
 
-  Stage stages[DEPTH];
-  int tile[ROW_TILES];
-  tiles_of(tile, blockIdx.x, rows, second_half);
-#pragma unroll
-  for (int d = 0; d < DEPTH; d++)
-    if (warp + d * WARPS < CHUNKS) fetch(stages[d], weight, scales, offsets, tile, warp + d * WARPS, lane, rows);
-#if defined(SHARED) && defined(NORM)
-  uint4 norms[VECTORS_OF_THREAD];
-#pragma unroll
-  for (int v = 0; v < VECTORS_OF_THREAD; v++) {
-    const int vector = v * THREADS + threadIdx.x;
-    norms[v] = vector < INPUTS / 8 ? norm[vector] : make_uint4(0, 0, 0, 0);
-  }
+  const int turns = SPANS % WARPS == 0 ? SPANS / WARPS : (SPANS - warp + WARPS - 1) / WARPS;
+  Ring ring{(const char*)weight, (const char*)scales, (const char*)offsets, rows, second_half, units, warp, lane, turns,
+            (char*)memory + warp * DEPTH * SLOT_BYTES,
+#ifdef BULK
+            shared_place(barriers + warp * DEPTH),
 #endif
+            (int)blockIdx.x};
+#ifdef BULK
+  if (lane < DEPTH) prepare(ring.full + 8 * lane, 1);
+  prepared();
+#endif
+#if BITS != 4 && INPUTS % 128
+  for (int i = lane; i < DEPTH * SLOT_BYTES / 16; i += 32) ((uint4*)ring.slots)[i] = make_uint4(0, 0, 0, 0);  // as behind the inputs
+#ifdef BULK
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+#endif
+  __syncwarp();
+  for (int d = 0; d < DEPTH; d++) ring.ask();
+#ifdef SHARED
+  const auto vector_of = [&](int v) {  // a warp brings what it multiplies
+    const int place = v * 32 + lane;
+    return (place / (SPAN * 16) * WARPS + warp) * (SPAN * 16) + place % (SPAN * 16);
+  };
+#ifdef NORM
+  uint4 norms[VECTORS_OF_LANE];
+#pragma unroll
+  for (int v = 0; v < VECTORS_OF_LANE; v++) norms[v] = vector_of(v) < INPUTS / 8 ? norm[vector_of(v)] : make_uint4(0, 0, 0, 0);
+#endif
+#endif
+#ifndef LATE
   let_next_start();
+#endif
   wait_for_previous();
+#ifdef LATE
+  if (ring.unit >= units) let_next_start();
+#endif
 
 #if BITS == 4
   const u32 mask = 0x000f000fu | threadIdx.y;  // which is 0: a constant would be moved to a register anew for each use
 #endif
 #ifdef SHARED
-  char* held = (char*)memory;
+  char* held = (char*)memory + WARPS * DEPTH * SLOT_BYTES;
   float* x_sums = (float*)(held + tokens * STRIDE);  // 4 bits: [PLACES, TOKEN_TILES * 8]; 8 bits: the scales of tokens [TOKEN_TILES * 8]
-#if defined(NORM) || BITS == 8
+#ifdef NORM_LATER
+  __shared__ float squares[8][WARPS];
+#elif defined(NORM) || BITS == 8
   __shared__ float partial[WARPS];
 #endif
   for (int token = 0; token < tokens; token++) {
     const uint4* source = x + (size_t)token * (INPUTS / 8);
-    uint4 values[VECTORS_OF_THREAD];
+    uint4 values[VECTORS_OF_LANE];
 #pragma unroll
-    for (int v = 0; v < VECTORS_OF_THREAD; v++) {
-      const int vector = v * THREADS + threadIdx.x;
-      values[v] = vector < INPUTS / 8 ? source[vector] : make_uint4(0, 0, 0, 0);
-    }
+    for (int v = 0; v < VECTORS_OF_LANE; v++) values[v] = vector_of(v) < INPUTS / 8 ? source[vector_of(v)] : make_uint4(0, 0, 0, 0);
 #ifdef NORM
+#ifdef NORM_LATER
+    const float own = sum_of_warp(squares_of(values)), factor = 1;
+    if (lane == 0) squares[token][warp] = own;
+#else
     const float factor = norm_factor(values, INPUTS, epsilon, partial);
+#endif
 #pragma unroll
-    for (int v = 0; v < VECTORS_OF_THREAD; v++) values[v] = normed(values[v], norms[v], factor);
+    for (int v = 0; v < VECTORS_OF_LANE; v++) values[v] = normed(values[v], norms[v], factor);
 #endif
 #if BITS == 8
     float largest = 0;
 #pragma unroll
-    for (int v = 0; v < VECTORS_OF_THREAD; v++) largest = fmaxf(largest, largest_of(values[v]));
+    for (int v = 0; v < VECTORS_OF_LANE; v++) largest = fmaxf(largest, largest_of(values[v]));
     const float scale = scale_of(largest, (const float*)offsets, partial), by = 1 / scale;
     if (threadIdx.x == 0) x_sums[token] = scale;
 #endif
 #pragma unroll
-    for (int v = 0; v < VECTORS_OF_THREAD; v++) {
-      const int vector = v * THREADS + threadIdx.x;
+    for (int v = 0; v < VECTORS_OF_LANE; v++) {
+      const int vector = vector_of(v);
 #if BITS == 4
       const float sum = sum_of_place(values[v]);
       if (vector < CHUNKS * 16 && vector % VECTORS_PER_PLACE == 0) x_sums[vector / VECTORS_PER_PLACE * (TOKEN_TILES * 8) + token] = sum;
@@ -197,14 +323,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
     }
   }
-  __syncthreads();
+  __syncwarp();
 #endif
 
 #ifdef SHARED
   float* shares = x_sums + (BITS == 4 ? PLACES : BITS == 8) * TOKEN_TILES * 8;
 #else
   const float* x_sums = sums_of_x;
-  float* shares = (float*)memory;
+  float* shares = (float*)((char*)memory + WARPS * DEPTH * SLOT_BYTES);
 #endif
   bool turned = false;
   for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
@@ -231,13 +357,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 #endif
     Sum sums[ROW_TILES][TOKEN_TILES][4] = {};
-    int following[ROW_TILES];
-    tiles_of(following, unit + gridDim.x, rows, second_half);
+    for (int turn = 0; turn < turns; turn++) {
+      ring.await();
 #pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) {
-      const int chunk = warp + turn * WARPS;
-      if (turn < PER_WARP && (CHUNKS % WARPS == 0 || chunk < CHUNKS)) {
-        const Stage& stage = stages[turn % DEPTH];
+      for (int inside_span = 0; inside_span < SPAN; inside_span++) {
+        const int chunk = (turn * WARPS + warp) * SPAN + inside_span;
+        if (CHUNKS % SPAN && chunk >= CHUNKS) break;
+        const Stage stage = ring.read(inside_span);
 #pragma unroll
         for (int s = 0; s < SUBGROUPS; s++) {
 #if BITS == 4
@@ -283,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
               int token = n * 8 + lane / 4;
               uint4 b = *(uint4*)(held + (token < tokens ? token : 0) * STRIDE + chunk * 128 * X_BYTES + j * 64 + lane % 4 * 16);
 #else
-              uint4 b = __ldg(x + (((size_t)n * CHUNKS + chunk) * (2 * X_BYTES) + j) * 32 + lane);
+              uint4 b = x[(((size_t)n * CHUNKS + chunk) * (2 * X_BYTES) + j) * 32 + lane];  // no __ldg: written while this kernel waits
 #endif
 #pragma unroll
               for (int r = 0; r < ROW_TILES; r++) {
@@ -312,24 +438,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
         }
       }
-      if (turn + DEPTH < TURNS) {
-        if (chunk + DEPTH * WARPS < CHUNKS) fetch(stages[turn % DEPTH], weight, scales, offsets, tile, chunk + DEPTH * WARPS, lane, rows);
-      } else if (unit + gridDim.x < units) {
-        const int next = warp + (turn + DEPTH - TURNS) * WARPS;
-        if (next < CHUNKS) fetch(stages[turn % DEPTH], weight, scales, offsets, following, next, lane, rows);
-      }
+      ring.next();
+#ifdef LATE
+      if (ring.unit >= units) let_next_start();
+#endif
     }
 
-    // [WARPS][ROW_TILES][TOKEN_TILES * 8][16], in two places in turns: who writes one has seen all threads behind the reading of the other
+    // [WARPS][ROW_TILES][tokens][16], in two places in turns: who writes one has seen all threads behind the reading of the other
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
       for (int n = 0; n < TOKEN_TILES; n++) {
-        float* start = shares + (((warp * ROW_TILES + r) * TOKEN_TILES + n) * 8 + lane % 4 * 2) * 16 + lane / 4;
-        start[0] = sums[r][n][0];
-        start[16] = sums[r][n][1];
-        start[8] = sums[r][n][2];
-        start[24] = sums[r][n][3];
+        const int token = n * 8 + lane % 4 * 2;
+        float* start = shares + ((warp * ROW_TILES + r) * tokens + token) * 16 + lane / 4;
+        if (token < tokens) start[0] = sums[r][n][0], start[8] = sums[r][n][2];
+        if (token + 1 < tokens) start[16] = sums[r][n][1], start[24] = sums[r][n][3];
       }
     __syncthreads();
     const int columns = TOKEN_TILES * 8;
@@ -341,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (token >= tokens) continue;
       float value = 0;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) value += shares[(w * ROW_TILES * columns + r * columns + token) * 16 + row_in_tile];
+      for (int w = 0; w < WARPS; w++) value += shares[((w * ROW_TILES + r) * tokens + token) * 16 + row_in_tile];
 #ifdef GATED
       if (r % 2) continue;
       const int row = (unit * (ROW_TILES / 2) + r / 2) * 16 + row_in_tile;
@@ -353,13 +476,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #if BITS == 8
       value *= x_sums[token] * row_scales[item].x;
 #endif
+#ifdef NORM_LATER
+      float all = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) all += squares[token][w];
+      const float factor = rsqrtf(all / INPUTS + epsilon);
+      value *= factor;
+#endif
       if (bias) value += widen(bias[row]);
 #ifdef GATED
       float other = 0;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) other += shares[(w * ROW_TILES * columns + (r + 1) * columns + token) * 16 + row_in_tile];
+      for (int w = 0; w < WARPS; w++) other += shares[((w * ROW_TILES + r + 1) * tokens + token) * 16 + row_in_tile];
 #if BITS == 8
       other *= x_sums[token] * row_scales[item].y;
+#endif
+#ifdef NORM_LATER
+      other *= factor;
 #endif
       if (bias) other += widen(bias[row + second_half * 16]);
       value = activated(value) * other;
@@ -376,9 +509,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
 #endif
     }
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; r++) tile[r] = following[r];
-    shares += turned ? -SHARE : SHARE;
+    shares += (turned ? -1 : 1) * WARPS * ROW_TILES * 16 * tokens;
     turned = !turned;
   }
 }

@@ -204,10 +204,7 @@ def _launch(
     tiles = choose_tiles(form, tokens, gated, int(properties.shared_memory_per_block_optin), schedule)
     chosen = tiles.schedule
     flags = {"GATED": gated, "RESIDUAL": add, "WIDE": wide, "SHARED": tiles.shared, "NORM": norm and tiles.shared}
-    macros = {
-        **form.macros(token_tiles(tokens), chosen.row_tiles, chosen.warps, _depth(form, chosen)),
-        **{name: "1" for name, on in flags.items() if on},
-    }
+    macros = form.macros(token_tiles(tokens), chosen) | {name: "1" for name, on in flags.items() if on}
     half = form.tiles // 2
     units = -(-half // (chosen.row_tiles // 2)) if gated else -(-form.tiles // chosen.row_tiles)
     return Launch(
@@ -264,11 +261,6 @@ def _arrange(
 
 def _kernel(name: str, macros: dict[str, str], device: int) -> Kernel:
     return compiled("linear.cu", name, tuple(sorted(macros.items())), device)
-
-
-def _depth(form: Form, schedule: Schedule) -> int:
-    """Return the schedule's depth, or the chunks of a warp if they are fewer."""
-    return min(schedule.depth, -(-form.chunks // schedule.warps))
 
 
 def _by_tile(values: Tensor, group_size: int, tiles: int, chunks: int) -> Tensor:

@@ -44,6 +44,36 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
+__device__ __forceinline__ u32 shared_place(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+__device__ __forceinline__ void copy_16(const void* to, const void* from, bool there = true) {  // else zeros
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_place(to)), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+#if __CUDA_ARCH__ >= 900
+// Barriers in shared memory, and the copy engine that arrives at them.
+__device__ __forceinline__ void prepare(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void prepared() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+  } while (!done);
+}
+__device__ __forceinline__ void copy_all(u32 to, const void* from, u32 bytes, u32 barrier) {  // by the copy engine
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+               "r"(barrier)
+               : "memory");
+}
+#endif
+
 __device__ __forceinline__ uint4 load_once(const uint4* place) {
   uint4 value;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -67,14 +97,9 @@ __device__ __forceinline__ u32 word_of(const uint4& vector, int index) {
   return index == 0 ? vector.x : index == 1 ? vector.y : index == 2 ? vector.z : vector.w;
 }
 
+__device__ __forceinline__ float squares_of(u32 pair) { return low(pair) * low(pair) + high(pair) * high(pair); }
 __device__ __forceinline__ float squares_of(const uint4& values) {
-  float sum = 0;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const u32 pair = word_of(values, i);
-    sum += low(pair) * low(pair) + high(pair) * high(pair);
-  }
-  return sum;
+  return squares_of(values.x) + squares_of(values.y) + squares_of(values.z) + squares_of(values.w);
 }
 
 __device__ __forceinline__ u32 normed(u32 pair, u32 by, float factor) {
@@ -123,13 +148,18 @@ __device__ __forceinline__ float sum_of_block(float value, float (&partial)[COUN
   return value;
 }
 
-// What an RMS norm multiplies a row of `size` inputs by, of which each thread of a block holds some.
-template <int VECTORS, int COUNT>
-__device__ __forceinline__ float norm_factor(const uint4 (&held)[VECTORS], int size, float epsilon, float (&partial)[COUNT]) {
+template <int VECTORS>
+__device__ __forceinline__ float squares_of(const uint4 (&held)[VECTORS]) {
   float squares = 0;
 #pragma unroll
   for (int v = 0; v < VECTORS; v++) squares += squares_of(held[v]);
-  return rsqrtf(sum_of_block(squares, partial) / size + epsilon);
+  return squares;
+}
+
+// What an RMS norm multiplies a row of `size` inputs by, of which each thread of a block holds some.
+template <int VECTORS, int COUNT>
+__device__ __forceinline__ float norm_factor(const uint4 (&held)[VECTORS], int size, float epsilon, float (&partial)[COUNT]) {
+  return rsqrtf(sum_of_block(squares_of(held), partial) / size + epsilon);
 }
 
 #if BITS == 8

@@ -25,12 +25,10 @@ from optkit.kernels.library_cache import LENGTH, keep_library, kept_library, pri
 
 SOURCES = Path(__file__).parent
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
-MAX_DYNAMIC_SHARED_BYTES = 8
+MAX_DYNAMIC_SHARED_BYTES, SHARED_PER_CENT = 8, 9
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and
 CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h.
 """
-USUAL_SHARED_BYTES = 40 << 10
-"""What a block may have without asking: 48 KiB, of which kernels declare less than 8 themselves."""
 KEPT, SUFFIX = "cuda_kernels", ".cubin"
 """Where in the cache directory machine code is kept, and how its files end."""
 
@@ -56,7 +54,7 @@ class Kernel:
 
     def __init__(self, function: ctypes.c_void_p, where: str, device: int, overlaps: bool) -> None:
         self._function, self._where, self._device, self._overlaps = function, where, device, overlaps
-        self._allowed = USUAL_SHARED_BYTES
+        self._allowed = 0
 
     def __call__(
         self, grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0
@@ -80,6 +78,7 @@ class Kernel:
         library = driver()
         if shared_bytes > self._allowed:
             self._check(library.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
+            self._check(library.cuFuncSetAttribute(self._function, SHARED_PER_CENT, 100))
             self._allowed = shared_bytes
         values = [_as_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])

@@ -26,11 +26,17 @@ class Schedule:
     warps: int
     """That share the inputs of a row of tiles."""
     depth: int
-    """Chunks that a warp has asked for before it needs them."""
+    """Slots in shared memory that a warp has asked for before it needs them."""
     row_tiles: int
     """Tiles of 16 outputs that a warp multiplies by the same x; pairs of them if outputs are gated."""
     blocks: int
     """On each multiprocessor; each goes over several rows of tiles."""
+    span: int = 1
+    """Chunks in a slot, side by side."""
+    engine: bool = False
+    """The copy engine fills slots, if the GPU has one; else threads do."""
+    late: bool = False
+    """The next kernel may begin when all of the weight is asked for, else at once."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +67,27 @@ class Form:
     def chunks(self) -> int:
         return -(-self.inputs // CHUNK)
 
-    def macros(self, token_tiles: int = 1, row_tiles: int = 1, warps: int = 8, depth: int = 1) -> dict[str, str]:
+    def slot_bytes(self, schedule: Schedule) -> int:
+        """Return the shared memory of a slot: of 4 bits with scales and offsets, else rows 64 bytes apart."""
+        if self.bits == 4:
+            scale_bytes = 32 * max(1, CHUNK // self.group_size) * (1 + self.asymmetric)
+            return schedule.row_tiles * schedule.span * (CHUNK * ROWS // 2 + scale_bytes)
+        return schedule.row_tiles * ROWS * (schedule.span * CHUNK * self.bits // 8 + 64)
+
+    def macros(self, token_tiles: int = 1, schedule: Schedule | None = None) -> dict[str, str]:
         """Return the macros of linear.cu."""
+        how = schedule or Schedule(8, 1, 1, 1)
         numbers = {
-            **{"BITS": self.bits, "INPUTS": self.inputs, "GROUP": self.group_size},
-            **{"TOKEN_TILES": token_tiles, "ROW_TILES": row_tiles, "WARPS": warps, "DEPTH": depth},
+            **{"BITS": self.bits, "INPUTS": self.inputs, "GROUP": self.group_size, "TOKEN_TILES": token_tiles},
+            **{"ROW_TILES": how.row_tiles, "WARPS": how.warps, "DEPTH": how.depth, "SPAN": how.span},
         }
         flags = {
             "BF16": self.dtype == torch.bfloat16,
             "ASYMMETRIC": self.asymmetric,
             "INTEGER": self.integer,
             "GELU": self.gelu,
+            "ENGINE": how.engine,
+            "LATE": how.late,
         }
         return {name: str(number) for name, number in numbers.items()} | {name: "1" for name, on in flags.items() if on}
 
@@ -90,58 +106,74 @@ class Tiles:
 
     @property
     def whole_bytes(self) -> int:
-        """All shared memory of a block: a float32 for each warp is static."""
-        return self.shared_bytes + 4 * self.schedule.warps
+        """All shared memory of a block: 8 float32 for each warp are static, and a barrier for each slot."""
+        return self.shared_bytes + (4 * 8 + 8 * self.schedule.depth) * self.schedule.warps
 
 
 def choose_tiles(form: Form, tokens: int, gated: bool, limit: int, schedule: Schedule | None = None) -> Tiles:
     """Return how `tokens` rows of x (at most MOST_TOKENS) are multiplied.
     Blocks of the GPU have `limit` bytes of shared memory.
 
-    x lies in shared memory if it fits beside what the warps add up, in global memory else; there
-    half as many warps are taken until they fit. One warp needs 8 KiB at most, so every GPU has
-    room.
+    x lies in shared memory if it fits beside a slot for each warp and what the warps add up, in
+    global memory else. Slots are halved until they fit, then warps. One warp needs 25 KiB at most,
+    so every GPU has room.
     """
     chosen = schedule or default_schedule(form, tokens, gated)
+    few = tokens <= 8 and tokens * ((form.inputs + CHUNK) * form.x_bytes + 64) <= SHARED_BYTES
+    fewer = [replace(chosen, depth=chosen.depth >> halved) for halved in range(chosen.depth.bit_length())]
+    fewer += [replace(fewer[-1], warps=chosen.warps >> halved) for halved in range(1, chosen.warps.bit_length())]
     x_bytes = tokens * (form.chunks * CHUNK * form.x_bytes + 64) + sums_bytes(form, tokens)
-    if tokens <= 8 and tokens * ((form.inputs + CHUNK) * form.x_bytes + 64) <= SHARED_BYTES:
-        tiles = Tiles(chosen, True, x_bytes + _added_bytes(chosen, tokens))
-        if tiles.whole_bytes <= limit:
-            return tiles
-    while (tiles := Tiles(chosen, False, _added_bytes(chosen, tokens))).whole_bytes > limit and chosen.warps > 1:
-        chosen = replace(chosen, warps=chosen.warps // 2)
-    return tiles
+    kept = [(each, True) for each in fewer if few and each.warps == chosen.warps] + [(each, False) for each in fewer]
+    tiles = [Tiles(each, x, _slots_bytes(form, each) + _added_bytes(each, tokens) + x * x_bytes) for each, x in kept]
+    return next(found for found in tiles if found.whole_bytes <= limit)
 
 
 def default_schedule(form: Form, tokens: int, gated: bool) -> Schedule:
     """Return what is good on an H200 for matrices of thousands of inputs."""
-    few, quantized = tokens <= 8, form.bits == 4
-    wide, narrow, long = form.outputs > 16 * form.inputs, form.outputs <= form.inputs, form.inputs > 2 * form.outputs
-    if form.bits == 8 and not wide:
-        square = few and narrow and not long and not gated
-        if few and long and not gated:
-            return Schedule(warps=8, depth=7, row_tiles=1, blocks=1)
-        depth = 4 if few and not square and not gated else 2
-        return Schedule(warps=8, depth=depth, row_tiles=1 if square else 2, blocks=2 if square else 1)
-    if not few:
-        return Schedule(warps=8, depth=1 if gated or wide else 2, row_tiles=2, blocks=1 if gated else 3)
-    if gated:
-        return (
-            Schedule(warps=16, depth=2, row_tiles=2, blocks=1)
-            if quantized
-            else Schedule(warps=8, depth=2, row_tiles=2, blocks=4)
-        )
-    if long:
-        return Schedule(warps=16 if quantized else 8, depth=4 if quantized else 7, row_tiles=1, blocks=1)
-    if wide:
-        return (
-            Schedule(warps=8, depth=2, row_tiles=1, blocks=1)
-            if form.bits == 16
-            else Schedule(warps=4, depth=4, row_tiles=1, blocks=4)
-        )
-    if quantized:
-        return Schedule(warps=16 if narrow else 8, depth=2, row_tiles=1, blocks=2 if narrow else 3)
-    return Schedule(warps=8, depth=4, row_tiles=1, blocks=1)
+    kinds = {
+        "gated": gated,
+        "long": form.inputs > 2 * form.outputs,
+        "wide": form.outputs > 16 * form.inputs,
+        "narrow": form.outputs <= form.inputs,
+    }
+    found = SCHEDULES[form.bits, tokens <= 8]
+    return found.get(next((kind for kind, fits in kinds.items() if fits), "usual"), found["usual"])
+
+
+SCHEDULES = {
+    (4, True): {
+        "gated": Schedule(8, 2, 2, 2, span=2, engine=True),
+        "long": Schedule(16, 2, 1, 1, span=2, engine=True),
+        "wide": Schedule(8, 2, 2, 2, span=2, engine=True),
+        "narrow": Schedule(16, 1, 2, 1, span=2, engine=True),
+        "usual": Schedule(8, 2, 1, 1, span=4, engine=True),
+    },
+    (8, True): {
+        "gated": Schedule(8, 3, 2, 1),
+        "long": Schedule(8, 3, 1, 1, span=2),
+        "narrow": Schedule(8, 2, 2, 1, span=2),
+        "usual": Schedule(8, 2, 1, 2, span=2),
+    },
+    (16, True): {
+        "gated": Schedule(8, 2, 2, 1, engine=True),
+        "long": Schedule(16, 2, 1, 1, late=True),
+        "wide": Schedule(16, 2, 1, 1, engine=True),
+        "narrow": Schedule(8, 2, 2, 1),
+        "usual": Schedule(8, 3, 1, 1),
+    },
+    (4, False): {
+        "gated": Schedule(8, 3, 2, 2, engine=True),
+        "long": Schedule(8, 2, 2, 1, span=2, engine=True),
+        "usual": Schedule(8, 2, 2, 2, engine=True),
+    },
+    (8, False): {
+        "gated": Schedule(8, 3, 2, 1),
+        "long": Schedule(8, 3, 2, 1),
+        "usual": Schedule(8, 2, 1, 2, span=2),
+    },
+    (16, False): {"gated": Schedule(8, 1, 2, 3), "wide": Schedule(8, 1, 2, 2), "usual": Schedule(8, 2, 2, 1)},
+}
+"""By the bits of a weight, whether tokens are few, and what a matrix is like."""
 
 
 def ordered_bytes(form: Form, tokens: int) -> int:
@@ -163,4 +195,9 @@ def token_tiles(tokens: int) -> int:
 
 def _added_bytes(schedule: Schedule, tokens: int) -> int:
     """Return the bytes of the warps' sums, in two places in turns."""
-    return 2 * schedule.warps * schedule.row_tiles * token_tiles(tokens) * 8 * ROWS * 4
+    return 2 * schedule.warps * schedule.row_tiles * tokens * ROWS * 4
+
+
+def _slots_bytes(form: Form, schedule: Schedule) -> int:
+    """Return the bytes of the weight on its way to a block."""
+    return schedule.warps * schedule.depth * form.slot_bytes(schedule)

@@ -32,25 +32,6 @@
 #define ROUNDS 1
 #endif
 
-__device__ __forceinline__ u32 shared_place(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
-__device__ __forceinline__ void arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-  } while (!done);
-}
-__device__ __forceinline__ void copy_all(u32 to, const void* from, u32 bytes, u32 barrier) {  // by the copy engine
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-               "r"(barrier)
-               : "memory");
-}
 struct Held {  // what a lane needs of 128 inputs
   uint4 words[2];
   u32 scales[SUBGROUPS];
@@ -118,11 +99,8 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
   const int first = chunks * rank / SPLIT, turns = chunks * (rank + 1) / SPLIT - first;
   const u32 full = shared_place(barriers), empty = full + 8 * STAGES, base = shared_place(memory);
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * s) : "memory");
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * s), "r"(4 * WARPGROUPS) : "memory");
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int s = 0; s < STAGES; s++) prepare(full + 8 * s, 1), prepare(empty + 8 * s, 4 * WARPGROUPS);
+    prepared();
   }
   __syncthreads();
   let_next_start();
