@@ -54,12 +54,14 @@ class Experts(nn.ModuleList):
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
-        total = torch.zeros_like(hidden)
-        for index, expert in enumerate(self):
-            token, place = torch.where(chosen == index)
+        total, flat = torch.zeros_like(hidden), chosen.flatten()
+        places = flat.argsort(stable=True)  # for all experts at once: each answer of a GPU has to be waited for
+        counts = flat.bincount(minlength=len(self)).tolist()
+        tokens, shares = (places // chosen.shape[1]).split(counts), weights.flatten()[places].split(counts)
+        for expert, token, weight in zip(self, tokens, shares, strict=False):  # a choice may stand for no expert
             if len(token) or self.see_all:
                 output = expert(hidden)[token] if self.see_all else expert(hidden[token])
-                total.index_add_(0, token, (output * weights[token, place, None]).to(total.dtype))
+                total.index_add_(0, token, (output * weight[:, None]).to(total.dtype))
         return total
 
 
