@@ -296,22 +296,22 @@ def _checked(compute: Compute, beside: Beside, decoder: int, between: Between) -
     return forward
 
 
-def shared_with(call: Call, reference: Call) -> Call:
+def shared_with(call: Call, reference: Call, equal: Callable[[Tensor, Tensor], bool] = torch.equal) -> Call:
     """Return the call with tensors equal to the reference's replaced by those: batches share them.
     It is the reference itself if nothing differs.
     """
-    arguments = _shared(call.arguments, reference.arguments)
-    keywords = {name: _shared(value, reference.keywords.get(name)) for name, value in call.keywords.items()}
+    arguments = _shared(call.arguments, reference.arguments, equal)
+    keywords = {name: _shared(value, reference.keywords.get(name), equal) for name, value in call.keywords.items()}
     shared = replace(call, arguments=arguments, keywords=keywords)
     return reference if _same(vars(shared), vars(reference)) else shared
 
 
-def _shared(value: Any, reference: Any) -> Any:
+def _shared(value: Any, reference: Any, equal: Callable[[Tensor, Tensor], bool]) -> Any:
     if isinstance(value, Tensor) and isinstance(reference, Tensor):
-        same = value.dtype == reference.dtype and value.shape == reference.shape and torch.equal(value, reference)
+        same = value.dtype == reference.dtype and value.shape == reference.shape and equal(value, reference)
         return reference if same else value
     if type(value) is tuple and type(reference) is tuple and len(value) == len(reference):
-        return tuple(_shared(item, other) for item, other in zip(value, reference, strict=True))
+        return tuple(_shared(item, other, equal) for item, other in zip(value, reference, strict=True))
     return value
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from optkit.errors import StageError
@@ -17,8 +18,6 @@ from optkit.model.memory import room_for_states
 from optkit.model.prompts import Prompts, in_batches, longest_of, placed
 
 if TYPE_CHECKING:
-    import torch
-
     from optkit.model.skeleton import Skeleton
     from optkit.model.together import Together
 
@@ -79,7 +78,8 @@ def _entered(
                 hidden = room_for_states(entered, (len(prompts), longest, *entered.shape[2:]))
             else:
                 first = batches[0].calls[-len(calls) :]
-                calls = tuple(shared_with(call, other) for call, other in zip(calls, first, strict=True))
+                equal = cache(torch.equal)  # most blocks are called with the same tensors
+                calls = tuple(shared_with(call, other, equal) for call, other in zip(calls, first, strict=True))
             here = rows, slice(length)
             hidden[here] = entered
             batches.append(Batch(here, (*(left.calls if left else ()), *calls)))

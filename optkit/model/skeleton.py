@@ -10,7 +10,7 @@ for index, block in enumerate(skeleton.blocks):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -166,18 +166,17 @@ class Skeleton:
 
     def _read_next(self, block: Block, device: str) -> None:
         before, self._last = self._last, next(index for index, each in enumerate(self.blocks) if each is block)
-        if before + 1 == self._last < len(self.blocks) - 1:
-            self._read_ahead(self._slots(self.blocks[self._last + 1].name), device)
+        if device.startswith("cuda") and before + 1 == self._last < len(self.blocks) - 1:
+            self._ahead.begin(self._reads(self._slots(self.blocks[self._last + 1].name), device, pinned=True))
 
     def read_first(self, device: str) -> None:
-        """Begin to read what `capture_inputs` and the first block take, as much as is read ahead of tensors."""
-        sizes = {name: self.checkpoint.tensors[stored].size_bytes for name, stored in self.tensor_names.items()}
-        self._read_ahead([*self._outside_but_head(), *self._slots(self.blocks[0].name)], device, sizes)
-
-    def _read_ahead(self, slots: Iterable[_Slot], device: str, sizes: Mapping[str, int] | None = None) -> None:
+        """Begin to read what `capture_inputs` and the first block take."""
         if device.startswith("cuda"):
-            here = [slot for slot in slots if self._is_apart(slot, device)]
-            self._ahead.begin({slot.name: partial(self._read, slot, pinned=True) for slot in here}, sizes)
+            outside = self._reads(self._outside_but_head(), device, pinned=False)
+            self._ahead.begin(outside | self._reads(self._slots(self.blocks[0].name), device, pinned=True))
+
+    def _reads(self, slots: Iterable[_Slot], device: str, pinned: bool) -> dict[str, Callable[[], Tensor]]:
+        return {slot.name: partial(self._read, slot, pinned) for slot in slots if self._is_apart(slot, device)}
 
     def _is_apart(self, slot: _Slot, device: str) -> bool:
         """Whether a slot takes a tensor of the checkpoint that no other block has on the device."""

@@ -71,9 +71,7 @@ def test_an_error_is_raised_where_the_tensor_is_needed() -> None:
 def test_blocks_in_order_are_read_ahead(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     begun: list[set[str]] = []
     begin = ReadAhead.begin
-    monkeypatch.setattr(
-        ReadAhead, "begin", lambda self, reads, sizes: (begun.append(set(reads)), begin(self, reads, sizes))[0]
-    )
+    monkeypatch.setattr(ReadAhead, "begin", lambda self, reads: (begun.append(set(reads)), begin(self, reads))[0])
     skeleton = Skeleton(Checkpoint(tiny_model(kind)))
     skeleton.read_first("cuda")
     inputs = skeleton.capture_inputs(torch.tensor([[5, 7]]), "cpu")
