@@ -115,9 +115,12 @@ class RemoteTask:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Leave what is imported inside out of garbage collections.
+    """Leave what is imported inside out of garbage collections, if torch is among it.
     They would make the import of torch and transformers a third longer.
     """
+    if "torch" in sys.modules:  # garbage may hold tensors
+        yield
+        return
     gc.disable()
     try:
         yield

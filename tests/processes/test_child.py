@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from optkit_cli.failures import failure_of
 from optkit.common.out_of_resources import is_out_of_memory
 from optkit.errors import ResourceError
 from optkit.processes.child import CHILD_PROGRAM, Child, collect
+from optkit.processes.child_program import importing
 from optkit.processes.commands import foreign_environment
 from optkit.processes.crashes import ChildEndedError, ChildError
 from optkit.progress import SilentProgress
@@ -275,6 +277,19 @@ def test_the_worker_file_imports_the_standard_library_alone() -> None:
     names = {each.names[0].name for each in ast.walk(tree) if isinstance(each, ast.Import)}
     names |= {str(each.module) for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_only_what_is_imported_first_is_left_out_of_garbage_collections(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(1))
+    monkeypatch.setitem(sys.modules, "torch", sys) if there else monkeypatch.delitem(sys.modules, "torch", False)
+    with importing():
+        assert gc.isenabled() == there
+    assert gc.isenabled()
+    assert len(frozen) == (not there)
 
 
 def test_a_program_that_is_not_there_leaves_nothing_open() -> None:
