@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,11 +15,6 @@ def block_influence(entering: Tensor, leaving: Tensor) -> float:
     before, after = entering.double(), leaving.double()
     lengths = (before.norm(dim=-1) * after.norm(dim=-1)).clamp_min(torch.finfo(torch.float32).tiny)
     return float((1 - (before * after).sum(-1) / lengths).sum())
-
-
-def lowest(values: Sequence[float], count: int) -> list[int]:
-    """Return the places of the lowest values, in order of place; of equal ones the first."""
-    return sorted(sorted(range(len(values)), key=lambda place: values[place])[:count])
 
 
 def channel_energy(weight: Tensor, matrix: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
 
@@ -21,6 +23,8 @@ from optkit.errors import StageError
 from optkit.model.kv_scales import KvScales
 
 CacheFactory = Callable[[], Cache]
+HYBRID = LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer
+"""Layers with both attention and states, as of Falcon-H1."""
 
 
 class CodedLayer(CacheLayerMixin):
@@ -87,6 +91,18 @@ class CodedLayer(CacheLayerMixin):
         return sum(part.nbytes // (part.shape[0] * part.shape[-2]) for part in parts)
 
 
+class CodedBesideStates(LinearAttentionLayer, CodedLayer):
+    """Coded keys and values of a layer that keeps states too, and these as they are."""
+
+    def __init__(self, number_of_states: int, *coded: Any) -> None:
+        CodedLayer.__init__(self, *coded)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def get_max_length(self) -> int:
+        """Return that of the keys."""
+        return CodedLayer.get_max_length(self)
+
+
 def coded_cache(
     config: Any,
     codes: Sequence[tuple[StateCode, StateCode]] | tuple[StateCode, StateCode],
@@ -98,13 +114,12 @@ def coded_cache(
     `codes` of keys and values are one pair for all layers or one for each.
 
     A `window` is for models without windows of their own (`attention_window.see_window_`). Layers
-    of linear attention and convolutions keep their states as they are.
+    of linear attention and convolutions keep their states as they are, also beside attention.
 
     Raises StageError for a model with layers of other kinds, and with none of attention alone.
     """
-    like = _plain_layers(
-        config, where, beside=() if window or not isinstance(codes, tuple) else (LinearAttentionLayer,)
-    )
+    beside = () if window or not isinstance(codes, tuple) else (LinearAttentionLayer, *HYBRID)
+    like = _plain_layers(config, where, beside)
     if not isinstance(codes, tuple) and len(codes) != len(like):
         raise StageError(
             f"there are scales for {len(codes)} of {len(like)} layers", where=where, remedy="Make the artifact again"
@@ -116,12 +131,19 @@ def coded_cache(
         empty = DynamicCache(config=config).layers
         return Cache(
             layers=[
-                layer if isinstance(layer, LinearAttentionLayer) else CodedLayer(keys, values, size, sinks)
+                _coded(layer, keys, values, size, sinks)
                 for layer, (keys, values), size in zip(empty, pairs, windows, strict=True)
             ]
         )
 
     return make
+
+
+def _coded(layer: Any, *coded: Any) -> Any:
+    """Return the layer that takes the place of one of transformers' own."""
+    if isinstance(layer, HYBRID):
+        return CodedBesideStates(layer.number_of_states, *coded)
+    return layer if isinstance(layer, LinearAttentionLayer) else CodedLayer(*coded)
 
 
 def stored_codes(scales: KvScales) -> list[tuple[StateCode, StateCode]]:
@@ -156,7 +178,7 @@ def _plain_layers(config: Any, where: str, beside: tuple[type, ...] = ()) -> lis
     like = DynamicCache(config=config).layers
     plain = DynamicLayer, DynamicSlidingWindowLayer
     others = sorted({type(layer).__name__ for layer in like if type(layer) not in (*plain, *beside)})
-    if others or not any(type(layer) in plain for layer in like):
+    if others or all(type(layer) is LinearAttentionLayer for layer in like):
         raise StageError(
             f"the cache of {config.model_type} has layers of another kind: {', '.join(others) or 'none are known'}",
             where=where,

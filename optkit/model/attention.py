@@ -8,7 +8,7 @@ from typing import Any
 
 from optkit.errors import StageError
 from optkit.model.shape import WIDTHS
-from optkit.model.state_kernels import keeps_keys_and_values, keeps_states
+from optkit.model.state_kernels import keeps_keys_and_values, keeps_states, takes_steps
 from optkit.model.text_config import first_number, text_config
 
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
@@ -84,6 +84,17 @@ def refuse_other_states(config: Mapping[str, Any], where: str, why: str, remedy:
     if not keeps_keys_and_values(config) or (keeps_states(config) and not beside):
         what = f"{text_config(config).get('model_type')} keeps something else of its tokens than keys and values"
         raise StageError(what, where=where, why=why, remedy=remedy)
+
+
+def refuse_without_steps(config: Mapping[str, Any], where: str) -> None:
+    """Raise StageError for a model that cannot be run token by token, in which nothing decodes."""
+    if not takes_steps(config):
+        raise StageError(
+            f"{text_config(config).get('model_type')} cannot be run token by token",
+            where=where,
+            why="Its code in transformers takes or returns nothing that it keeps of the tokens before",
+            remedy="Take it out for this architecture",
+        )
 
 
 def _layer(text: Mapping[str, Any], heads: int, width: int, kind: str) -> AttentionLayer:

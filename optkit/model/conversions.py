@@ -23,9 +23,21 @@ KEEPS = "check_dims=True"
 
 def rewritten_tensor(config: Mapping[str, Any], tensors: Iterable[str]) -> str | None:
     """Return the first tensor of a checkpoint that transformers joins with others or splits; None if there is none."""
-    kinds = dict.fromkeys(str(each["model_type"]) for each in _configs(config) if each.get("model_type"))
-    patterns = [pattern for kind in kinds for pattern in _patterns(kind)]
+    patterns = [pattern for sources, _ in _changes(config) for pattern in sources]
     return next((name for name in tensors if any(re.search(pattern, name) for pattern in patterns)), None)
+
+
+def rewritten_into(config: Mapping[str, Any], tensors: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield tensors of a checkpoint that transformers joins or splits, and the ends of names of what they become."""
+    for sources, targets in _changes(config):
+        if found := next((name for name in tensors if any(re.search(each, name) for each in sources)), None):
+            yield from ((found, target) for target in targets)
+
+
+def _changes(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Yield what the names of tensors match that a model's converters change, and what they become."""
+    kinds = dict.fromkeys(str(each["model_type"]) for each in _configs(config) if each.get("model_type"))
+    return (pair for kind in kinds for pair in _patterns(kind))
 
 
 def _configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -35,16 +47,17 @@ def _configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 @cache
-def _patterns(kind: str) -> tuple[str, ...]:
-    """Return what the names of tensors match that a model type's converters change."""
+def _patterns(kind: str) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+    """Return the same of each converter of a model type."""
     entries, alike = _table()
-    found: list[str] = []
+    found: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
     for call in entries.get(kind) or entries.get(alike.get(kind, ""), []):
         words = dict(zip(WORDS, call.args, strict=False)) | {each.arg: each.value for each in call.keywords}
         operations = [ast.unparse(each) for each in getattr(words.get("operations"), "elts", ())]
         if any(KEEPS not in each for each in operations) and not any(OF_EXPERTS in each for each in operations):
-            found += _texts(words.get("source_patterns"))
-    return tuple(each.replace(".*.", r"\..*\.") for each in found)
+            sources, targets = (_texts(words.get(name)) for name in WORDS[:2])
+            found.append((tuple(each.replace(".*.", r"\..*\.") for each in sources), tuple(targets)))
+    return tuple(found)
 
 
 @cache

@@ -5,7 +5,8 @@ No torch is needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from optkit.errors import SourceError, StageError
@@ -13,6 +14,8 @@ from optkit.model.inventory import extra_heads
 from optkit.model.shape import BLOCK_COUNTS, BLOCK_KINDS, PROPOSING_BLOCKS, WIDTHS, ModelShape, place_in_list
 from optkit.model.text_config import text_config, with_text_config
 
+Refusal = Callable[[Sequence[int]], None]
+"""Raises StageError for blocks that may not go together."""
 NOT_OF_BLOCKS = ("architectures", "_token_id", "_token_ids", "_ids", "_limit", "_multipliers")
 """How keys of lists end that have nothing to do with blocks, however long they are."""
 INDEX_LISTS = ("mlp_only_layers", "cross_attention_layers", "_layer_indices", "_attn_idxs", "_layer_ids")
@@ -25,7 +28,8 @@ OTHER_WIDTHS = "it proposes tokens, and its widths are those of the larger model
 FIRST_BLOCKS = ("max_window_layers", "first_k_dense_replace")
 """Keys that say how many of the first blocks are of another kind."""
 
-
+SCALE = "scale_depth"
+"""Key of what is divided by the root of the number of blocks, and scales what each adds (MiniCPM)."""
 PARTS = "hidden_size_per_layer_input"
 """Key of what each block has of a tensor of them all."""
 EXCEPTIONS = "per_layer_config"
@@ -107,14 +111,13 @@ def shallower_config(
 
 def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[str, Any]) -> dict[str, Any]:
     blocks = block_count(text)
+    refuse_without_attention({**resolved, **text}, [index for index in range(blocks) if index not in kept])
     derived = {
         key: value
         for key, value in resolved.items()
         if text.get(key) is None and is_per_block(key, value, blocks) and any(each != value[0] for each in value)
     }
     found = {**text, **derived}
-    for kinds in filter(None, map(found.get, BLOCK_KINDS)):
-        _refuse_without_attention([_attends(kind) for kind in kinds], kept)
     for key in BLOCK_COUNTS:
         if isinstance(found.get(key), int):
             found[key] = len(kept)
@@ -127,13 +130,13 @@ def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[s
     if isinstance(per_block := found.get(EXCEPTIONS), dict):
         numbered = {int(index): value for index, value in per_block.items()}
         found[EXCEPTIONS] = {str(new): numbered[old] for new, old in enumerate(kept) if old in numbered}
+    if isinstance(found.get(SCALE), (int, float)):
+        found[SCALE] *= math.sqrt(len(kept) / blocks)
     for key in FIRST_BLOCKS:
         if isinstance(found.get(key), int):
             found[key] = sum(index < found[key] for index in kept)
     for key, value in found.items():
         if key.endswith(INDEX_LISTS) and isinstance(value, list):
-            if key.startswith("attn"):
-                _refuse_without_attention([index in value for index in range(blocks)], kept)
             found[key] = [number for number, index in enumerate(kept) if index in value]
     return found | _sparse_blocks(text, kept) | _periods(text, kept)
 
@@ -143,14 +146,48 @@ def _attends(kind: Any) -> bool:
     return kind in ("*", "hybrid") or (str(kind).endswith("attention") and not str(kind).startswith("linear"))
 
 
-def _refuse_without_attention(attending: Sequence[bool], kept: Sequence[int]) -> None:
-    if any(attending) and not any(attending[index] for index in kept if index < len(attending)):
-        raise StageError(
-            "no block with attention would be left",
-            where="prune_structured.remove_layers",
-            why="transformers counts the tokens of a cache by such a block, and could not generate",
-            remedy="Remove fewer blocks, or name others",
-        )
+def _attending(text: Mapping[str, Any], blocks: int) -> Iterator[list[bool]]:
+    """Yield which blocks attend, by each key that says so."""
+    yield from ([_attends(kind) for kind in kinds] for kinds in filter(None, map(text.get, BLOCK_KINDS)))
+    for key, value in text.items():
+        if key.startswith("attn") and key.endswith(INDEX_LISTS) and isinstance(value, list):
+            yield [index in value for index in range(blocks)]
+        elif key.startswith("attn") and key.endswith(PERIOD) and not any(map(text.get, BLOCK_KINDS)):
+            offset = text.get(key.removesuffix(PERIOD) + OFFSET, 0)
+            yield [index % value == offset for index in range(blocks)]
+
+
+def refuse_without_attention(config: Mapping[str, Any], removed: Sequence[int]) -> None:
+    """Raise StageError if the last block with attention would go."""
+    text = text_config(config)
+    for attending in _attending(text, block_count(text)):
+        if any(attending) and not any(is_one for index, is_one in enumerate(attending) if index not in removed):
+            raise StageError(
+                "no block with attention would be left",
+                where="prune_structured.remove_layers",
+                why="transformers counts the tokens of a cache by such a block, and could not generate",
+                remedy="Remove fewer blocks, or name others",
+            )
+
+
+def losable(order: Iterable[int], count: int, refuse: Refusal, gone: Sequence[int] = ()) -> list[int]:
+    """Return the first `count` blocks of an order that may go together, beside those that are gone.
+    If there are not so many, the first refusal is raised.
+    """
+    taken: list[int] = []
+    first: StageError | None = None
+    for index in order:
+        if len(taken) == count:
+            break
+        try:
+            refuse([*gone, *taken, index])
+        except StageError as error:
+            first = first or error
+        else:
+            taken.append(index)
+    if first and len(taken) < count:
+        raise first
+    return taken
 
 
 def is_per_block(key: str, value: Any, blocks: int) -> bool:
@@ -172,8 +209,6 @@ def _periods(text: Mapping[str, Any], kept: Sequence[int]) -> dict[str, int]:
             continue
         offset, blocks = text.get(offset_key, 0), range(len(kept))
         asked = [index % period == offset for index in kept]
-        if key.startswith("attn"):
-            _refuse_without_attention([index % period == offset for index in range(block_count(text))], kept)
         pairs = ((period, offset), *((size, place) for size in range(1, len(kept) + 2) for place in range(size)))
         fitting = next((pair for pair in pairs if [index % pair[0] == pair[1] for index in blocks] == asked), None)
         if fitting is None:

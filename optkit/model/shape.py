@@ -27,7 +27,7 @@ named like the others.
 
 FLOAT_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Float dtypes that weights are computed with, by those names, as torch calls them."""
-BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+BLOCK_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_blocks")
 """Keys of config.json that say how many decoder blocks there are."""
 BLOCK_KINDS = ("layers_block_type", "layer_types", "hybrid_override_pattern")
 """Keys of what says the kind of each decoder block, if none of those is there (Nemotron-H)."""
@@ -144,7 +144,7 @@ class ModelShape:
     @cached_property
     def decoder(self) -> str | None:
         """The list of the decoder blocks, of as many as config.json says, or of more if there is none.
-        The norms of its width tell, which are never packed, then the embedding of tokens beside it, else
+        The norms of its width tell, which are never packed, then how near the embedding of tokens is, else
         the largest is taken. None if none fits, or all count.
         """
         if self.task in ENCODER_DECODERS:
@@ -154,9 +154,9 @@ class ModelShape:
         vocabulary = first_number(self.config, ("vocab_size",))
         embeddings = [name for name, info in self.tensors.items() if info.shape == (vocabulary, self.width)]
 
-        def likely(name: str) -> tuple[bool, int, int]:
+        def likely(name: str) -> tuple[bool, int, int, int]:
             shared = max((common_prefix(name.split("."), each.split(".")) for each in embeddings), default=0)
-            return self.lists[name][1], shared, self.lists[name][2]
+            return self.lists[name][1], shared, shared - name.count("."), self.lists[name][2]
 
         return max(exact or longer, key=likely, default=None)
 

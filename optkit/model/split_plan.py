@@ -7,9 +7,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 
 from optkit.model.config_defaults import assigned, config_class
+from optkit.model.conversions import rewritten_into
 from optkit.model.shape import ModelShape
 from optkit.model.task import is_multi_modal
 from optkit.model.text_config import text_config
@@ -17,6 +19,8 @@ from optkit.model.text_config import text_config
 PLAN = "base_model_tp_plan"
 BY_OUTPUTS, BY_INPUTS = 0, 1
 """Dimensions of a weight [out, in] along which it is split."""
+EXPERTS = ".experts."
+"""In the names of tensors of joined experts."""
 STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 """What a plan says of matrices if it splits whole heads and columns."""
 
@@ -29,7 +33,9 @@ def stored_plan(model_type: str) -> Mapping[str, str] | None:
     found = config_class(model_type)
     plan = assigned(found).get(PLAN) if found else None
     if plan is not None:
-        return dict(ast.literal_eval(plan) or {})
+        with suppress(ValueError):  # a plan that code puts together
+            return dict(ast.literal_eval(plan) or {})
+        return None
     inherits = found and [base.id for base in found.bases if isinstance(base, ast.Name)] != ["PreTrainedConfig"]
     return None if found is None or inherits else {}
 
@@ -54,6 +60,28 @@ def splits_half_a_tie(shape: ModelShape) -> bool:
     default = assigned(found).get("tie_word_embeddings") if found else None
     ties = text.get("tie_word_embeddings", isinstance(default, ast.Constant) and default.value)
     return is_multi_modal(shape.config) and bool(ties) and not any("lm_head." in name for name in shape.tensors)
+
+
+def splits_joined(shape: ModelShape) -> str:
+    """Return a tensor that the plan splits and transformers joins with others, or cuts up, while it loads it.
+    It would join the shares. So it is too if nobody can tell the plan. Empty if there is none.
+    """
+    plan = plan_of(shape)
+    for tensor, target in rewritten_into(shape.config, shape.tensors):
+        end = target.removesuffix(".weight").lstrip("^\\.")
+        end = end if "." in end else f"{tensor.removesuffix('.weight').split('.')[-2]}.{end}"
+        if shape.block(tensor) and (plan is None or any(key.endswith(end) for key in plan)):
+            return tensor
+    return ""
+
+
+def splits_stack(shape: ModelShape) -> str:
+    """Return a stack of matrices that the plan splits as if it were one; empty if there is none.
+    Those of experts are known.
+    """
+    plan = plan_of(shape) or {}
+    stacks = (name for name, info in shape.tensors.items() if len(info.shape) == 3 and EXPERTS not in name)
+    return next((name for name in stacks if style_of(f"{name}.weight", plan) in STYLES), "")
 
 
 def splits_packed(shape: ModelShape) -> bool:

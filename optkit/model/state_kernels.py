@@ -18,6 +18,8 @@ from optkit.model.text_config import text_config
 DISTRIBUTIONS = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}
 WITHOUT_CACHE = frozenset({"recurrent_gemma", "roc_bert"})
 """`model_type` of those whose code takes keys and values, and returns none."""
+CARRYING = r"\n +(past_key_values|cache_params|state): "
+"""An argument in the code of those that take what they keep: `optkit.model.carried_state.NAMES`."""
 WARNS = "transformers.integrations.hub_kernels"
 """The logger that warns at the first call of each function without its kernel."""
 
@@ -49,6 +51,12 @@ def keeps_keys_and_values(config: Mapping[str, Any]) -> bool:
     code = code_of(str(text_config(config).get("model_type")))
     takes = re.search(r"\n +past_key_values: ", code) and text_config(config).get("model_type") not in WITHOUT_CACHE
     return not code or bool(takes and not re.search(r"\.update_indexer\(|class \w+Cache\b", code))
+
+
+def takes_steps(config: Mapping[str, Any]) -> bool:
+    """Say whether a model can be run token by token: it takes what it keeps of the tokens before, and returns it."""
+    kind = str(text_config(config).get("model_type"))
+    return not code_of(kind) or (kind not in WITHOUT_CACHE and bool(re.search(CARRYING, code_of(kind))))
 
 
 @cache

@@ -19,8 +19,19 @@ def refuse_unfound(shape: ModelShape, where: str) -> None:
         return
     if tensor := rewritten_tensor(shape.config, shape.tensors):
         raise rewritten(shape.config, tensor, where)
+    refuse_without_blocks(shape, where)
+
+
+def refuse_without_blocks(shape: ModelShape, where: str) -> None:
+    """Raise SourceError for a model whose blocks are not as many as config.json says; `where` is what needs them."""
     counted, lists = shape.block_count, shape.lists
-    if counted and lists and shape.decoder is None and shape.task not in ENCODER_DECODERS:
+    if (
+        "auto_map" not in shape.config
+        and counted
+        and lists
+        and shape.decoder is None
+        and shape.task not in ENCODER_DECODERS
+    ):
         seen = ", ".join(f"{name} with {len(indices)}" for name, (indices, *_) in list(lists.items())[:3])
         raise SourceError(
             f"unsupported architecture {architectures_of(shape.config)}: no list of {counted} decoder blocks",

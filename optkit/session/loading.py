@@ -74,9 +74,9 @@ def load_by_transformers(
             why="A parameter without weights would be random numbers",
             remedy="See that config.json and the weights belong together",
         )
-    if method == "bitsandbytes" and opening.device == "cpu":
-        _refuse_unpackable(model, where)
     notes = [f"{method}: {_kernels_of(model)}"] if method else []
+    if method == "bitsandbytes" and opening.device == "cpu":
+        notes += _compute_unpackable_plainly_(model)
     return model.eval().requires_grad_(False), [*notes, *(spread.finish(model) if spread else ())]
 
 
@@ -92,21 +92,21 @@ def _is_unused(name: Any, checkpoint: Checkpoint) -> bool:
     return task_of(checkpoint.config) is Task.FEATURES and str(name).startswith("pooler.")
 
 
-def _refuse_unpackable(model: PreTrainedModel, where: str) -> None:
-    """Raise SourceError for a 4-bit layer that bitsandbytes could not pack for this CPU.
-    It would fail at the first call.
+def _compute_unpackable_plainly_(model: PreTrainedModel) -> list[str]:
+    """Let bitsandbytes multiply by 4-bit layers as on other CPUs if its kernel for this one cannot take them.
+    Return a sentence for the notes; nothing if there is none.
     """
+    rows, columns = BITSANDBYTES_TILE
+    found = []
     for name, module in model.named_modules():
-        if not getattr(module, "support_avx512bf16_for_cpu", False):
-            continue
-        outputs, inputs, (rows, columns) = module.out_features, module.in_features, BITSANDBYTES_TILE
-        if outputs % rows or inputs % columns:
-            raise SourceError(
-                f"{outputs} x {inputs} weights are no tiles of {rows} x {columns}",
-                where=f"{where}: {name}",
-                why="bitsandbytes packs 4-bit weights so for CPUs with AVX512-BF16",
-                remedy="Open it on a GPU, or exclude the layer from nf4",
-            )
+        takes = getattr(module, "support_avx512bf16_for_cpu", False)
+        if takes and (module.out_features % rows or module.in_features % columns):
+            module.support_avx512bf16_for_cpu = False
+            found.append(name)
+    what = (
+        f"bitsandbytes: {_some(found)} are no tiles of {rows} x {columns} weights, and are computed without its kernel"
+    )
+    return [f"{what} for CPUs with AVX512-BF16; plain transformers fails there"] if found else []
 
 
 def _some(names: Any) -> str:

@@ -144,7 +144,7 @@ def check_speculates(state: CarriedState, compiled: bool) -> None:
 
 
 def _forgets(layer: object) -> bool:
-    return type(layer) is DynamicLayer or (isinstance(layer, CodedLayer) and layer.sliding_window is None)
+    return type(layer) is DynamicLayer or (type(layer) is CodedLayer and layer.sliding_window is None)
 
 
 class Step(Protocol):

@@ -10,10 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from optkit.devices import process_group
-from optkit.kernels.shares import SPLIT_BY
+from optkit.kernels.shares import SPLIT_BY, local_part
 from optkit.model.checkpoint_share import CheckpointShare
-from optkit.model.split_plan import BY_INPUTS, BY_OUTPUTS
+from optkit.model.split_plan import BY_INPUTS, BY_OUTPUTS, style_of
 
+EXPERTS = "experts"
+"""In what a plan says of modules of joined experts."""
 _joined: list[DeviceMesh] = []
 
 
@@ -58,6 +60,18 @@ def _side_by_side(module: nn.Module, given: Any, output: Tensor) -> Tensor:
     found = [torch.empty_like(output) for _ in range(distributed.get_world_size())]
     distributed.all_gather(found, output.contiguous())
     return torch.cat(found, -1)
+
+
+def take_own_shares_(model: PreTrainedModel) -> None:
+    """Make plain tensors of the shares of parameters that the plan names and no layer holds, such as sinks.
+    transformers does so with those of experts alone.
+    """
+    plan = model.tp_plan
+    for name, module in model.named_modules():
+        for leaf, parameter in module._parameters.items():
+            own = style_of(f"{name}.{leaf}.weight", plan) and EXPERTS not in (style_of(f"{name}.weight", plan) or "")
+            if own and hasattr(parameter, "placements"):
+                setattr(module, leaf, nn.Parameter(local_part(parameter), requires_grad=False))
 
 
 def is_split(model: PreTrainedModel) -> bool:

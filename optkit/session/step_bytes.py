@@ -12,6 +12,9 @@ from optkit.kernels.kv_cache import CodedLayer
 from optkit.kernels.shares import local_part
 from optkit.model.experts import Experts
 
+STATES = ("conv_states", "recurrent_states")
+"""What a layer of transformers' caches holds that is as large for any context."""
+
 
 def weight_bytes(model: Any, batch: int, without: Container[nn.Module] = ()) -> int:
     """Return the fewest bytes of parameters and buffers that one decode step reads.
@@ -69,13 +72,16 @@ def cache_bytes(cache: Any, batch: int, context: int) -> int:
     total = 0
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        held = vars(layer)
+        states = [held.get(name) for name in STATES]
         if isinstance(layer, CodedLayer):
             total += layer.token_bytes() * (min(context, layer.sliding_window) if layer.sliding_window else context)
         elif isinstance(keys, Tensor) and isinstance(values, Tensor):
             window = getattr(layer, "sliding_window", None)
             total += (_size(keys) + _size(values)) * (min(context, window) if window else context)
         else:
-            total += sum(map(_size, _tensors(vars(layer))))
+            states = [held]
+        total += sum(map(_size, _tensors(states)))
     return total * batch
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from optkit.common.field_types import AtLeastOne
 from optkit.errors import MissingPackageError, StageError
+from optkit.model.attention import refuse_without_steps
 from optkit.model.compiling import allow_many_shapes, silence_advice
 from optkit.model.shape import ModelShape
 from optkit.settings.kv_cache import KvCache
@@ -48,6 +49,8 @@ class Compile(Setting):
     """
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
+        """Raise StageError without a decode step or a compiler, MissingPackageError without triton."""
+        refuse_without_steps(shape.config, self.kind)
         if self.applies(device):
             _require_tools(_kind(device))
 

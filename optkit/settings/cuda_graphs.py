@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from optkit.errors import MissingPackageError, StageError
+from optkit.model.attention import refuse_without_steps
+from optkit.model.shape import ModelShape
 from optkit.settings.compile import Compile
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
@@ -31,6 +34,10 @@ class CudaGraphs(Setting):
         "- gptq: {bits: 4, group_size: 32, symmetric: false}\n- precision: bf16\n- attention: sdpa\n- cuda_graphs"
     )
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
+
+    def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
+        """Raise StageError for a model without a decode step."""
+        refuse_without_steps(shape.config, self.kind)
 
     def excludes(self, other: Setting, device: str) -> str:
         """Return why the graph cannot be used beside another setting.

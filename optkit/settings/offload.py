@@ -17,6 +17,7 @@ from optkit.environment import gpu_memory_bytes, memory
 from optkit.errors import StageError
 from optkit.model.placement import Place, Room, Unit, place_by_name, place_by_room, placement_text, stored_units
 from optkit.model.shape import ModelShape
+from optkit.model.unfound import refuse_without_blocks
 from optkit.settings.compile import Compile
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.stage import Format, Loading, Opening, Setting
@@ -79,10 +80,11 @@ class Offload(Setting):
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
         """Raise StageError for packed weights, or a device map that matches nothing.
-        Too little room and a folder that cannot be written to are refused too.
+        Blocks that cannot be told apart, too little room and a folder that cannot be written to are refused too.
         """
         if shape.config.get("quantization_config"):
             raise _packed_weights_error()
+        refuse_without_blocks(shape, "offload")
         self.place(stored_units(shape), self.room(device, gpu_memory_bytes(device)))
         self.check_folder()
 

@@ -14,7 +14,7 @@ from optkit.environment import gpu_memory_bytes, visible_gpus
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
-from optkit.model.split_plan import plan_of, splits_half_a_tie, splits_packed, style_of
+from optkit.model.split_plan import plan_of, splits_half_a_tie, splits_joined, splits_packed, splits_stack, style_of
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
 from optkit.settings.speculative import Speculative
@@ -23,7 +23,10 @@ from optkit.stage import Format, Loading, Opening, Setting
 MOST_DEVICES = 64
 NAMED = 4
 """So many of the numbers that do not divide are named."""
-OTHERWISE = {"gemma3n_text": "By transformers' plan its logits are others: those of a tiny model differ by 5%"}
+OTHERWISE = {
+    "doge": "transformers' plan leaves the numbers of its attention whole that each head has",
+    "gemma3n_text": "By transformers' plan its logits are others: those of a tiny model differ by 5%",
+}
 """`model_type` of language models that compute something else if they are split, and how it shows."""
 EXCLUDED: dict[type[Setting], str] = {
     Speculative: "The processes follow one request token by token",
@@ -69,9 +72,7 @@ class TensorParallel(Setting):
         plan = plan_of(shape)
         if plan is not None and not plan:
             raise no_plan_error(architecture)
-        half = "transformers' plan splits its embedding of tokens, and not the output layer of the same matrix"
-        other = OTHERWISE.get(text_config(shape.config).get("model_type", ""), "")
-        if why := half if splits_half_a_tie(shape) else other:
+        if why := _wrong(shape):
             remedy = "Take it out of the recipe, or use offload"
             raise StageError(f"{architecture} cannot be split", where="tensor_parallel", why=why, remedy=remedy)
         if problems := list(_problems(shape, plan or {}, self.devices)):
@@ -129,11 +130,12 @@ class TensorParallel(Setting):
         """Return how this process reads its share.
         Raises StageError if every process would hold the whole model.
         """
-        from optkit.session.splitting import is_split, share_kwargs
+        from optkit.session.splitting import is_split, share_kwargs, take_own_shares_
 
         def check(model: Any) -> tuple[str, ...]:
             if not is_split(model):
                 raise no_plan_error(type(model).__name__)
+            take_own_shares_(model)
             return ()
 
         return Loading(share_kwargs(self.devices), check)
@@ -175,6 +177,17 @@ def no_plan_error(architecture: str) -> StageError:
         why="The plan says which matrices are split by rows and which by columns",
         remedy="Take it out of the recipe, or use offload",
     )
+
+
+def _wrong(shape: ModelShape) -> str:
+    """Return why the shares of a model would not compute what the whole does; empty if they would."""
+    if splits_half_a_tie(shape):
+        return "transformers' plan splits its embedding of tokens, and not the output layer of the same matrix"
+    if tensor := splits_joined(shape):
+        return f"transformers joins or cuts up {tensor} while it loads it, and would do so with shares"
+    if tensor := splits_stack(shape):
+        return f"transformers' plan splits {tensor} as one matrix, and it is a stack of them"
+    return OTHERWISE.get(text_config(shape.config).get("model_type", ""), "")
 
 
 def _problems(shape: ModelShape, plan: Mapping[str, str], devices: int) -> Iterator[str]:

@@ -28,6 +28,7 @@ from optkit.model.task import (
     refuse_multi_modal,
     task_of,
 )
+from optkit.model.unfound import refuse_without_blocks
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.onnx.exporters import OPSET, OPSETS, exporter_for, refuse_untraced, traced_task
 from optkit.onnx.matmul_nbits_limits import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
@@ -230,6 +231,7 @@ class Onnx(Transform):
         """Return the size of the graph's weights, and the memory.
         The memory is that of the source in float32 or of the graph as ONNX Runtime holds it.
         """
+        refuse_without_blocks(shape, "onnx")
         if (exporter := self._exporter(shape)) != "genai":
             self._refuse_for(exporter, shape)
             left = float32_shape(shape)

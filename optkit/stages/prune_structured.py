@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -18,7 +19,15 @@ from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.calibration_memory import refuse_unchained
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.depth import block_count, dropped_parts, hidden_size, shallower_config, shallower_tensors
+from optkit.model.depth import (
+    block_count,
+    dropped_parts,
+    hidden_size,
+    losable,
+    refuse_without_attention,
+    shallower_config,
+    shallower_tensors,
+)
 from optkit.model.fewer_experts import with_fewer_experts
 from optkit.model.inventory import FLOATS
 from optkit.model.kept_blocks import KeptBlocks
@@ -175,7 +184,8 @@ class PruneStructured(WidthFields, Transform):
         """Return the exact size that it leaves, as if the last blocks went: a run alone knows which go."""
         refuse_unchained(shape, KIND)
         planned, blocks = self._planned(shape), block_count(shape.config)
-        named = self.remove_layers if isinstance(self.remove_layers, tuple) else range(blocks - planned.count, blocks)
+        last = losable(reversed(range(blocks)), planned.count, partial(refuse_without_attention, shape.config))
+        named = self.remove_layers if isinstance(self.remove_layers, tuple) else last
         kept = [index for index in range(blocks) if index not in named]
         tensors = {new: shape.tensors[name] for name, new in shallower_tensors(shape, kept, planned.narrows).items()}
         left = ModelShape(config=shallower_config(shape.config, kept), tensors=tensors)
@@ -265,6 +275,7 @@ class PruneStructured(WidthFields, Transform):
         self, skeleton: Skeleton, count: int, tokens: Tensor | None, context: Context, saved: KeptBlocks
     ) -> Chosen:
         from optkit.stages.narrowing.importance import BlockImportance, Chosen
+        from optkit.stages.narrowing.proof import refuse_shared
 
         if tokens is None or count == 0 or isinstance(self.remove_layers, tuple):
             return Chosen(sorted(self.remove_layers) if isinstance(self.remove_layers, tuple) else [], [])
@@ -272,7 +283,13 @@ class PruneStructured(WidthFields, Transform):
             importance = BlockImportance(
                 skeleton, tokens, context.device, self.batch_size, POSITIONS_AT_ONCE, context.progress
             )
-            how = self.layer_importance, self.layer_search
+            resolved = skeleton.model.config.get_text_config(decoder=True).to_dict()
+
+            def refuse(removed: Sequence[int]) -> None:
+                refuse_shared(skeleton, removed)
+                refuse_without_attention(resolved, removed)
+
+            how = self.layer_importance, self.layer_search, refuse
             return Chosen(**saved.measured("chosen", lambda: asdict(importance.choose(count, *how))))
 
     def _told(self, chosen: Chosen, blocks: Sequence[str]) -> dict[str, Any]:

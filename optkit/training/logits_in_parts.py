@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from optkit.errors import SourceError
+from optkit.model.blocks import find_blocks
 from optkit.model.mixed_dtypes import one_dtype
 from optkit.model.replaced_forward import replaced_forward
 
@@ -61,15 +62,13 @@ class TwoParts:
 
     @torch.no_grad()
     def _find_decoder(self) -> None:
-        base = self.model.base_model
         tokens = torch.arange(1, 9, device=self.model.device)[None]
         with one_dtype(self.model.config.model_type):
             whole = self.model(input_ids=tokens, use_cache=False).logits
         reason = "it has no module of its own for them"
-        for owner, leaf in ((self.model, self.model.base_model_prefix), (base, "decoder")):
-            if leaf not in owner._modules:
-                continue
-            self.decoder = owner.get_submodule(leaf)
+        around = find_blocks(self.model)[0].name.split(".")[:-2]
+        for depth in range(1, len(around) + 1):
+            self.decoder = self.model.get_submodule(".".join(around[:depth]))
             try:
                 found = self.logits(self.run(tokens).last_hidden_state)
             except (TypeError, ValueError, AttributeError, RuntimeError, KeyError) as error:

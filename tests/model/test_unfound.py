@@ -98,6 +98,14 @@ def test_lists_of_other_lengths_than_config_json_says() -> None:
     refuse_unfound(shape_of("llama", "input_layernorm.weight"), "rtn")
 
 
+def test_of_two_lists_the_one_nearer_to_the_embedding_is_the_decoder() -> None:
+    sizes = {"embed_tokens.weight": (9, 8), "layers.0.norm.weight": (8,), "model.visual.layers.0.norm.weight": (8,)}
+    tensors = {name: TensorInfo("F32", size) for name, size in sizes.items()}
+    tensors["model.visual.layers.0.up.weight"] = TensorInfo("F32", (64, 8))
+    config = {"num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 9}
+    assert ModelShape(config, tensors).decoder == "layers"
+
+
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [("olmo_hybrid", Rtn(group_size=None)), ("hrm_text", Fp8(rounding="nearest")), ("cohere", Rotate())],

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from optkit.algorithms.state_codes import Float8Code, IntegerCode, StateCode
+from optkit.algorithms.state_codes import Float8Code, IntegerCode, PlainCode, StateCode
 from optkit.errors import StageError
 from optkit.kernels.kv_cache import CodedLayer, coded_cache
 from optkit.session import open_session
@@ -181,17 +181,30 @@ def test_a_sliding_layer_holds_its_window_and_no_more(tiny_model: TinyModel) -> 
     assert {7, 40} == set(held)
 
 
+def test_layers_of_attention_and_states_code_the_one_and_keep_the_other(tiny_model: TinyModel) -> None:
+    plain, coded = (opened(tiny_model("falcon_h1"), *settings) for settings in ((), (KvCache(dtype="int8"),)))
+    config = coded.model.config
+    exact = coded_cache(config, (PlainCode(), PlainCode()), "kv_cache")()
+    with torch.inference_mode():
+        whole = plain.logits(TOKENS)
+        steps = [
+            plain.model(input_ids=part, past_key_values=exact, use_cache=True).logits
+            for part in TOKENS.split(20, dim=1)
+        ]
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, atol=1e-4, rtol=1e-4)
+    heads, size, layers = config.num_key_value_heads, 16, config.num_hidden_layers
+    floats, codes = (each.decode_bytes(1, 100) - each.decode_bytes(1, 0) for each in (plain, coded))
+    assert (floats, codes) == (100 * layers * heads * size * 2 * 4, 100 * layers * heads * (size + 3) * 2)
+    assert plain.decode_bytes(2, 0) - plain.decode_bytes(1, 0) > layers * 128 * 8 * 4  # what each layer keeps
+
+
 def test_layers_that_hold_other_states_are_refused() -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model("falcon_h1", num_hidden_layers=4)
     code = IntegerCode(8, None)
-    with pytest.raises(
-        StageError,
-        match=r"^kv_cache: the cache of falcon_h1 has layers "
-        r"of another kind: LinearAttention\w+\. .*Take the",
-    ):
-        coded_cache(config, (code, code), "kv_cache")
+    message = r"^kv_cache: the cache of mamba2 has layers of another kind: none are known\. .*Take the"
+    with pytest.raises(StageError, match=message):
+        coded_cache(AutoConfig.for_model("mamba2", num_hidden_layers=4), (code, code), "kv_cache")
 
 
 @pytest.mark.parametrize(

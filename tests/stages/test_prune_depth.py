@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.depth import shallower_config
+from optkit.model.depth import losable, shallower_config
 from optkit.recipe.field_faults import validate
 from optkit.stage import Context
 from optkit.stages.narrowing import proof as smaller_proof
@@ -147,6 +147,27 @@ def test_the_only_block_with_attention_stays(config: dict[str, Any]) -> None:
         r"Remove fewer blocks, or name others",
     ):
         shallower_config(config, [0])
+
+
+def test_blocks_that_may_not_go_are_passed_over() -> None:
+    def refuse(gone: Sequence[int]) -> None:
+        if {2, 3} <= {*gone} or 5 in gone:
+            raise StageError(f"{sorted(gone)}")
+
+    assert losable([5, 2, 3, 0], 2, refuse) == [2, 0]
+    assert losable([2, 0], 1, refuse, gone=[3]) == [0]
+    with pytest.raises(StageError, match=r"^\[5\]\.$"):
+        losable([5, 2, 3], 2, refuse)
+
+
+def test_a_choice_leaves_the_only_block_with_attention(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("zamba2")
+    for search in ("at_once", "one_by_one", "contiguous"):
+        fields = {"remove_layers": 1, "layer_search": search, "calibration": letters(tmp_path)}
+        (tmp_path / search).mkdir()
+        report = PruneStructured.model_validate(fields).run(source, tmp_path / search, Context())
+        (gone,) = report.details["removed_layers"]
+        assert config_of(source)["layers_block_type"][gone] != "hybrid"
 
 
 def test_a_block_that_shares_weights_stays(tiny_model: TinyModel, tmp_path: Path) -> None:

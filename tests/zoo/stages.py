@@ -14,7 +14,8 @@ from tests.zoo.models import hears
 
 TEXT = "{dataset: TEXT, samples: 4, sequence_length: 32}"
 TRAINING = (
-    "texts: [{dataset: TEXT}], tokens: 1024, sequence_length: 32, batch_size: 4, held_out: 2, learning_rate: 0.0002"
+    "texts: [{dataset: TEXT}], tokens: 1024, sequence_length: 32, batch_size: 4, held_out: 2, learning_rate: 0.0001,"
+    " temperature: 16"
 )
 ROUNDED = 0.1
 """Of inputs that are rounded while the model computes: sums in another order round some of them otherwise, and

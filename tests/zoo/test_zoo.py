@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from optkit.recipe.registry import STAGES as KINDS
-from tests.zoo.cells import BAD, cell
+from tests.zoo.cells import BAD, REFUSED, SAME, cell
 from tests.zoo.models import save_model
 from tests.zoo.stages import STAGES
 from tests.zoo.table import Table
@@ -48,6 +48,25 @@ def test_cells_of_crashes_that_were_mended(kind: str, stage: str, tmp_path: Path
     source = save_model(kind, tmp_path / "model")
     (desk := tmp_path / "desk").mkdir()
     assert (found := cell(source, stage, desk)).mark not in BAD, found.said
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "mark"),
+    [
+        ("cosmos3_edge", "awq_scale", SAME),
+        ("hrm_text", "offload", REFUSED),
+        ("inkling_text", "kv_cache", SAME),
+        ("llama4", "lora_recover", SAME),
+        ("minicpm3", "prune_structured", SAME),
+        ("qwen2_5_omni_thinker", "distill", SAME),
+        ("rwkv", "compile", SAME),
+        ("xlnet", "compile", REFUSED),
+    ],
+)
+def test_cells_that_were_refused_late(kind: str, stage: str, mark: str, tmp_path: Path) -> None:
+    source = save_model(kind, tmp_path / "model")
+    (desk := tmp_path / "desk").mkdir()
+    assert (found := cell(source, stage, desk)).mark == mark, found.said
 
 
 def test_every_stage_has_a_column() -> None:

@@ -15,8 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from optkit.algorithms.importance import block_influence, lowest
+from optkit.algorithms.importance import block_influence
 from optkit.model.blocks import BlockInputs
+from optkit.model.depth import losable
 from optkit.model.head import logits_behind
 from optkit.model.skeleton import Skeleton
 from optkit.progress import Progress
@@ -54,8 +55,14 @@ class BlockImportance:
     """Positions whose logits are held together."""
     progress: Progress
 
-    def choose(self, count: int, measure: Measure, search: Search) -> Chosen:
-        """Return the `count` blocks that matter least."""
+    def choose(
+        self,
+        count: int,
+        measure: Measure,
+        search: Search,
+        refuse: Callable[[Sequence[int]], None] = lambda removed: None,
+    ) -> Chosen:
+        """Return the `count` blocks that matter least, of those that may go: `refuse` raises StageError for others."""
         score: Callable[[Sequence[int], int], list[float]] = (
             self.influences if measure == "block_influence" else self.perplexities
         )
@@ -64,15 +71,16 @@ class BlockImportance:
         scores = score(left, length)
         whole = self._whole
         if search == "contiguous":
-            start = lowest(scores, 1)[0]
+            (start,) = losable(_ranked(scores), 1, lambda starts: refuse(range(starts[-1], starts[-1] + count)))
             return Chosen(left[start : start + count], scores, whole)
         if search == "at_once":
-            return Chosen(lowest(scores, count), scores, whole)
+            return Chosen(sorted(losable(_ranked(scores), count, refuse)), scores, whole)
         chosen, now = Chosen([], scores, whole), scores
         while True:
-            place = lowest(now, 1)[0]
-            chosen.rounds.append({"block": left[place], "score": now[place]})
-            chosen.removed.append(left.pop(place))
+            (block,) = losable((left[place] for place in _ranked(now)), 1, refuse, chosen.removed)
+            chosen.rounds.append({"block": block, "score": now[left.index(block)]})
+            chosen.removed.append(block)
+            left.remove(block)
             if len(chosen.removed) == count:
                 return Chosen(sorted(chosen.removed), scores, whole, chosen.rounds)
             now = score(left, 1)
@@ -138,3 +146,8 @@ class BlockImportance:
                 logits = logits_behind(self.skeleton.model, self.skeleton.blocks, part[None])[0].float()
                 total += float(torch.nn.functional.cross_entropy(logits, next_tokens, reduction="sum"))
         return float(torch.tensor(total / (self.tokens.numel() - len(self.tokens)), dtype=torch.float64).exp())
+
+
+def _ranked(scores: Sequence[float]) -> list[int]:
+    """Return the places of scores, that of the least first."""
+    return sorted(range(len(scores)), key=scores.__getitem__)
