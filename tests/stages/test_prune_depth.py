@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.depth import losable, shallower_config
 from optkit.recipe.field_faults import validate
 from optkit.stage import Context
 from optkit.stages.narrowing import proof as smaller_proof
@@ -110,56 +109,6 @@ def test_kinds_that_transformers_derives_from_the_index_are_written_out(tmp_path
     )
 
 
-def test_kinds_of_blocks_of_hybrids_are_those_of_the_blocks_that_are_left() -> None:
-    def left(kept: list[int], **config: Any) -> dict[str, Any]:
-        return {key: value for key, value in shallower_config(config, kept).items() if key != "num_hidden_layers"}
-
-    jamba = {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1}
-    assert left([1, 2, 3, 4, 5], **jamba) == {"attn_layer_period": 3, "attn_layer_offset": 0}
-    with pytest.raises(
-        StageError,
-        match=r"prune_structured.remove_layers: config.json says by attn_layer_period: 3 .*not evenly spaced"
-        r".*The 4 blocks.*Remove 3 neighbouring blocks",
-    ):
-        left([0, 1, 4, 5], **jamba)
-    bamba = {"num_hidden_layers": 2, "attn_layer_indices": [1, 3], "time_step_limit": [0.0, 1.0]}
-    assert left([1], **bamba) == {"attn_layer_indices": [0], "time_step_limit": [0.0, 1.0]}
-    assert left([1, 3], hybrid_override_pattern="M-M*") == {"hybrid_override_pattern": "-*"}
-    kinds = {"num_hidden_layers": 4, "block_types": ["recurrent", "recurrent", "attention"]}
-    assert left([0, 2, 3], **kinds) == {"block_types": ["recurrent", "attention", "recurrent"]}
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
-        {"num_hidden_layers": 2, "layer_types": ["linear_attention", "sliding_attention"]},
-        {"hybrid_override_pattern": "M*"},
-        {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
-        {"num_hidden_layers": 2, "attn_layer_indices": [1]},
-    ],
-)
-def test_the_only_block_with_attention_stays(config: dict[str, Any]) -> None:
-    assert shallower_config(config, [1])
-    with pytest.raises(
-        StageError,
-        match=r"^prune_structured.remove_layers: no block with attention would be left. transformers counts .* "
-        r"Remove fewer blocks, or name others",
-    ):
-        shallower_config(config, [0])
-
-
-def test_blocks_that_may_not_go_are_passed_over() -> None:
-    def refuse(gone: Sequence[int]) -> None:
-        if {2, 3} <= {*gone} or 5 in gone:
-            raise StageError(f"{sorted(gone)}")
-
-    assert losable([5, 2, 3, 0], 2, refuse) == [2, 0]
-    assert losable([2, 0], 1, refuse, gone=[3]) == [0]
-    with pytest.raises(StageError, match=r"^\[5\]\.$"):
-        losable([5, 2, 3], 2, refuse)
-
-
 def test_a_choice_leaves_the_only_block_with_attention(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = tiny_model("zamba2")
     for search in ("at_once", "one_by_one", "contiguous"):
@@ -173,18 +122,6 @@ def test_a_choice_leaves_the_only_block_with_attention(tiny_model: TinyModel, tm
 def test_a_block_that_shares_weights_stays(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"model.layers.1 shares weights with other blocks.*share nothing: 0"):
         pruned(tiny_model("zamba2"), tmp_path / "target", remove_layers=[1])
-
-
-def test_nested_config_and_lists_that_are_no_blocks() -> None:
-    text = {
-        "num_hidden_layers": 3,
-        "layer_types": ["a", "b", "c"],
-        "eos_token_id": [1, 2, 3],
-        "mlp_only_layers": [0, 2],
-    }
-    made = shallower_config({"text_config": text, "num_hidden_layers": 9}, [0, 2])
-    left = {"num_hidden_layers": 2, "layer_types": ["a", "c"], "eos_token_id": [1, 2, 3], "mlp_only_layers": [0, 1]}
-    assert made == {"text_config": left, "num_hidden_layers": 9}
 
 
 def test_what_differs_in_some_blocks_goes_with_them(tmp_path: Path) -> None:
@@ -321,11 +258,6 @@ def test_a_quantized_model_is_refused(llama: Path, tmp_path: Path) -> None:
     source = changed_copy(llama, tmp_path, quantization_config={"quant_method": "gptq"})
     with pytest.raises(SourceError, match="the model is quantized already"):
         PruneStructured(remove_layers=(1,)).run(source, tmp_path, Context())
-
-
-def test_no_count_of_blocks() -> None:
-    with pytest.raises(SourceError, match="llama: config.json does not say how many decoder blocks the model has"):
-        shallower_config({"model_type": "llama"}, [0])
 
 
 def test_a_block_that_computes_something_else_at_its_new_place(tmp_path: Path) -> None:

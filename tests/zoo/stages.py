@@ -14,7 +14,7 @@ from tests.zoo.models import hears
 
 TEXT = "{dataset: TEXT, samples: 4, sequence_length: 32}"
 TRAINING = (
-    "texts: [{dataset: TEXT}], tokens: 1024, sequence_length: 32, batch_size: 4, held_out: 2, learning_rate: 0.0001,"
+    "texts: [{dataset: LETTERS}], tokens: 1024, sequence_length: 32, batch_size: 4, held_out: 2, learning_rate: 0.0001,"
     " temperature: 16"
 )
 ROUNDED = 0.1
@@ -27,7 +27,8 @@ class Column:
     """What a recipe says, and how its result is compared."""
 
     recipe: str
-    """YAML; TEXT is a file of random letters, or of pairs for an encoder-decoder, with sounds if it hears."""
+    """YAML; LETTERS is a file of random letters, and TEXT the same, or pairs for an encoder-decoder, with sounds if
+    it hears."""
     tolerance: float = 1e-3
     """Largest difference of the logits, relative to them."""
     exact: bool = True
@@ -40,6 +41,7 @@ class Column:
     def stages(self, source: Path, place: Path) -> str:
         """Return the stages of the recipe, and write the text that they read."""
         letters = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=4_000))
+        (plain := place / "letters.txt").write_text(letters, encoding="utf-8")
         config = AutoConfig.from_pretrained(source)
         if hears(config):
             said = f"{write_pairs(place / 'sounds', hears=True)}, input: audio, field: text"
@@ -50,9 +52,8 @@ class Column:
             (text := place / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
             said = f"{text}, input: input, field: target"
         else:
-            (text := place / "letters.txt").write_text(letters, encoding="utf-8")
-            said = str(text)
-        return self.recipe.replace("TEXT", said)
+            said = str(plain)
+        return self.recipe.replace("TEXT", said).replace("LETTERS", str(plain))
 
 
 STAGES: dict[str, Column] = {
@@ -68,7 +69,7 @@ STAGES: dict[str, Column] = {
     "nf4": Column("- nf4", 0.01, exact=False),
     "int8": Column("- int8", ROUNDED, exact=False),
     "fp8": Column("- fp8", ROUNDED, exact=False),
-    "mx": Column("- mx: {type: mxfp4}", 0.01, exact=False),
+    "mx": Column("- cast: bfloat16\n- mx: {type: mxfp4}", 0.01, exact=False),
     "smoothquant": Column(f"- smoothquant: {{calibration: {TEXT}}}", ROUNDED, exact=False),
     "rotate": Column("- rotate"),
     "kv_scales": Column(f"- kv_scales: {{calibration: {TEXT}}}", 0.2, exact=False),
