@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 from html import escape
-from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -14,6 +12,7 @@ from mkdocs.structure.pages import Page
 from optkit_cli.explain import plain
 from optkit_cli.reference import reference_pages
 
+from docs.models_page import zoo_table
 from optkit.recipe.files import glossary
 
 SOUGHT = {"errors": "---\nsearch: {boost: 60}\n---\n\n"}
@@ -21,9 +20,7 @@ SOUGHT = {"errors": "---\nsearch: {boost: 60}\n---\n\n"}
 NO_PROSE = re.compile(r"(<(a|code|h\d|pre|svg|th)\b.*?</\2>|<[^>]+>)", re.DOTALL)
 """Tags, and elements whose words get no tooltip."""
 PLACE = "<!-- zoo -->"
-MARKS = {"same": "✓", "refused": "–", "late": "(–)", "crashed": "✗", "different": "✗", "mute": "✗", "none": ""}
-ZOO = Path(__file__).parent / "understand" / "models.json"
-"""Place of the table of the zoo, what its cells show, and its data."""
+"""Place of the table of the zoo."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -62,24 +59,3 @@ def meanings() -> dict[str, str]:
     found = re.findall(r"^\*\*(.+?)\*\*\{ #\S+ \}\n:   (.+(?:\n    .+)*)", glossary(), re.MULTILINE)
     meant = {word: plain(re.sub(r"\s+See\s\[.*", "", text, flags=re.DOTALL)) for word, text in found}
     return {word: " ".join(text.split()) for word, text in meant.items()}
-
-
-def zoo_table() -> str:
-    """Return one row for each architecture, and the reasons by their numbers."""
-    said = json.loads(ZOO.read_text(encoding="utf-8"))
-    rows = {kind: row for kind, row in said["rows"].items() if all(mark != "none" for mark, _ in row.values())}
-    stages = list(dict.fromkeys(stage for row in rows.values() for stage in row))
-    head = "".join(f"<th>{escape(stage)}</th>" for stage in stages)
-    body = "".join(
-        f"<tr><th>{escape(kind)}</th>{''.join(_cell(*row.get(stage, ('', None))) for stage in stages)}</tr>"
-        for kind, row in rows.items()
-    )
-    reasons = "".join(f'<li id="why-{number}">{escape(each)}</li>' for number, each in enumerate(said["reasons"], 1))
-    versions = ", ".join(f"{name} {version}" for name, version in said["versions"].items())
-    table = f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<p>Made with {versions}.</p>\n<div class="zoo">{table}</div>\n<ol>{reasons}</ol>'
-
-
-def _cell(mark: str, reason: int | None) -> str:
-    shown = MARKS.get(mark, mark)
-    return f"<td>{shown}{f'<a href=#why-{reason + 1}>{reason + 1}</a>' if reason is not None else ''}</td>"
