@@ -24,6 +24,11 @@ CHOSEN = re.compile(r"num_experts_per_tok(en)?|top_k_experts|moe_(k|top_?k)|num_
 """Keys that say how many of them a token is sent to."""
 GROUPS = ("n_group", "num_expert_group", "num_expert_groups")
 """Keys that say of how many groups those are chosen."""
+CALLED_OTHERWISE = {
+    "jetmoe": "they are called with the tokens of all of them in one matrix",
+    "llama4_text": "each is called with all tokens, times the router's weight",
+}
+"""`model_type` of those whose experts are no module that is called with the router's choice -> why."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,8 @@ class Mixture:
 def mixture_of(shape: ModelShape) -> Mixture:
     """Return the experts of a model. Raises StageError if it has none, or none that can go."""
     text = _told(shape.config)
+    if why := CALLED_OTHERWISE.get(str(text.get("model_type"))):
+        raise _impossible("nobody can tell what each expert adds", f"{why[0].upper()}{why[1:]}")
     declared = {value for key, value in text.items() if COUNTS.fullmatch(key)}
     found = sorted({each for each in experts_of(shape) if each[2] in declared})
     counts = sorted({count for *_, count in found})
@@ -83,6 +90,11 @@ def mixture_of(shape: ModelShape) -> Mixture:
         raise _impossible(
             f"the experts are chosen from {groups} groups", "Every group would have to keep as many as the others"
         )
+    for name in sorted(routers_of(shape)):
+        outputs = shape.tensors[f"{name}.weight"].shape[0]
+        if outputs not in (1, counts[0]) and any(name.startswith(f"{holder}.") for holder, *_ in found):
+            why = "It chooses from more than these, and nobody can tell which outputs are theirs"
+            raise _impossible(f"the router {name} has {outputs} outputs for {counts[0]} experts", why)
     places = dict(_places(shape, found))
     routed = {place.block for name, place in places.items() if place.index is None and f"{place.experts}." not in name}
     if without := sorted({place.block for place in places.values()} - routed):

@@ -18,8 +18,9 @@ def routers_of(shape: ModelShape) -> frozenset[str]:
     """Return the matrices of the decoder blocks that decide where tokens go, by use and by name.
 
     By what they do: they stand beside experts and have an output for each (Hunyuan's
-    `mlp.gate.wg`). By name: a router may make several choices, or none of experts (Gemma 3n's
-    `altup.modality_router`); `experts.3.gate` is none.
+    `mlp.gate.wg`), and are no projection of an expert that sees all tokens. By name: a router may
+    make several choices, or none of experts (Gemma 3n's `altup.modality_router`);
+    `experts.3.gate` is none.
     """
     matrices = {
         name.removesuffix(".weight"): info.shape for name, info in shape.tensors.items() if name.endswith(".weight")
@@ -33,7 +34,10 @@ def routers_of(shape: ModelShape) -> frozenset[str]:
         and (
             _is_called_router(name)
             or any(
-                sizes[0] == count and name.startswith(f"{holder}.") and not name.startswith(f"{experts}.")
+                sizes[0] == count
+                and name.startswith(f"{holder}.")
+                and not name.startswith(f"{experts}.")
+                and not name.endswith("_proj")
                 for holder, experts, count in beside
             )
         )

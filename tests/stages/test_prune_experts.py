@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from optkit.common.frozen import described, restored
 from optkit.errors import StageError
+from optkit.model import fewer_experts
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.inventory import take_inventory
 from optkit.model.weights import expert_counts
@@ -185,7 +186,25 @@ def test_groups_of_experts_are_refused(tmp_path: Path) -> None:
     assert "the experts are chosen from 2 groups. Every group would have to keep as many" in refused(source, experts=2)
 
 
-def test_experts_that_are_no_module_with_the_routers_choice_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("llama4_text", "nobody can tell what each expert adds. Each is called with all tokens, times the router's"),
+        ("jetmoe", "nobody can tell what each expert adds. They are called with the tokens of all of them in one"),
+        (
+            "inkling_text",
+            "the router model.layers.0.mlp.gate has 5 outputs for 4 experts. It chooses from more than these",
+        ),
+    ],
+)
+def test_experts_without_a_module_for_the_routers_choice_are_refused(kind: str, message: str, tmp_path: Path) -> None:
+    assert message in refused(save_model(kind, tmp_path / "source"), experts=2)
+
+
+def test_experts_of_other_code_are_refused_before_the_text_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fewer_experts, "CALLED_OTHERWISE", {})
     source = save_model("llama4_text", tmp_path / "source")
     (target := tmp_path / "target").mkdir()
     unread = Calibration(dataset=str(tmp_path / "none.txt"))

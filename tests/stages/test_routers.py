@@ -57,6 +57,13 @@ def made(kind: str, directory: Path) -> Path:
     return directory
 
 
+def test_a_projection_with_as_many_outputs_as_there_are_experts_is_none(tmp_path: Path) -> None:
+    shape = Checkpoint(save_model("ernie4_5_moe", tmp_path)).shape
+    beside = shape.tensors["model.layers.1.mlp.shared_experts.down_proj.weight"]
+    assert beside.shape[0] == shape.config["moe_num_experts"]
+    assert routers_of(shape) == {"model.layers.1.mlp.gate"}
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_routers_of_architectures(kind: str, tmp_path: Path) -> None:
     shape = Checkpoint(made(kind, tmp_path)).shape
