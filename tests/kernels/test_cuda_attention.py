@@ -73,7 +73,7 @@ def turned(heads: Tensor, norm: Tensor | None, cosines: Tensor, sines: Tensor) -
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 6e-3), (torch.float16, 8e-4)])
 @pytest.mark.parametrize(
-    ("case", "shares", "clustered"), [*product(CASES, (1, 3, 10), (False,)), *product(CASES, (3, 8), (True,))]
+    ("case", "shares", "clustered"), [*product(CASES, (1, 3, 10), (False,)), *product(CASES, (3, 16), (True,))]
 )
 def test_attention_is_that_of_float64(
     case: Case, shares: int, clustered: bool, dtype: torch.dtype, limit: float

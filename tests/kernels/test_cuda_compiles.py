@@ -12,7 +12,7 @@ import torch
 
 from optkit.errors import OptkitError
 from optkit.kernels.cuda import nvrtc
-from optkit.kernels.cuda.decoding import CLUSTER
+from optkit.kernels.cuda.decoding import MOST_CLUSTERED
 from optkit.kernels.cuda.nvrtc import SOURCES, compile_source, kept_binary
 from optkit.kernels.cuda.schedule import Form, Schedule
 from optkit.kernels.cuda.wide import Widths
@@ -69,7 +69,7 @@ def compiles(source: str, macros: dict[str, str], architecture: str = "sm_90a") 
 @pytest.mark.parametrize("flags", [*product(("", "BF16", "BF16 SCALED"), ("", "QK_NORM"), ("", "CAPPED"))], ids=str)
 def test_attention(heads: dict[str, int], flags: tuple[str, ...]) -> None:
     given = dict.fromkeys(" ".join(flags).split(), "1")
-    if 1 < heads["SHARES"] <= CLUSTER and "CAPPED" not in given:
+    if 1 < heads["SHARES"] <= MOST_CLUSTERED and "CAPPED" not in given:
         given["CLUSTER"] = "1"
     compiles("attention.cu", {name: str(value) for name, value in heads.items()} | given)
 

@@ -45,14 +45,16 @@ REMEDY = "Take cuda_graphs out of the recipe, or use compile"
 MOST_SHARES = 32
 KEYS_OF_SHARE = 64
 """The fewest that are worth a block."""
-CLUSTER, MOST_CLUSTERED = 8, 1024
-"""Shares that a GPU of compute capability 9.0 can join in shared memory; the longest past that has no more of them."""
+CLUSTERS, MOST_CLUSTERED = (9, 0), 16
+"""The compute capability of GPUs that join so many shares in shared memory."""
 MOST_BLOCKS = 2
 """Of the attention kernel that a multiprocessor holds; one of few sequences, so that shared memory leaves
 room for the L1 cache, through which the weights of the kernels beside it come.
 """
 STAGE_ROWS, MOST_STAGES, STATIC_BYTES = 4 * 2 * 16, 4, 14 << 10
 """Keys and values that its 4 warps ask for at once; how many times ahead; what a block needs besides."""
+CLUSTERED_STAGES = 3
+"""Of blocks that are a cluster, so that shared memory has room for the weight of the kernel behind them."""
 CAPACITY_STEP = 128
 TRIED, ALIKE, LEAST_ALIKE = 25, 0.95, 0.6
 """Tokens of two texts of which the graph's logits are compared with the model's own, and their cosine
@@ -210,11 +212,11 @@ class Steps:
         self.tokens = torch.zeros(capacity + 1, batch, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int32, device=device)
         pairs, count = batch * decoder.kv_heads, torch.cuda.get_device_properties(device).multi_processor_count
-        clusters = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        shares = _shares(pairs, capacity, count)
-        self.shares = min(shares, CLUSTER) if clusters and capacity <= MOST_CLUSTERED else shares
-        self.clustered = clusters and 1 < self.shares <= CLUSTER
-        self.stages = attention_stages(decoder.size, 1 if pairs <= count else MOST_BLOCKS, device)
+        self.shares = _shares(pairs, capacity, count)
+        clusters = device.type == "cuda" and torch.cuda.get_device_capability(device) == CLUSTERS
+        self.clustered = clusters and 1 < self.shares <= MOST_CLUSTERED
+        stages = attention_stages(decoder.size, 1 if pairs <= count else MOST_BLOCKS, device)
+        self.stages = min(stages, CLUSTERED_STAGES) if self.clustered else stages
         group = decoder.heads // decoder.kv_heads
         shared = batch * decoder.kv_heads * self.shares * group * (decoder.size + 2)
         self.partial = torch.zeros(shared, dtype=torch.float32, device=device)

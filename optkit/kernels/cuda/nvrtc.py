@@ -25,9 +25,9 @@ from optkit.kernels.library_cache import LENGTH, keep_library, kept_library, pri
 
 SOURCES = Path(__file__).parent
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
-MAX_DYNAMIC_SHARED_BYTES, SHARED_PER_CENT = 8, 9
-"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and
-CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h.
+MAX_DYNAMIC_SHARED_BYTES, SHARED_PER_CENT, LARGE_CLUSTERS = 8, 9, 14
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION and, of CU_FUNC_ATTRIBUTE, MAX_DYNAMIC_SHARED_SIZE_BYTES,
+PREFERRED_SHARED_MEMORY_CARVEOUT and NON_PORTABLE_CLUSTER_SIZE_ALLOWED of cuda.h.
 """
 KEPT, SUFFIX = "cuda_kernels", ".cubin"
 """Where in the cache directory machine code is kept, and how its files end."""
@@ -79,6 +79,8 @@ class Kernel:
         if shared_bytes > self._allowed:
             self._check(library.cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_BYTES, shared_bytes))
             self._check(library.cuFuncSetAttribute(self._function, SHARED_PER_CENT, 100))
+            if self._overlaps:
+                self._check(library.cuFuncSetAttribute(self._function, LARGE_CLUSTERS, 1))
             self._allowed = shared_bytes
         values = [_as_c(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])

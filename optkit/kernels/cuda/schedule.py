@@ -143,7 +143,7 @@ def default_schedule(form: Form, tokens: int, gated: bool) -> Schedule:
 SCHEDULES = {
     (4, True): {
         "gated": Schedule(8, 2, 2, 2, span=2, engine=True),
-        "long": Schedule(16, 2, 1, 1, span=2, engine=True),
+        "long": Schedule(16, 3, 1, 1, span=2, engine=True),
         "wide": Schedule(8, 2, 2, 2, span=2, engine=True),
         "narrow": Schedule(16, 1, 2, 1, span=2, engine=True),
         "usual": Schedule(8, 2, 1, 1, span=4, engine=True),
@@ -171,7 +171,12 @@ SCHEDULES = {
         "long": Schedule(8, 3, 2, 1),
         "usual": Schedule(8, 2, 1, 2, span=2),
     },
-    (16, False): {"gated": Schedule(8, 1, 2, 3), "wide": Schedule(8, 1, 2, 2), "usual": Schedule(8, 2, 2, 1)},
+    (16, False): {
+        "gated": Schedule(16, 1, 2, 1),
+        "long": Schedule(16, 1, 2, 1),
+        "wide": Schedule(8, 1, 2, 2),
+        "usual": Schedule(8, 2, 2, 1),
+    },
 }
 """By the bits of a weight, whether tokens are few, and what a matrix is like."""
 
