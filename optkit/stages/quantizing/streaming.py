@@ -273,8 +273,10 @@ class LayerQuantizer(Transform):
             layers = output.layers or job.modules(index)
             yield from self._replaced(job, job.skeleton.block_tensors(block), layers, output)
             job.task.advance(note=block.name)
-            if index >= len(blocks) // 4:  # what is outside was read meanwhile; shards of it are written beside blocks
-                number = -(-len(outside) // (len(blocks) - index))
+            left = len(blocks) - index
+            if index >= len(blocks) // 4 and left % 2:  # what is outside of blocks was read meanwhile
+                # a shard of it is written while two blocks are computed, so that none waits for the one before
+                number = -(-len(outside) // (left // 2 + 1))
                 yield from ((name, job.read(name)) for name in outside[:number])
                 del outside[:number]
         if job.head:
