@@ -55,11 +55,13 @@ class CpuDecoder(Setting):
         if not self.applies(session.device):
             return session
         from optkit.kernels.cpu.decoding import StepDecoder, why_not_step
+        from optkit.kernels.cpu.huge_pages import into_huge_pages_
 
         reason = "its KV cache holds codes" if session.codes_cache else why_not_step(session.model)
         if reason:
             raise _refused(reason)
         if not session.decodes_itself:
+            into_huge_pages_(session.model)
             session.decode_with(StepDecoder(session.model))
         return session
 

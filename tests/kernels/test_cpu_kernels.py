@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,15 @@ def test_a_machine_that_gets_faster_or_slower_changes_no_choice(
     assert kernels.index(chosen) == best
 
 
+def _permissions(address: int) -> str:
+    """Of the mapping of this process that an address lies in."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        first, last = (int(each, 16) for each in line.split()[0].split("-"))
+        if first <= address < last:
+            return line.split()[1]
+    raise AssertionError(f"no mapping holds {address:#x}")
+
+
 @compiled
 def test_weights_move_into_one_stretch_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, dense = example(33, 64, 32, 4, False)
@@ -326,6 +336,8 @@ def test_weights_move_into_one_stretch_of_memory(monkeypatch: pytest.MonkeyPatch
     held = [layer.codes, layer.scales, layer.shifts, model["head"].weight]
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == 1
     assert not any(tensor.data_ptr() % 16 for tensor in held)
+    if sys.platform == "linux":
+        assert _permissions(layer.codes.data_ptr()) == "rw-p"  # shared ones ("rw-s") get no huge pages
     assert model["head"].weight is embedding.weight
     assert torch.equal(embedding.weight, before)
     rows = torch.randn(2, 64)

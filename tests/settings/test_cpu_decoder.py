@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from optkit.errors import StageError
+from optkit.kernels.cpu import huge_pages
 from optkit.kernels.cpu.families import DECODES
 from optkit.kernels.cpu.native import why_not_native
 from optkit.model.shape import ModelShape
@@ -23,16 +25,26 @@ from tests.support.packed_models import save_packed
 
 
 @pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
-def test_a_float_model_decodes_by_the_kernels(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_float_model_decodes_by_the_kernels(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "PAGE_BYTES", 64)
     plain, ours = open_session(tiny_model("llama")), open_session(tiny_model("llama"), [CpuDecoder()])
     assert DECODES in ours.notes
     assert DECODES not in plain.notes
+    assert [_in_one_stretch(session.model) for session in (plain, ours)] == [False, True]
     tokens = torch.randint(ours.vocabulary, (2, 9), generator=torch.Generator().manual_seed(0))
     assert torch.equal(ours.generate(tokens, 8), plain.generate(tokens, 8))
     assert torch.equal(ours.logits(tokens), plain.logits(tokens))
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain")
     packed = open_session(tmp_path / "packed", [CpuDecoder()])
     assert packed.notes.count(DECODES) == 1
+
+
+def _in_one_stretch(model: nn.Module) -> bool:
+    """Whether the weights of all linear layers lie in the same memory."""
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    return len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
 
 
 def test_other_models_are_refused(tiny_model: Callable[[str], Path]) -> None:

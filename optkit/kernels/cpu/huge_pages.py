@@ -30,7 +30,8 @@ def into_huge_pages_(model: nn.Module) -> None:
         end += -(-tensor.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
     if not hasattr(mmap, "MADV_HUGEPAGE") or end < PAGE_BYTES:
         return
-    memory = mmap.mmap(-1, end + PAGE_BYTES)
+    # private: of shared memory, which is mmap's default, Linux gives no huge pages unless its settings say so
+    memory = mmap.mmap(-1, end + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     for place, tensor in held.items():
@@ -42,4 +43,4 @@ def into_huge_pages_(model: nn.Module) -> None:
 def _read_by_kernels(module: nn.Module) -> list[Tensor]:
     if isinstance(module, CodedLinear):
         return [tensor for tensor in (module.codes, module.scales, module.shifts) if tensor is not None]
-    return [module.weight] if isinstance(module, FloatLinear) else []
+    return [module.weight] if type(module) in (nn.Linear, FloatLinear) else []
