@@ -19,7 +19,9 @@ from torch import Tensor
 from optkit.algorithms.tensor_cores import has_tensor_cores
 
 WALK = "optkit.kernels.cuda.columns:walk"
-"""What rounds and descends on a GPU."""
+"""What rounds and descends on a GPU: a name, for kernels lie above this. `walks` says of any GPU whether they
+run there. Those of a CPU need a compiler; once they compute right, `use_compiled` hands them in.
+"""
 WEIGHTS = 4096
 """Weights of a program that searches scales, if a group has no more."""
 TOGETHER = 128

@@ -1,4 +1,4 @@
-"""Giving memory that was freed back to the system, and room on disk for what does not fit."""
+"""Giving memory that was freed back to the system or keeping it, and room on disk for what does not fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optkit.environment import memory
 from optkit.model.writer import disk_space_for
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 SHARE = 0.5
 """Of the free main memory: larger states than this lie in a file."""
+
+KEPT_BYTES = 256 << 20
+LARGEST_IN_HEAP = 32 << 20
+"""More is refused by glibc; what is larger never stays."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h."""
 
 
 def room_for_states(like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -50,6 +56,21 @@ def return_freed_memory(device: str = "cpu") -> None:
         import torch
 
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
+    if trim := _glibc("malloc_trim"):
         trim(0)
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep up to `KEPT_BYTES` of what was freed last, until `return_freed_memory`.
+
+    It would give activations of a few MB back after each layer, and the next one would fault page by
+    page: 48,000 times, a twelfth of the time, in a prompt of 512 tokens of a model of 135M parameters.
+    """
+    if tell := _glibc("mallopt"):
+        tell(M_TRIM_THRESHOLD, KEPT_BYTES)
+        tell(M_MMAP_THRESHOLD, LARGEST_IN_HEAP)
+
+
+def _glibc(name: str) -> Any:
+    """Return a function of it, None elsewhere."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

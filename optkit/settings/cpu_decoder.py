@@ -22,8 +22,8 @@ class CpuDecoder(Setting):
     """Decode on the CPU by one call of optkit's own kernels a token, as packed weights are without
     this. It takes models of the Llama family, in float32 or bfloat16.
 
-    Activations and the KV cache of decode steps are float32; prompts run through the model itself.
-    On GPUs nothing changes.
+    Activations and the KV cache of decode steps are float32. Prompts run through optkit's kernels
+    too, bfloat16 weights through torch's products. On GPUs nothing changes.
     """
 
     kind: ClassVar[str] = "cpu_decoder"

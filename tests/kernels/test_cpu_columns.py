@@ -11,10 +11,12 @@ from optkit.algorithms.grid import Grid, round_to_nearest
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.refinement import _descend_block, refit_scales
 from optkit.algorithms.scale_search import search_scales
-from optkit.environment import cpu_has
 from optkit.kernels.cpu.native import why_not_native
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
+multiplied = pytest.mark.skipif(
+    not column_kernels.multiplies_bfloat16(torch.empty(0)), reason="the kernels multiply no bfloat16"
+)
 
 
 def block(inputs: int, outputs: int) -> list[torch.Tensor]:
@@ -89,7 +91,7 @@ def test_stacked_layers_are_what_each_is_alone() -> None:
         assert torch.equal(found, torch.stack([alone, alone.flip(-1)]))
 
 
-@pytest.mark.skipif(not cpu_has("avx512_bf16"), reason="this processor multiplies no bfloat16")
+@multiplied
 @pytest.mark.parametrize(("tokens", "inputs"), [(1001, 100), (300, 33), (1, 16)])
 def test_gram_matrices_of_rounded_rows_are_those_of_float64(tokens: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
@@ -103,7 +105,7 @@ def test_gram_matrices_of_rounded_rows_are_those_of_float64(tokens: int, inputs:
         assert off.max() < limit
 
 
-@pytest.mark.skipif(not cpu_has("avx512_bf16"), reason="this processor multiplies no bfloat16")
+@multiplied
 def test_layers_rounded_by_such_a_matrix_are_as_good_as_by_float64s() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(2000, 96, generator=generator) @ torch.randn(96, 96, generator=generator)

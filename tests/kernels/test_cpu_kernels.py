@@ -95,10 +95,10 @@ def test_activations_of_all_dtypes(dtype: torch.dtype) -> None:
 
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (5, 7), (1, 33), (131, 96), (6, 16)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 64), (5, 7), (1, 33), (131, 96), (6, 16), (48, 768)])
 def test_floats_against_float64(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     weight = torch.randn(outputs, inputs).to(dtype)
-    for count in (1, 2, 3, 4, 7):
+    for count in (1, 2, 3, 4, 7, STEP_ROWS, STEP_ROWS + 1, 95):
         rows = torch.randn(count, inputs)
         check(dense_linear(rows, weight), rows, weight)
 

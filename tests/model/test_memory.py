@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,3 +65,13 @@ def test_a_full_disk_is_said_before_it_is_written(little: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ResourceError, match=r"optkit-states-.*: .*120 bytes were to be written"):
         memory.room_for_states(torch.zeros(2), (30,))
+
+
+@pytest.mark.skipif(memory._glibc("mallopt") is None, reason="only glibc is told what to keep")
+def test_freed_memory_is_kept_for_what_comes_next() -> None:
+    memory.keep_freed_memory()
+    faults = []
+    for _ in range(40):  # those of the first half fill the holes that others left
+        torch.ones(2 << 20)  # 2,048 pages
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    assert faults[-1] - faults[20] < 2048

@@ -27,6 +27,7 @@ inline void attend(const Model& model, const float* query, const float* keys, co
 // Several matrices times the same rows as one list of blocks; all have outputs in multiples of 16.
 void multiply_together(const std::vector<const Matrix*>& matrices, const float* rows, int64_t count, const std::vector<float*>& products) {
   std::vector<Activations> given;
+  given.reserve(matrices.size());
   std::vector<int64_t> starts{0};
   for (const Matrix* matrix : matrices) {
     given.emplace_back(*matrix, rows, count);
@@ -34,12 +35,14 @@ void multiply_together(const std::vector<const Matrix*>& matrices, const float* 
   }
   torch::stable::parallel_for(0, starts.back(), matrices[0]->share(), [&](int64_t begin, int64_t end) {
     Floats found[MOST_TAKEN];
+    std::vector<float> columns;
     size_t which = 0;
     for (int64_t each = begin; each < end; each++) {
       while (each >= starts[which + 1]) which++;
       const int64_t block = each - starts[which], outputs = matrices[which]->outputs;
+      given[which].lay_out(block, columns);
       for (int64_t row = 0; row < count; row += given[which].together()) {
-        const int64_t taken = block_times(given[which], block, row, found);
+        const int64_t taken = block_times(given[which], columns, block, row, found);
         for (int64_t at = 0; at < taken; at++) store(products[which] + (row + at) * outputs + block * LANES, found[at]);
       }
     }

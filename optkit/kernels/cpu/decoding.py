@@ -20,6 +20,7 @@ from optkit.kernels.cpu.families import DECODES, why_not_family
 from optkit.kernels.cpu.native import library, why_not_native
 from optkit.kernels.cpu.prompts import PromptPass, products
 from optkit.kernels.cpu.structures import Structures
+from optkit.model.memory import keep_freed_memory
 
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not change with the length of the text."""
@@ -83,6 +84,7 @@ class StepDecoder:
     notes: tuple[str, ...] = (DECODES,)
 
     def __init__(self, model: Any) -> None:
+        keep_freed_memory()
         self.model = model
         self._idle: Steps | None = None
 

@@ -43,4 +43,6 @@ def into_huge_pages_(model: nn.Module) -> None:
 def _read_by_kernels(module: nn.Module) -> list[Tensor]:
     if isinstance(module, CodedLinear):
         return [tensor for tensor in (module.codes, module.scales, module.shifts) if tensor is not None]
-    return [module.weight] if type(module) in (nn.Linear, FloatLinear) else []
+    if isinstance(module, nn.Linear) and type(module) in (nn.Linear, FloatLinear):  # libraries derive others
+        return [module.weight]
+    return []

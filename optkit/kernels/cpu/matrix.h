@@ -2,6 +2,7 @@
 #pragma once
 
 #include "pairs.h"
+#include "tiles.h"
 
 // The codes of one place in words, less 2^(bits - 1), as floats.
 template <int BITS>
@@ -112,16 +113,20 @@ void floats_times(const Matrix& matrix, int64_t block, const float* rows, int64_
   }
 }
 
-// Rows of activations as a matrix multiplies them: many in 16 bits if it holds codes, else as they are.
+// Rows of activations as a matrix multiplies them: many in 16 bits if it holds codes, in tiles if it holds float32, else as they are.
 struct Activations {
   const Matrix& matrix;
   const float* rows;
   int64_t count;
   std::vector<float> sums;  // [rows, groups]: what the zero point of a group is multiplied with; empty where there are none
   PairedRows paired;
+  const bool tiled;
+  int64_t stride;              // numbers from one row to the next
+  std::vector<float> apart;    // the rows of tiles, if they lie farther apart than they were given
 
-  Activations(const Matrix& of, const float* given, int64_t number) : matrix(of), rows(given), count(number) {
-    if (HAS_PAIRS && count > STEP_ROWS && matrix.bits <= 8) paired = PairedRows(matrix, rows, count);
+  Activations(const Matrix& of, const float* given, int64_t number) : matrix(of), rows(given), count(number), tiled(of.bits == 32 && number > STEP_ROWS), stride(of.inputs) {
+    if (tiled) space();
+    else if (HAS_PAIRS && count > STEP_ROWS && matrix.bits <= 8) paired = PairedRows(matrix, rows, count);
     else if (matrix.shifts) sum_groups();
   }
 
@@ -137,18 +142,38 @@ struct Activations {
     }
   }
 
-  int64_t together() const { return paired.inputs ? PAIR_ROWS : MOST_ROWS; }  // rows that one pass over a block of codes serves
+  void space() {
+    stride = spaced(matrix.inputs);
+    if (stride == matrix.inputs) return;
+    apart.resize(count * stride);
+    torch::stable::parallel_for(0, count, std::max<int64_t>(1, BYTES_OF_SHARE / stride), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++) std::memcpy(apart.data() + row * stride, rows + row * matrix.inputs, matrix.inputs * sizeof(float));
+    });
+    rows = apart.data();
+  }
+
+  int64_t together() const { return paired.inputs ? PAIR_ROWS : tiled ? TILE_ROWS : MOST_ROWS; }  // rows that one pass over a block serves
+
+  // What tiles read of a block, in a place that is used for one block after the other.
+  void lay_out(int64_t block, std::vector<float>& columns) const {
+    if (!tiled) return;
+    columns.resize(matrix.inputs * LANES);
+    const auto* weight = static_cast<const float*>(matrix.weight) + block * LANES * matrix.inputs;
+    transpose(weight, std::min(LANES, matrix.outputs - block * LANES), matrix.inputs, columns.data());
+  }
 };
 
-constexpr int64_t MOST_TAKEN = std::max(MOST_ROWS, PAIR_ROWS);
+constexpr int64_t MOST_TAKEN = std::max({MOST_ROWS, PAIR_ROWS, TILE_ROWS});
 
 // 16 outputs for the rows from one on that are taken together, with the bias; return how many they are.
-inline int64_t block_times(const Activations& given, int64_t block, int64_t row, Floats* products) {
+inline int64_t block_times(const Activations& given, const std::vector<float>& columns, int64_t block, int64_t row, Floats* products) {
   const Matrix& matrix = given.matrix;
   const int64_t count = std::min(given.together(), given.count - row);
-  const float *rows = given.rows + row * matrix.inputs, *sums = given.sums.data() + (given.sums.empty() ? 0 : row * matrix.groups);
+  const float *rows = given.rows + row * given.stride, *sums = given.sums.data() + (given.sums.empty() ? 0 : row * matrix.groups);
   if (given.paired.inputs) {
     pairs_times(matrix, block, given.paired, row / PAIR_ROWS, products);
+  } else if (given.tiled) {
+    tile_times(rows, given.stride, count, columns.data(), LANES, matrix.inputs, products);
   } else {
     switch (matrix.bits) {
       case 2: codes_times<2>(matrix, block, rows, sums, count, products); break;
@@ -171,11 +196,14 @@ void multiply(const Matrix& matrix, const float* rows, int64_t count, const Keep
   const Activations given(matrix, rows, count);
   torch::stable::parallel_for(0, matrix.blocks(), matrix.share(), [&](int64_t begin, int64_t end) {
     Floats products[MOST_TAKEN];
-    for (int64_t block = begin; block < end; block++)
+    std::vector<float> columns;
+    for (int64_t block = begin; block < end; block++) {
+      given.lay_out(block, columns);
       for (int64_t row = 0; row < count; row += given.together()) {
-        const int64_t taken = block_times(given, block, row, products);
+        const int64_t taken = block_times(given, columns, block, row, products);
         keep(block, row, taken, products);
       }
+    }
   });
 }
 

@@ -26,7 +26,7 @@ from optkit.processes.commands import python_command, python_environment, run
 
 DIRECTORY = Path(__file__).parent
 SOURCES = ("linear.cpp", "decoding.cpp", "columns.cpp", "prompts.cpp")
-HEADERS = ("decoder.h", "matrix.h", "pairs.h", "vectors.h")
+HEADERS = ("decoder.h", "matrix.h", "pairs.h", "tiles.h", "vectors.h")
 COMPILERS = ("g++", "clang++")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared")
 ARCHITECTURE = "OPTKIT_CPU_ARCH"

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optkit.kernels.cpu.native import library
+from optkit.environment import cpu_has
+from optkit.kernels.cpu.native import dense_linear, library
 from optkit.kernels.cpu.structures import Structures
 
 _ADDRESS, _NUMBER = ctypes.c_void_p, ctypes.c_int64
@@ -83,7 +84,17 @@ def left_by(run: Generator[Tensor, None, Tensor]) -> Tensor:
 def products(layers: tuple[nn.Module, ...], rows: Tensor) -> list[Tensor]:
     """Return float32 [n, out] of several layers, for rows float32 [n, in]."""
     narrow = {dtype: rows.to(dtype) for dtype in {_dtype(layer) for layer in layers}}
-    return [layer(narrow[_dtype(layer)]).float().contiguous() for layer in layers]
+    return [_product(layer, narrow[_dtype(layer)]).float().contiguous() for layer in layers]
+
+
+def _product(layer: nn.Module, rows: Tensor) -> Tensor:
+    """By the tiles of dense_linear, where they are faster than torch's library: float32 on x86."""
+    replaced = "forward" in vars(layer)
+    if not isinstance(layer, nn.Linear) or replaced or rows.dtype != torch.float32 or not cpu_has("avx2"):
+        product: Tensor = layer(rows)
+        return product
+    product = dense_linear(rows, layer.weight)
+    return product if layer.bias is None else product.add_(layer.bias)
 
 
 def _dtype(layer: nn.Module) -> torch.dtype:
