@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import WhisperFeatureExtractor
 
 from optkit.model.prompts import placed
+from optkit.session.loading import BITSANDBYTES_TILE
 from tests.support.tiny_models import save_tokenizer
 from tests.zoo.configs import SPECIAL, kinds, tiny_config
 
@@ -79,8 +80,11 @@ def plain_model(directory: Path) -> Any:
     for found in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, report.get(found) or ())):
             raise ValueError(f"{len(names)} {found.replace('_', ' ')}: {', '.join(names[:3])}")
-    for module in model.modules() if placed else ():
-        module.support_avx512bf16_for_cpu = False  # its kernel there fails with tiny layers
+    rows, columns = BITSANDBYTES_TILE
+    for module in model.modules():
+        takes = getattr(module, "support_avx512bf16_for_cpu", False)
+        if takes and (module.out_features % rows or module.in_features % columns):
+            module.support_avx512bf16_for_cpu = False  # its kernel there fails with such layers
     return model.eval()
 
 
