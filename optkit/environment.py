@@ -26,6 +26,8 @@ PACKAGES = ("torch", "transformers", "compressed-tensors", "safetensors", "numpy
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 """Numbers of CUdevice_attribute."""
 _CGROUP = Path("/sys/fs/cgroup")
+COMPILERS = {"C++": ("CXX", ("g++", "clang++")), "C": ("CC", ("gcc", "clang", "cc"))}
+"""Language -> environment variable and usual names of its compiler."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,29 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Return what Linux lists of the CPU's instructions, e.g. `avx512_bf16`; nothing elsewhere."""
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
+    found = re.search(r"^(?:flags|Features)\s*:(.+)$", text, re.MULTILINE)
+    return frozenset(found[1].split() if found else ())
+
+
 @cache
-def cpu_has(feature: str, cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Say whether Linux lists a feature of the CPU, e.g. `avx512_bf16`."""
-    return cpuinfo.is_file() and bool(re.search(rf"^flags\s*:.*\b{feature}\b", cpuinfo.read_text(), re.MULTILINE))
+def cpu_has(flag: str) -> bool:
+    """Say whether it is one of `cpu_flags`."""
+    return flag in cpu_flags()
+
+
+def find_compiler(language: str) -> str | None:
+    """Return the compiler that torch.compile and our own kernels call, of a language of `COMPILERS`."""
+    return next((found for name in compiler_names(language) if (found := shutil.which(name))), None)
+
+
+def compiler_names(language: str) -> tuple[str, ...]:
+    """Return the names by which it is looked for: that of its environment variable alone, if there is one."""
+    variable, names = COMPILERS[language]
+    named = os.environ.get(variable)
+    return (named,) if named else names
 
 
 def device_name(device: str) -> str:

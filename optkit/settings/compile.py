@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from optkit.common.field_types import AtLeastOne
+from optkit.environment import COMPILERS, find_compiler
 from optkit.errors import MissingPackageError, StageError
 from optkit.model.attention import refuse_without_steps
 from optkit.model.compiling import allow_many_shapes, silence_advice
@@ -17,8 +17,8 @@ from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
 from optkit.stage import Setting
 
-COMPILERS = {"cpu": ("C++", "CXX", ("g++", "clang++")), "cuda": ("C", "CC", ("gcc", "clang", "cc"))}
-"""Kind of device -> language, environment variable and usual names of the compiler that is called."""
+LANGUAGES = {"cpu": "C++", "cuda": "C"}
+"""Kind of device -> what torch, or triton, writes its code in."""
 
 
 class Compile(Setting):
@@ -108,7 +108,7 @@ class Compile(Setting):
     def lacking(cls) -> tuple[str, str] | None:
         """Return that there is no C++ compiler, without which no CPU compiles."""
         return (
-            None if _has_compiler("cpu") else ("no C++ compiler was found, which it needs on a CPU", "apt install g++")
+            None if find_compiler("C++") else ("no C++ compiler was found, which it needs on a CPU", "apt install g++")
         )
 
     def describe(self, device: str) -> str:
@@ -128,8 +128,9 @@ def _require_tools(kind: str) -> None:
     """
     if kind == "cuda" and find_spec("triton") is None:
         raise MissingPackageError("triton", where="compile on cuda")
-    if not _has_compiler(kind):
-        language, variable, names = COMPILERS[kind]
+    language = LANGUAGES[kind]
+    if find_compiler(language) is None:
+        variable, names = COMPILERS[language]
         named = os.environ.get(variable)
         raise StageError(
             f"there is no {language} compiler{f' {named} (${variable})' if named else ''}",
@@ -137,9 +138,3 @@ def _require_tools(kind: str) -> None:
             why="torch.compile writes code and compiles it",
             remedy=f"Install {names[0]}, or take {kind} out of `devices`",
         )
-
-
-def _has_compiler(kind: str) -> bool:
-    _, variable, names = COMPILERS[kind]
-    named = os.environ.get(variable)
-    return any(shutil.which(name) for name in ([named] if named else names))

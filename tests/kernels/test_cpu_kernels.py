@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -209,7 +210,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def test_without_a_compiler(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert fresh() == "optkit's CPU kernels need a C++ compiler, and there is no g++ or clang++"
     monkeypatch.setenv("CXX", "my-cxx")
     assert fresh() == "optkit's CPU kernels need a C++ compiler, and there is no my-cxx"
@@ -219,7 +220,7 @@ def test_a_compiler_that_fails(fresh: Any, monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess("g++", 1, "", "In file\nlinear.cpp:9: fatal error: no such header\n")
 
-    monkeypatch.setattr(native.shutil, "which", lambda name: "my-g++")
+    monkeypatch.setattr(shutil, "which", lambda name: "my-g++")
     monkeypatch.setattr(native, "run", fail)
     assert fresh() == "my-g++ does not compile optkit's CPU kernels (linear.cpp:9: fatal error: no such header)"
 
@@ -231,7 +232,7 @@ def test_a_library_that_cannot_be_loaded_or_is_wrong(
         raise OSError("wrong ELF class")
 
     monkeypatch.setattr(native, "_compiled", lambda compiler: tmp_path / "x.so")
-    monkeypatch.setattr(native.shutil, "which", lambda name: "my-g++")
+    monkeypatch.setattr(shutil, "which", lambda name: "my-g++")
     monkeypatch.setattr(native, "_is_right", lambda: False)
     assert fresh() == "optkit's CPU kernels, compiled by my-g++, do not compute what they should"
     monkeypatch.setattr(native.torch.ops, "load_library", refuse)

@@ -4,12 +4,14 @@ in another process first.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from optkit.environment import find_compiler
 from optkit.kernels.cpu import native
 from optkit.kernels.library_cache import keep_library, kept_library, private_directory
 
@@ -87,7 +89,7 @@ def test_a_crash_while_loading_costs_the_kernels_alone(
     fresh: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "crash.cpp").write_text("#include <csignal>\nstatic const int crash = raise(SIGBUS);\n")
-    command = [str(native._compiler()), "-shared", "-fPIC", str(tmp_path / "crash.cpp"), "-o"]
+    command = [str(find_compiler("C++")), "-shared", "-fPIC", str(tmp_path / "crash.cpp"), "-o"]
     monkeypatch.setattr(native, "_command", lambda compiler, made: [*command, str(made)])
     assert (
         fresh() == "optkit's CPU kernels cannot be compiled and loaded (a process that tried them was ended by SIGBUS)"
@@ -106,7 +108,7 @@ def test_only_what_was_compiled_is_loaded(content: bytes, fresh: Any, monkeypatc
             compiled[-1].write_bytes(b"library")
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(native.shutil, "which", lambda name: "my-g++")
+    monkeypatch.setattr(shutil, "which", lambda name: "my-g++")
     monkeypatch.setattr(native, "run", compile_it)
     monkeypatch.setattr(native, "_is_right", lambda: True)
     monkeypatch.setattr(native.torch.ops, "load_library", lambda path: loaded.append(path.read_bytes()))

@@ -12,11 +12,11 @@ from optkit_cli.doctor_view import diagnosis_view
 from optkit_cli.main import main
 from optkit_cli.output import plain_text
 
-from optkit.environment import unmet
+from optkit.environment import find_compiler, unmet
 from optkit.onnx import builds
 from optkit.recipe import registry
 from optkit.reports.doctor import doctor
-from optkit.reports.doctor.doctor import OPTIONAL_LIBRARIES, Diagnosis, Part, cpu_features, diagnose, find_compiler
+from optkit.reports.doctor.doctor import OPTIONAL_LIBRARIES, Diagnosis, Part, diagnose
 from optkit.stage import Transform
 
 
@@ -91,7 +91,7 @@ def test_of_several_distributions_any_will_do() -> None:
 def test_compile_needs_a_compiler_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    assert find_compiler() is None
+    assert find_compiler("C++") is None
     found = diagnose()
     assert found.compiler is None
     assert "c++ compiler  none" in plain_text(*diagnosis_view(found))
@@ -101,18 +101,9 @@ def test_compile_needs_a_compiler_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_
     compiler = tmp_path / "clang++"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
-    assert find_compiler() == str(compiler)
+    assert find_compiler("C++") == str(compiler)
     monkeypatch.setenv("CXX", "icpx")
-    assert find_compiler() is None
-
-
-def test_cpu_features_are_read_on_both_architectures(tmp_path: Path) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("flags\t\t: fpu avx2 avx512f amx_bf16 amx_tile\n")
-    assert cpu_features(cpuinfo) == ("avx2", "avx512f", "amx_bf16")
-    cpuinfo.write_text("Features\t: fp asimd i8mm bf16\n")
-    assert cpu_features(cpuinfo) == ("asimd", "bf16", "i8mm")
-    assert cpu_features(tmp_path / "none") == ()
+    assert find_compiler("C++") is None
 
 
 def test_a_torch_that_cannot_be_imported_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

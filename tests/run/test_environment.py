@@ -112,13 +112,15 @@ def test_cpu_name(tmp_path):
     cpuinfo.write_text("processor\t: 0\nmodel name\t: A Fast One @ 3 GHz\nmodel name\t: B\n")
     assert environment.cpu_name(cpuinfo) == "A Fast One @ 3 GHz"
     assert environment.cpu_name(tmp_path / "none")
-    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 avx512f\n")
-    assert [environment.cpu_has(each, cpuinfo) for each in ("avx512_bf16", "avx512", "amx_tile")] == [
-        True,
-        False,
-        False,
-    ]
-    assert not environment.cpu_has("avx512_bf16", tmp_path / "none")
+
+
+def test_cpu_flags_are_read_on_both_architectures(tmp_path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 avx512f\nflags\t\t: b\n")
+    assert environment.cpu_flags(cpuinfo) == {"fpu", "avx512_bf16", "avx512f"}
+    cpuinfo.write_text("Features\t: fp asimd i8mm\n")
+    assert environment.cpu_flags(cpuinfo) == {"fp", "asimd", "i8mm"}
+    assert environment.cpu_flags(tmp_path / "none") == frozenset()
 
 
 @pytest.mark.parametrize(("limit", "total"), [("max", None), ("1000000", 1_000_000)])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     there = {"g++", "gcc", "triton"}
     for variable in ("CC", "CXX"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(compile_stage.shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in there else None)
     monkeypatch.setattr(compile_stage, "find_spec", lambda name: object() if name in there else None)
     return there
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,14 +19,13 @@ from torch import Tensor
 
 from optkit.algorithms.column_kernels import use_compiled
 from optkit.common.cache import cache_directory
-from optkit.environment import cpu_name
+from optkit.environment import compiler_names, cpu_flags, cpu_name, find_compiler
 from optkit.kernels.library_cache import LENGTH, keep_library, kept_library, private_directory
 from optkit.processes.commands import python_command, python_environment, run
 
 DIRECTORY = Path(__file__).parent
 SOURCES = ("linear.cpp", "decoding.cpp", "columns.cpp", "prompts.cpp")
 HEADERS = ("decoder.h", "matrix.h", "pairs.h", "tiles.h", "vectors.h")
-COMPILERS = ("g++", "clang++")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared")
 ARCHITECTURE = "OPTKIT_CPU_ARCH"
 """Names what the compiler's `-march` is instead of `native`, e.g. x86-64-v3 for AVX2 alone."""
@@ -44,9 +42,9 @@ _exact = False
 @cache
 def why_not_native() -> str | None:
     """Return why there are no kernels of our own here, None once they compute right."""
-    compiler = _compiler()
+    compiler = find_compiler("C++")
     if compiler is None:
-        return f"optkit's CPU kernels need a C++ compiler, and there is no {' or '.join(_compilers())}"
+        return f"optkit's CPU kernels need a C++ compiler, and there is no {' or '.join(compiler_names('C++'))}"
     try:
         compiled = _compiled(compiler)
         torch.ops.load_library(compiled)
@@ -110,22 +108,13 @@ def library() -> Path:
     return _loaded[-1]
 
 
-def _compilers() -> tuple[str, ...]:
-    named = os.environ.get("CXX")
-    return (named,) if named else COMPILERS
-
-
 def _flags() -> tuple[str, ...]:
     return (*FLAGS, f"-march={os.environ.get(ARCHITECTURE, 'native')}")
 
 
-def _compiler() -> str | None:
-    return next((found for name in _compilers() if (found := shutil.which(name))), None)
-
-
 def _compiled(compiler: str) -> Path:
     """Return the library, compiling it if these sources, torch and processor have none yet."""
-    instructions = (torch.backends.cpu.get_cpu_capability(), cpu_name(), platform.machine(), _instruction_sets())
+    instructions = (torch.backends.cpu.get_cpu_capability(), cpu_name(), platform.machine(), sorted(cpu_flags()))
     sources = [(DIRECTORY / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     parts = (*sources, torch.__version__, compiler, *_flags(), *instructions)
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
@@ -169,15 +158,6 @@ def _command(compiler: str, library: Path) -> list[str]:
         str(library),
         *linked,
     ]
-
-
-def _instruction_sets() -> str:
-    """Return the line of /proc/cpuinfo that names them; machines that share a cache may differ."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _register_shapes() -> None:

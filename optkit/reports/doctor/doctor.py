@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,7 +15,16 @@ from optkit.backends.environments import Environments
 from optkit.backends.libraries import LIBRARIES
 from optkit.common.cache import default_store
 from optkit.common.frozen import Frozen
-from optkit.environment import cpu_cores, cpu_name, driver_version, memory, package_version, unmet
+from optkit.environment import (
+    cpu_cores,
+    cpu_has,
+    cpu_name,
+    driver_version,
+    find_compiler,
+    memory,
+    package_version,
+    unmet,
+)
 from optkit.errors import OptkitError
 from optkit.measure import Eval
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS, UNUSABLE, installed, providers
@@ -36,7 +44,6 @@ CPU_FEATURES = (
     *("asimd", "bf16", "i8mm", "sve"),
 )
 """Flags of /proc/cpuinfo that decide which kernels torch and ONNX Runtime choose."""
-COMPILERS = ("c++", "g++", "clang++")
 OPTIONAL_LIBRARIES = {
     "transformers": ("compressed-tensors", "compressed-tensors", "opens packed INT4 artifacts"),
     "vllm": ("vllm", "vllm", "serves artifacts on NVIDIA GPUs"),
@@ -124,11 +131,11 @@ def diagnose(store: Path | None = None) -> Diagnosis:
         packages={name: package_version(name) for name in PACKAGES},
         cpu=cpu_name(),
         cpu_cores=cpu_cores(),
-        cpu_features=cpu_features(),
+        cpu_features=tuple(filter(cpu_has, CPU_FEATURES)),
         devices=devices,
         cuda=cuda,
         driver=driver,
-        compiler=find_compiler(),
+        compiler=find_compiler("C++"),
         store=place,
         store_free_bytes=shutil.disk_usage(
             next(path for path in (place, *place.absolute().parents) if path.exists())
@@ -145,20 +152,6 @@ def diagnose(store: Path | None = None) -> Diagnosis:
         ),
         problems=(*problems, *problems_of_builds()),
     )
-
-
-def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """Return which of `CPU_FEATURES` the CPU has; empty if the system does not say."""
-    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
-    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
-    flags = set(found[1].split()) if found else set[str]()
-    return tuple(feature for feature in CPU_FEATURES if feature in flags)
-
-
-def find_compiler() -> str | None:
-    """Return torch.compile's C++ compiler: `$CXX`, else the first of `COMPILERS`."""
-    named = os.environ.get("CXX")
-    return shutil.which(named) if named else next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 
 def _devices() -> tuple[tuple[DeviceMemory, ...], str | None, tuple[str, ...]]:
@@ -199,7 +192,7 @@ def _backends() -> Iterator[Part]:
 def _kernels() -> list[Part]:
     """Return the fast kernels of this machine's devices; none if torch cannot be imported."""
     try:
-        return list(kernel_parts(find_compiler()))
+        return list(kernel_parts(find_compiler("C++")))
     except (ImportError, OSError):
         return []
 
