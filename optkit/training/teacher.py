@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.mixed_dtypes import MixedDtypesError
 from optkit.model.skeleton import Skeleton
 from optkit.training.logits_in_parts import TwoParts
 from optkit.training.losses import divergence
@@ -56,14 +57,21 @@ class LiveTeacher:
         attention: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        """Open a checkpoint in `precision`; `hidden` and `attention` say that these are asked for.
-        Raises SourceError.
+        """Open a checkpoint in `precision`, or in float32 if its code cannot compute in that.
+        `hidden` and `attention` say that these are asked for. Raises SourceError.
         """
-        implementation = "eager" if attention else None
-        skeleton = Skeleton(Checkpoint(directory), precision, implementation, trust_remote_code)
-        skeleton.load_("", device)
-        self.model = skeleton.model
-        self.parts = TwoParts(self.model)
+
+        def opened(dtype: torch.dtype) -> TwoParts:
+            implementation = "eager" if attention else None
+            skeleton = Skeleton(Checkpoint(directory), dtype, implementation, trust_remote_code)
+            skeleton.load_("", device)
+            return TwoParts(skeleton.model)
+
+        try:
+            self.parts = opened(precision)
+        except MixedDtypesError:
+            self.parts = opened(torch.float32)
+        self.model = self.parts.model
         self.options = {"output_hidden_states": True} if hidden else {}
         self.options |= {"output_attentions": True} if attention else {}
 

@@ -69,7 +69,7 @@ STAGES: dict[str, Column] = {
     "nf4": Column("- nf4", 0.01, exact=False),
     "int8": Column("- int8", ROUNDED, exact=False),
     "fp8": Column("- fp8", ROUNDED, exact=False),
-    "mx": Column("- cast: bfloat16\n- mx: {type: mxfp4}", 0.01, exact=False),
+    "mx": Column("- cast: bfloat16\n- mx: {type: mxfp4}", 0.05, exact=False),
     "smoothquant": Column(f"- smoothquant: {{calibration: {TEXT}}}", ROUNDED, exact=False),
     "rotate": Column("- rotate"),
     "kv_scales": Column(f"- kv_scales: {{calibration: {TEXT}}}", 0.2, exact=False),

@@ -4,6 +4,7 @@ Every refusal comes before any computing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 from typing import Any
@@ -12,9 +13,14 @@ from optkit.errors import StageError
 from optkit.model.linear_layers import EXPERTS, OUTSIDE, ROUTER, Layer, Selection, layers_of, stacks
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
+from optkit.model.state_kernels import code_of
+from optkit.model.text_config import text_config
 from optkit.packed_tensors.base import COMPRESSED_TENSORS, LayerFormat
 from optkit.packed_tensors.gptq import GPTQ, GPTQ_MULTIPLE
 from optkit.packed_tensors.integers import BytesQuantized
+
+CASTS = r"self\.(\w+) = self\.\1\.to\(.*dtype="
+"""A buffer that a model's code casts for itself while it computes (CTRL)."""
 
 
 def refuse_encoder_decoder(config: Mapping[str, Any], field: str) -> None:
@@ -245,4 +251,12 @@ def refuse_other_dtypes(shape: ModelShape, stage: str) -> None:
             why="compressed-tensors dequantizes 4-bit floats to bfloat16 alone, and transformers cannot "
             "mix it with another dtype",
             remedy="Put `- bf16` before it",
+        )
+    kind = str(text_config(shape.config).get("model_type"))
+    if buffer := re.search(CASTS, code_of(kind)):
+        raise StageError(
+            f"the code of {kind} casts its {buffer[1]} while it computes",
+            where=stage,
+            why="compressed-tensors keeps it in float32, which transformers cannot mix with bfloat16",
+            remedy="Take nf4, or leave the weights in float32 and take rtn",
         )
