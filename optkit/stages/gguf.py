@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 from optkit.environment import unmet
 from optkit.errors import StageError
-from optkit.gguf.architecture import EXPERT, gguf_architecture, gguf_name
+from optkit.gguf.architecture import EXPERT, gguf_architecture, gguf_name, hyperparameters
 from optkit.model.calibration_memory import calibration_bytes
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.formats.gguf import MODEL
@@ -19,6 +21,7 @@ from optkit.model.layer_sizes import bits_per_weight
 from optkit.model.linear_layers import layers_of
 from optkit.model.packed_names import BESIDE, CODES
 from optkit.model.shape import ModelShape, TensorInfo
+from optkit.model.text_config import text_config
 from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.prediction import exported_config
 from optkit.source.calibration import Calibration
@@ -180,6 +183,8 @@ class Gguf(Transform):
     def _refuse(self, shape: ModelShape) -> bool:
         """Return whether the model holds codes. Raises StageError for what the fields do not fit."""
         architecture = gguf_architecture(shape.config)
+        with suppress(AttributeError, KeyError, TypeError):  # what only transformers derives is asked when it runs
+            hyperparameters(SimpleNamespace(**text_config(shape.config)), architecture)
         coded = bool(shape.config.get("quantization_config"))
         if coded and self.type:
             raise StageError(

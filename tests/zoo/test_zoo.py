@@ -59,8 +59,11 @@ def test_cells_of_crashes_that_were_mended(kind: str, stage: str, tmp_path: Path
         ("llama4", "lora_recover", SAME),
         ("minicpm3", "prune_structured", SAME),
         ("qwen2_5_omni_thinker", "distill", SAME),
+        ("mpt", "prune_structured channels", REFUSED),
+        ("qwen3_moe", "gguf", REFUSED),
         ("rwkv", "compile", SAME),
         ("xlnet", "compile", REFUSED),
+        ("xlstm", "distill", SAME),
     ],
 )
 def test_cells_that_were_refused_late(kind: str, stage: str, mark: str, tmp_path: Path) -> None:

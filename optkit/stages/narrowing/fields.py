@@ -14,10 +14,11 @@ from pydantic import Field, field_validator
 from optkit.common.field_types import LARGEST_WIDTH, Width
 from optkit.common.frozen import Frozen
 from optkit.errors import StageError
+from optkit.model.config_defaults import assigned, config_class
 from optkit.model.shape import ModelShape
 from optkit.model.task import STREAM, refuse_multi_modal
 from optkit.model.text_config import text_config
-from optkit.model.width import Role, Widths, axes_of, changing, widths_of
+from optkit.model.width import FFN_KEYS, Role, Widths, axes_of, changing, widths_of
 
 KIND = "prune_structured"
 OWN_HEADS = frozenset({
@@ -212,6 +213,14 @@ def _refuse_architecture(shape: ModelShape, before: Widths, after: Widths) -> No
             where=f"{KIND}.{fields}",
             why=f"Its heads are hidden size / heads = {before.head_size} channels",
             remedy="Take remove_layers and intermediate_size",
+        )
+    code = config_class(kind)
+    if Role.FFN in roles and code and not {*text, *assigned(code)} & {*FFN_KEYS}:
+        raise StageError(
+            f"the config.json of {kind} has no place for feed-forward layers of another width",
+            where=f"{KIND}.intermediate_size",
+            why=f"Their {before.ffn:,} channels follow from the {before.hidden:,} of the hidden states",
+            remedy="Take remove_layers",
         )
     found = {role for axes in axes_of(shape, before).values() for axis in axes or () for role in axis}
     if roles & {Role.QUERY, Role.KEY} - found:
