@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 EFFORTS: Mapping[str, Mapping[str, Any]] = {
     "fast": {},
     "balanced": {"earlier_errors": 0.5},
-    "best": {"learn": "blocks"},
+    "best": {"learn": "blocks", "earlier_errors": 0.5},
 }
 STEPS = {"learning_steps": 120, "scale_steps": 64}
 LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
@@ -80,7 +80,7 @@ class Gptq(GptqFields, SharedText, Backed):
     to twice the time on a GPU and up to three times on a CPU. 0.5 serves best; 1 follows what is noise.
     """
     effort: Literal["fast", "balanced", "best"] = Field(default="fast", exclude=True)
-    """Picks fields that are not written. `fast`: none. `balanced`: `earlier_errors: 0.5`. `best`: `learn: blocks`."""
+    """Picks fields that are not written: `fast` none, `balanced` `earlier_errors: 0.5`, `best` `learn: blocks` too."""
     learn: Literal["blocks"] | None = Field(default=None, exclude_if=lambda value: value is None)
     """`blocks`: train the codes and scales of each block, so that it returns what the unmodified model has there.
     It takes several times as long."""
