@@ -63,7 +63,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
     kind: ClassVar[str] = "gptq"
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
@@ -105,8 +105,8 @@ class Gptq(GptqFields, SharedText, Backed):
             raise ValueError("learning_steps and scale_steps are 0: nothing would learn. Raise one, or leave out learn")
         if self.earlier_errors and self.true_sequential is False and not self._offer:
             raise ValueError(
-                "earlier_errors and effort: balanced round layers one after another, so true_sequential: false would "
-                "not be read. Leave it out"
+                "earlier_errors, which effort: balanced and best pick, rounds layers one after another, so "
+                "true_sequential: false would not be read. Leave it out"
             )
         if (field := self._beside_unmodified) and self.devices > 1:
             raise ValueError(f"{field} has the unmodified model beside it, on one device. Leave out devices or {field}")
