@@ -4,11 +4,12 @@ llama-cpp-python is named.
     python tests/benchmarks/cpu_decode.py --float MODEL... --artifacts ARTIFACT...
         [--llama-cpp PYTHON --gguf FILE...]
 
-Each runs in a fresh process in each round, one after the other, so that a machine that slows down
-costs all alike. A process warms up on one answer and times three: random token ids, greedy, no
-early stop, wall clock. A row is the mean of the rounds' medians, with the lowest and the highest of
-them. `transformers' step` is the first artifact with the same kernels, called by transformers token
-by token; `own step` is a float model with `cpu_decoder`.
+Each has a process of its own. All are open, and one answers after the other in each round, so that
+a machine that slows down costs all alike: random token ids, greedy, no early stop, wall clock. What
+comes first is no part of it: an answer to each length of prompts. A row is the median of the
+rounds, with the quartiles; new tokens are those behind the first length. `transformers' step` is
+the first artifact with the same kernels, called by transformers token by token; `own step` is a
+float model with `cpu_decoder`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-WARM_UP, REPEATS = 1, 3
+ANSWER = "answer: "
 TRANSFORMERS_STEP, OWN_STEP = "transformers' step", "own step"
-Answer = Callable[[], tuple[float, float]]
-"""One answer: prompt tokens per second, new tokens per second."""
+Answer = Callable[[int], tuple[float, float]]
+"""One answer to a prompt of a length: prompt tokens per second, new tokens per second."""
 
 
 def main() -> None:
@@ -42,12 +43,18 @@ def main() -> None:
     contenders += [("torch", each) for each in arguments.artifacts]
     contenders += [(TRANSFORMERS_STEP, each) for each in arguments.artifacts[:1]]
     contenders += [("llama.cpp", each) for each in arguments.gguf]
-    found: dict[tuple[str, Path], list[dict[str, Any]]] = {contender: [] for contender in contenders}
-    for _ in range(arguments.rounds):
-        for kind, place in contenders:
-            found[kind, place].append(_measured(arguments, kind, place))
-            print(f"{kind}: {place.name}: {found[kind, place][-1]['decode']:.1f} tokens/s", file=sys.stderr, flush=True)
-    for line in _table(found, arguments):
+    workers = [_worker(arguments, kind, place) for kind, place in contenders]
+    facts = [_next(worker) for worker in workers]
+    found: list[dict[int, list[Any]]] = [{length: [] for length in arguments.prompt} for _ in workers]
+    for turn in range(arguments.rounds + 1):
+        for worker, rounds in zip(workers, found, strict=True):
+            for length, answers in rounds.items():
+                print(length, file=worker.stdin, flush=True)
+                answer = _next(worker)
+                if turn:
+                    answers.append(answer)
+    names = [f"{kind}: {'/'.join(place.parts[-2:])}" for kind, place in contenders]
+    for line in _table(zip(names, facts, found, strict=True), arguments):
         print(line)
 
 
@@ -60,9 +67,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--llama-cpp", type=Path, help="a Python that has llama-cpp-python")
     parser.add_argument("--gguf", type=Path, nargs="*", default=[])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--prompt", type=int, nargs="+", default=[128], help="lengths")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="2 or more")
     parser.add_argument(
         "--cpu-time", action="store_true", help="CPU seconds of one thread, which other programs change less"
     )
@@ -70,20 +77,25 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measured(arguments: argparse.Namespace, kind: str, place: Path) -> dict[str, Any]:
-    """Run one contender in a process of its own."""
+def _worker(arguments: argparse.Namespace, kind: str, place: Path) -> subprocess.Popen[str]:
+    """Start the process of one contender."""
     python = str(arguments.llama_cpp) if kind == "llama.cpp" else sys.executable
-    sizes = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("threads", "prompt", "new-tokens")]
-    sizes += ["--cpu-time"] if arguments.cpu_time else []
+    sizes = [f"--threads={arguments.threads}", f"--new-tokens={arguments.new_tokens}", "--prompt"]
+    sizes += [*map(str, arguments.prompt), *(["--cpu-time"] if arguments.cpu_time else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"}
     if kind != "llama.cpp":
         environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in (".", "cli", "evals"))
     command = [python, __file__, *sizes, "--worker", kind, str(place)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{kind} {place}: {done.stderr[-2000:]}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _next(worker: subprocess.Popen[str]) -> Any:
+    """Return the next answer of a process; other lines are those of libraries."""
+    assert worker.stdout
+    for line in worker.stdout:
+        if line.startswith(ANSWER):
+            return json.loads(line.removeprefix(ANSWER))
+    raise SystemExit(f"ended with {worker.wait()}: {worker.args!r}")
 
 
 def _work(arguments: argparse.Namespace) -> None:
@@ -91,9 +103,9 @@ def _work(arguments: argparse.Namespace) -> None:
     if arguments.cpu_time:
         time.perf_counter = time.process_time
     answer, facts = (_llama if kind == "llama.cpp" else _torch)(arguments, kind, Path(place))
-    timings = [answer() for _ in range(WARM_UP + REPEATS)][WARM_UP:]
-    prefill, decode = (statistics.median(each) for each in zip(*timings, strict=True))
-    print(json.dumps({"prefill": prefill, "decode": decode, **facts}))
+    print(ANSWER, json.dumps(facts), flush=True)
+    for line in sys.stdin:
+        print(ANSWER, json.dumps(answer(int(line))), flush=True)
 
 
 def _torch(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answer, dict[str, Any]]:
@@ -107,13 +119,13 @@ def _torch(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answe
     session: Any = open_session(place, [CpuDecoder()] if kind == OWN_STEP else [])
     if kind == TRANSFORMERS_STEP:
         session.decode_with(None)
-    tokens = random_tokens(session, 1, arguments.prompt, 0)
+    prompts = {length: random_tokens(session, 1, length, 0) for length in arguments.prompt}
 
-    def run() -> tuple[float, float]:
-        timing = answer(session, tokens, arguments.new_tokens)
-        return arguments.prompt / timing.first_token_s, (arguments.new_tokens - 1) / timing.decode_s
+    def run(length: int) -> tuple[float, float]:
+        timing = answer(session, prompts[length], arguments.new_tokens)
+        return length / timing.first_token_s, (arguments.new_tokens - 1) / timing.decode_s
 
-    step_bytes = session.decode_bytes(1, arguments.prompt + arguments.new_tokens // 2)
+    step_bytes = session.decode_bytes(1, arguments.prompt[0] + arguments.new_tokens // 2)
     return run, {"bytes": step_bytes, "versions": {name: metadata.version(name) for name in ("torch", "transformers")}}
 
 
@@ -125,12 +137,13 @@ def _llama(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answe
 
     model = llama_cpp.llama_model_load_from_file(str(place).encode(), llama_cpp.llama_model_default_params())
     options = llama_cpp.llama_context_default_params()
-    options.n_ctx, options.n_batch = arguments.prompt + arguments.new_tokens, arguments.prompt
+    longest = max(arguments.prompt)
+    options.n_ctx, options.n_batch = longest + arguments.new_tokens, longest
     options.n_threads = options.n_threads_batch = arguments.threads
     context = llama_cpp.llama_init_from_model(model, options)
     vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
     random.seed(0)
-    prompt = [random.randrange(vocabulary) for _ in range(arguments.prompt)]
+    prompts = {length: [random.randrange(vocabulary) for _ in range(length)] for length in arguments.prompt}
 
     def following(tokens: list[int]) -> int:
         held = (llama_cpp.llama_token * len(tokens))(*tokens)
@@ -138,48 +151,48 @@ def _llama(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answe
             raise SystemExit("llama_decode failed")
         return int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (vocabulary,)).argmax())
 
-    def run() -> tuple[float, float]:
+    def run(length: int) -> tuple[float, float]:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
         start = time.perf_counter()
-        token = following(prompt)
+        token = following(prompts[length])
         first = time.perf_counter()
         for _ in range(arguments.new_tokens - 1):
             token = following([token])
-        return arguments.prompt / (first - start), (arguments.new_tokens - 1) / (time.perf_counter() - first)
+        return length / (first - start), (arguments.new_tokens - 1) / (time.perf_counter() - first)
 
     return run, {"bytes": place.stat().st_size, "versions": {"llama-cpp-python": metadata.version("llama-cpp-python")}}
 
 
-def _table(found: dict[tuple[str, Path], list[dict[str, Any]]], arguments: argparse.Namespace) -> Iterator[str]:
-    yield "| what | decode tokens/s [lowest, highest round] | x float | MB read a token | GB/s | prefill tokens/s |"
-    yield "|---|---|---|---|---|---|"
-    slowest = statistics.mean(each["decode"] for each in next(iter(found.values())))
+def _table(
+    found: Iterable[tuple[str, dict[str, Any], dict[int, list[Any]]]], arguments: argparse.Namespace
+) -> Iterator[str]:
+    from optkit.environment import cpu_name  # which the Python of llama.cpp has not
+
+    lengths = arguments.prompt
+    prompts = "".join(f" prompt {length} |" for length in lengths)
+    yield f"| what | decode, tokens/s | x float | MB read a token | GB/s |{prompts}"
+    yield "|---" * (5 + len(lengths)) + "|"
+    first: float | None = None
     versions: dict[str, str] = {}
-    for (kind, place), rounds in found.items():
-        decode, prefill = ([each[name] for each in rounds] for name in ("decode", "prefill"))
-        mean, size = statistics.mean(decode), rounds[0]["bytes"]
-        name = f"{kind}: {place.name}"
-        spread = f"{mean:.1f} [{min(decode):.1f}, {max(decode):.1f}]"
-        bandwidth = f"{size / 1e6:.0f} | {size * mean / 1e9:.1f}"
-        prompts = f"{statistics.mean(prefill):.0f} [{min(prefill):.0f}, {max(prefill):.0f}]"
-        yield f"| {name} | {spread} | {mean / slowest:.2f} | {bandwidth} | {prompts} |"
-        versions |= rounds[0]["versions"]
+    for name, facts, rounds in found:
+        decode = [each for _, each in rounds[lengths[0]]]
+        middle, size = statistics.median(decode), facts["bytes"]
+        first = first or middle
+        cells = [_spread(decode, 1), f"{middle / first:.2f}", f"{size / 1e6:.0f}", f"{size * middle / 1e9:.1f}"]
+        cells += [_spread([each for each, _ in rounds[length]], 0) for length in lengths]
+        yield f"| {' | '.join([name, *cells])} |"
+        versions |= facts["versions"]
     yield ""
     yield (
-        f"{'CPU time. ' if arguments.cpu_time else ''}Batch 1, prompt {arguments.prompt}, "
-        f"{arguments.new_tokens} new tokens, {arguments.threads} threads;"
-        f" {arguments.rounds} rounds in turns, {WARM_UP} warm-up and the median of {REPEATS} "
-        f"answers in each; {_processor()},"
+        f"{'CPU time. ' if arguments.cpu_time else ''}Batch 1, {arguments.new_tokens} new tokens, "
+        f"{arguments.threads} threads; {arguments.rounds} rounds in turns, medians [quartiles]; {cpu_name()},"
         f" {', '.join(f'{name} {version}' for name, version in versions.items())}, Python {platform.python_version()}."
     )
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
+def _spread(rates: list[float], digits: int) -> str:
+    low, middle, high = statistics.quantiles(rates, n=4, method="inclusive")
+    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 if __name__ == "__main__":
