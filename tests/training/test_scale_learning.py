@@ -20,11 +20,14 @@ from optkit.model.skeleton_layers import float_weight
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.gptq import Gptq
+from optkit.stages.quantizing.learning import LOGIT_TENSORS
 from optkit.stages.quantizing.overrides import Override
 from optkit.training import scale_learning
+from optkit.training.losses import divergence
 from optkit.training.scale_learning import ScaleLearner
 from tests.conftest import TinyModel
 from tests.stages.test_gptq_stage import outputs, weights
+from tests.support.live_memory import LiveBytes
 
 GRID = Grid(2, 32, symmetric=False)
 
@@ -84,6 +87,15 @@ def quantize(source: Path, target: Path, text: Calibration, scale_steps: int, **
     target.mkdir()
     fields = {"bits": 2, "group_size": 32, "batch_size": 2, "learn": "blocks", "learning_steps": 2, **fields}
     return Gptq(calibration=text, scale_steps=scale_steps, **fields).run(source, target, Context())
+
+
+def test_the_plan_counts_as_many_logits_as_a_gradient_holds() -> None:
+    head, hidden = torch.randn(5000, 4), torch.randn(64, 4).requires_grad_()
+    with LiveBytes() as live:
+        with torch.no_grad():
+            teacher = hidden @ head.T
+        torch.autograd.grad(divergence(hidden @ head.T, teacher), hidden)
+    assert round(live.peak / (4 * 5000 * 64)) == LOGIT_TENSORS
 
 
 @pytest.mark.parametrize(("kind", "fields"), [("llama", {"symmetric": False}), ("mixtral", {"format": "gptq"})])

@@ -32,8 +32,8 @@ bits what is multiplied with.
 """
 SCALE_BYTES = 20
 """Of a scale: in float32 itself, its growth, its gradient and two moments."""
-LOGIT_TENSORS = 5
-"""Logits of both models, what the divergence makes of them, and their gradient."""
+LOGIT_TENSORS = 6
+"""Logits of both models, and what the divergence makes of them; their gradient takes the place of a part of it."""
 LEARNING_BATCHES = 4
 """Activations that lie between the forward and the backward pass, in those of a forward pass alone; in
 16 bits they take half of it.
