@@ -18,6 +18,7 @@ from optkit.errors import StageError
 from optkit.model.adapter import ADAPTER, DOWN, FEW_BITS, LEARNABLE, PREFIX, UP
 from optkit.model.checkpoint import INDEX
 from optkit.model.linear_layers import CONV1D_MODELS, Layer, Selection, refuse_unmatched, select
+from optkit.model.read_weights import Read, reads_of
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.stored_linears import stored_linears
 from optkit.model.writer import copy_companions, link_or_copy
@@ -50,7 +51,7 @@ class LoraRecover(TrainingStage):
     example: ClassVar[str] = "- nf4\n- lora_recover: {texts: [{dataset: c4}], tokens: 1_000_000, rank: 16}"
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
     requires: ClassVar[tuple[str, ...]] = ("peft>=0.18",)
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
 
     learning_rate: LearningRate = 5e-4
     """Highest learning rate."""
@@ -135,7 +136,7 @@ class LoraRecover(TrainingStage):
                 f"there are no gradients through {what}", where="lora_recover", why=FEW_BITS, remedy=LEARNABLE
             )
         linears = stored_linears(shape)
-        selection = self._select(linears, packed)
+        selection = self._select(linears, shape.config, packed)
         ranks = self._ranks(selection)
         adapter = {
             f"{ADAPTER}/{PREFIX}{name}{half}": info
@@ -172,12 +173,14 @@ class LoraRecover(TrainingStage):
                 remedy="Leave keep_zeros out",
             )
 
-    def _select(self, layers: Mapping[str, Layer], packed: bool) -> Selection:
+    def _select(self, layers: Mapping[str, Layer], config: Mapping[str, Any], packed: bool) -> Selection:
         """Return the layers that get an adapter, by their names in the checkpoint."""
         selection = select(layers, (), self.include, self.exclude, "lora_recover")
         refuse_unmatched("lora_recover.ranks", self.ranks, selection.layers)
-        experts = {name: EXPERT for name in selection.layers if packed and ".experts." in name}
-        return selection.without(experts, "lora_recover")
+        reads = reads_of(config)
+        left = {name: str(Read.COMPUTES) for name in selection.layers if Read.COMPUTES in reads(name)}
+        left |= {name: EXPERT for name in selection.layers if packed and ".experts." in name}
+        return selection.without(left, "lora_recover")
 
     def _ranks(self, selection: Selection) -> dict[str, int]:
         """Return the rank beside each layer. Raises StageError for one that is larger than the
@@ -213,7 +216,7 @@ class LoraRecover(TrainingStage):
         else:
             student = open_student(source, context.device, trust)
         modules = linear_modules(student)
-        selection = self._select({layer.name: layer for layer in modules.values()}, packed)
+        selection = self._select({layer.name: layer for layer in modules.values()}, student.checkpoint.config, packed)
         ranks = self._ranks(selection)
         by_module = {name: ranks[layer.name] for name, layer in modules.items() if layer.name in ranks}
         form = AdapterForm(by_module, self.alpha / self.rank, self.method == "dora", self.dropout)

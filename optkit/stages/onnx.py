@@ -255,14 +255,14 @@ class Onnx(Transform):
                 raise StageError(f"{PHRASES[task]} {has} KV cache", where="onnx.kv_cache", remedy="Leave it out")
         else:
             refuse_untraced(shape.config, self.kv_cache is not False)
-        if idle := self._idle(exporter):
-            raise StageError(idle[1], where=f"onnx.{idle[0]}", why=f"genai has no {architecture_of(shape.config)}")
         if method := shape.quant_method:
             raise StageError(
                 f"the exporter {exporter} writes float weights, and the model is quantized already ({method})",
                 where="onnx",
                 remedy="Put `- dequantize` before it, and onnx_quantize behind it",
             )
+        if idle := self._idle(exporter):
+            raise StageError(idle[1], where=f"onnx.{idle[0]}", why=f"genai has no {architecture_of(shape.config)}")
 
     def _order(self, shape: ModelShape, source: Path, target: Path, context: Context) -> Order:
         """Return what the exporter is asked for. Raises StageError for what it cannot do with this
