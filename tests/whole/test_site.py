@@ -76,6 +76,11 @@ def test_names_stay_in_view_beside_the_columns_of_the_zoo(site: Path, browser: C
     left = "document.querySelector('.zoo tbody th').getBoundingClientRect().left"
     assert browser.evaluate(f"{left} >= document.querySelector('.zoo .md-typeset__scrollwrap').offsetLeft")
     assert browser.evaluate("document.querySelector('.zoo table').offsetWidth") < 2600
+    field = "document.querySelector('input[placeholder=qwen3]')"
+    browser.evaluate(f"{field}.value = 'bloom'; {field}.dispatchEvent(new Event('input'))")
+    left = "Array.from(document.querySelectorAll('{}[data-models]')).filter(each => each.offsetHeight).length"
+    assert browser.evaluate(left.format("tr")) == 1
+    assert 3 < browser.evaluate(left.format("li")) < 30
 
 
 @browsed
