@@ -84,6 +84,12 @@ def splits_stack(shape: ModelShape) -> str:
     return next((name for name in stacks if style_of(f"{name}.weight", plan) in STYLES), "")
 
 
+def splits_unsummed(shape: ModelShape) -> bool:
+    """Say whether the plan splits the matrices of joined experts, and nothing adds up what the shares give."""
+    plan = plan_of(shape) or {}
+    return any(EXPERTS in key and key.rpartition(".")[0] not in plan for key in plan)
+
+
 def splits_packed(shape: ModelShape) -> bool:
     """Say whether the packed weights of a model can be split.
     That is compressed-tensors, without scales of a KV cache, by whole heads and columns.

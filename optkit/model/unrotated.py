@@ -48,3 +48,6 @@ def _parts(shape: ModelShape) -> Iterator[tuple[str, str]]:
     for name, layer in layers_of(shape).items():
         if read := next(iter(layer.reads & {Read.COMPUTES, Read.SHARED}), None):
             yield name, f"a layer that is not only called: {read}"
+    vectors = [name for name, info in shape.tensors.items() if shape.block(name) and info.shape == (shape.width,)]
+    if shape.decoder and not vectors:
+        yield shape.decoder, "norms without weights, so that nothing of them is folded into a layer"

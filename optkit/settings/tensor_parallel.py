@@ -14,7 +14,15 @@ from optkit.environment import gpu_memory_bytes, visible_gpus
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
-from optkit.model.split_plan import plan_of, splits_half_a_tie, splits_joined, splits_packed, splits_stack, style_of
+from optkit.model.split_plan import (
+    plan_of,
+    splits_half_a_tie,
+    splits_joined,
+    splits_packed,
+    splits_stack,
+    splits_unsummed,
+    style_of,
+)
 from optkit.model.task import architectures_of
 from optkit.model.text_config import text_config
 from optkit.settings.speculative import Speculative
@@ -187,6 +195,8 @@ def _wrong(shape: ModelShape) -> str:
         return f"transformers joins or cuts up {tensor} while it loads it, and would do so with shares"
     if tensor := splits_stack(shape):
         return f"transformers' plan splits {tensor} as one matrix, and it is a stack of them"
+    if splits_unsummed(shape):
+        return "transformers' plan splits its experts, and does not add up what the shares give"
     return OTHERWISE.get(text_config(shape.config).get("model_type", ""), "")
 
 
