@@ -2,7 +2,8 @@
 
 PLACE/kept.json                 how many, what was found in them, size and time of each file; written last
 PLACE/block-00003.safetensors   the tensors that the stage made of a block
-PLACE/states-00003              the hidden states behind it, as they lie in memory; of the last block alone
+PLACE/states-00003              the hidden states behind it, as they lie in memory; of the last block alone,
+                                and none behind the model's last one if nobody reads them
 PLACE/encoded                   those behind the encoder of an encoder-decoder
 PLACE/spare                     states that are out of date, over which the next ones are written
 PLACE/NAME.json                 what was measured in front of the first block
