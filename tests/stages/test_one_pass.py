@@ -14,6 +14,7 @@ from optkit.algorithms import hessian
 from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales, round_to_nearest
 from optkit.environment import cpu_has
 from optkit.kernels.cpu.native import why_not_native
+from optkit.kernels.cpu.prompts import PromptPass
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.replaced_forward import hooked
 from optkit.model.skeleton import Skeleton
@@ -73,6 +74,20 @@ def test_layers_see_the_errors_of_those_before_them(tiny_model: TinyModel, left_
 def quantize(source: Path, target: Path, text: Calibration, **fields: Any) -> Report:
     target.mkdir()
     return Gptq(group_size=32, calibration=text, **fields).run(source, target, Context())
+
+
+def test_blocks_that_nothing_reads_are_not_computed(
+    tiny_model: TinyModel, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, own = set[int](), PromptPass.inputs_in_turn
+
+    def run(blocks: PromptPass, index: int, given: Tensor) -> Any:
+        computed.add(id(blocks.blocks[index]))
+        return own(blocks, index, given)
+
+    monkeypatch.setattr(PromptPass, "inputs_in_turn", run)
+    quantize(tiny_model("llama"), tmp_path / "made", text, include=("*.layers.0.*",))
+    assert len(computed) == 1
 
 
 def test_the_report_says_that_layers_were_rounded_in_turn(

@@ -37,6 +37,8 @@ def one_pass(
     their Hessians.
     Whoever takes them adds them to `quantized`. `advance`: hidden states leave the block in the end.
     """
+    if not (modules or advance):
+        return
     block, states = skeleton.blocks[index].module, [inputs.hidden[batch.rows] for batch in inputs.batches]
     calls = [batch.calls[index] for batch in inputs.batches]
     # one for each shape and call: their caches are read by none but the attention that fills them
