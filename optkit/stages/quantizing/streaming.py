@@ -166,12 +166,12 @@ class LayerQuantizer(Transform):
         Raises StageError if patterns and format do not fit the model, SourceError for weights
         that are NaN or Inf, ResourceError when memory or disk runs out.
         """
-        self.begin(context.device)
         with importing():
             from optkit.model.named_skeleton import open_skeleton
             from optkit.model.skeleton_layers import layers_of_skeleton
 
         started = time.monotonic()
+        self.begin(context.device)
         skeleton = open_skeleton(read_apart(source, self.layer_format), context.trust_remote_code)
         selection = self.select_layers(*layers_of_skeleton(skeleton))
         formats = self.layer_formats(selection)
