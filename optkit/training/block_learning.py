@@ -1,21 +1,23 @@
 """Learn the codes and scales of one decoder block at a time, so that it returns what the unmodified
 model has there.
 
-    minimize the mean over tokens and norms N of |N(B(x; codes, scales)) - N(y)|^2 / |N(y)|^2
+    minimize the mean over tokens of |N(B(x; codes, scales)) - N(y)|^2 / |N(y)|^2
 
 x is what the quantized model has in front of the block, and y what the unmodified model has behind
-it. So a block makes up for the errors of those before it (GPTAQ, arXiv:2504.02692). N are the norms
-by which the next block and the output layer read hidden states: elements of Gemma's differ a
-thousandfold, and the largest are hardly read. Each token counts the same. Gradients go straight
-through the rounding, as in `fake_quantization` (Block-AP of EfficientQAT, arXiv:2407.11062); a step
-moves a weight by a share of its layer's mean scale, so one learning rate serves all layers and bits
-(SignRound, arXiv:2309.05516). What is kept is a mean over the last steps.
+it. So a block makes up for the errors of those before it (GPTAQ, arXiv:2504.02692). N is the norm by
+which the next block reads them: elements of Gemma's hidden states differ a thousandfold, and their
+largest are hardly read. Each token counts the same. Gradients go straight through the rounding, as
+in `fake_quantization` (Block-AP of EfficientQAT, arXiv:2407.11062); a step moves a weight by a share
+of its layer's mean scale, so one learning rate serves all layers and bits (SignRound,
+arXiv:2309.05516). What is kept is a mean over the last steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +25,7 @@ from torch import Tensor, nn
 from optkit.algorithms.grid import Grid, QuantizedWeight
 from optkit.model.blocks import Batch, BlockInputs, Call
 from optkit.model.memory import room_for_states
-from optkit.model.readers import readers
-from optkit.model.replaced_forward import replaced_forward
+from optkit.model.replaced_forward import hooked, replaced_forward
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.training.fake_quantization import FakeQuantized
@@ -53,7 +54,7 @@ class BlockLearner:
         self.weights: dict[str, Tensor] = {}
         """Of the layers of the block that was entered last, float32 [out, in]."""
         self._entered = 0
-        self._readers: Sequence[nn.Module] = ()
+        self._read: Callable[[Tensor], Tensor] = nn.Identity()
 
     def enter_(self, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]) -> None:
         """Keep what a loaded block with its float weights returns, and the weights of its layers.
@@ -87,7 +88,7 @@ class BlockLearner:
         for name in zeros_stay:
             layers[name].weight.register_hook(ZerosStay(layers[name].weight))
         first = inputs.batches[0]
-        self._readers = readers(self.skeleton, index, inputs.hidden[first.rows], first.calls[index])
+        self._read = reading(self.skeleton, index, inputs.hidden[first.rows], first.calls[index])
         with replaced_forward({modules[name]: layer.forward for name, layer in layers.items()}):
             before = self._mean_loss(index, inputs)
             self._train_(index, inputs, layers)
@@ -127,16 +128,13 @@ class BlockLearner:
             each.detach().copy_(mean)
 
     def _loss(self, index: int, call: Call, hidden: Tensor, wanted: Tensor) -> Tensor:
-        """Return the mean squared error of each token relative to its mean square, as norms read it."""
+        """Return the mean squared error of each token relative to its mean square, as the next block reads it."""
         block, half = self.skeleton.blocks[index].module, self.skeleton.dtype is not torch.float32
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=half):
             found = call.graph(block, hidden).float()
-        errors = []
-        for read in self._readers:
-            target = read(wanted.float())
-            size = target.square().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
-            errors.append(((read(found) - target).square().mean(-1) / size).mean())
-        return torch.stack(errors).mean()
+        read = self._read(wanted.float())
+        size = read.square().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        return ((self._read(found) - read).square().mean(-1) / size).mean()
 
     @torch.no_grad()
     def _mean_loss(self, index: int, inputs: BlockInputs) -> float:
@@ -145,6 +143,44 @@ class BlockLearner:
             for batch in inputs.batches
         ]
         return float(torch.stack(losses).mean())
+
+
+def reading(skeleton: Skeleton, index: int, hidden: Tensor, call: Call) -> Callable[[Tensor], Tensor]:
+    """Return the norm by which the block behind a loaded one reads hidden states, in float32; for the last
+    block its own. Blocks that begin with none (OLMo 2) read them as they are.
+
+    Found by running the block: its norm is given what the block is. The next one has its own there.
+    """
+    block = skeleton.blocks[index]
+    entering = hidden if call.added is None else hidden + call.added
+    found: list[str] = []
+
+    def look(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def observe(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            given = arguments[0] if arguments else None
+            if isinstance(given, Tensor) and given.shape == entering.shape and bool((given == entering).all()):
+                found.append(name)
+
+        return observe
+
+    norms = {name: module for name, module in block.module.named_modules() if _is_norm(module)}
+    with hooked(module.register_forward_pre_hook(look(name)) for name, module in norms.items()):
+        skeleton.run_block(index, hidden, call)
+    if not found:
+        return nn.Identity()
+    norm: nn.Module = deepcopy(norms[found[0]]).float().requires_grad_(False)
+    behind = skeleton.blocks[min(index + 1, len(skeleton.blocks) - 1)]
+    for leaf, parameter in norm.named_parameters():
+        stored = skeleton.tensor_names.get(f"{behind.name}.{found[0]}.{leaf}")
+        if stored:
+            parameter.copy_(skeleton.checkpoint.read_finite(stored))
+    return norm
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Say whether a module has a weight for each element of what it is given, and no part."""
+    weights = list(module.parameters())
+    return bool(weights) and not list(module.children()) and all(weight.dim() == 1 for weight in weights)
 
 
 def drawn(batches: Sequence[Batch], steps: int, seed: int) -> Iterator[Batch]:
