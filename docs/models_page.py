@@ -53,7 +53,7 @@ def zoo_table() -> str:
     head = "".join(f"<th>{escape(stage)}</th>" for stage in stages)
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return (
-        f"<p>Made with {versions}.</p>\n"
+        f"<p>The newest cells were made with {versions}.</p>\n"
         f'<p><label>Show only <input type="search" placeholder="qwen3" oninput="{escape(FILTER)}"></label></p>\n'
         f'<div class="zoo"><table><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
         f"<ol>{''.join(map(_item, groups.values(), numbers.values()))}</ol>"
@@ -73,8 +73,9 @@ def grouped(rows: Rows) -> dict[str, Group]:
 
 def template(kind: str, stage: str, said: str) -> str:
     """Return a message without what is of one model or stage alone."""
-    words = "|".join(map(re.escape, (kind, stage.partition(" ")[0])))
-    text = OWN.sub(GAP, re.sub(rf"^\w+(?=[.:])|(?<![\w-])({words})(?![\w-])", GAP, said))
+    place = re.match(r"\w+(?=[.:])", said)
+    words = "|".join(map(re.escape, (kind, place[0] if place else stage.partition(" ")[0])))
+    text = OWN.sub(GAP, re.sub(rf"(?<![\w-])({words})(?![\w-])", GAP, said))
     return re.sub(rf"{GAP}((,| or| x| of| and|;|:)* ?{GAP})+", GAP, text)
 
 
