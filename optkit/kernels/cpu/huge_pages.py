@@ -32,7 +32,10 @@ def into_huge_pages_(model: nn.Module) -> None:
         return
     # private: of shared memory, which is mmap's default, Linux gives no huge pages unless its settings say so
     memory = mmap.mmap(-1, end + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a Linux that was built without them
+        return
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     for place, tensor in held.items():
         moved = whole[starts[place] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
