@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,10 +68,10 @@ class LiveTeacher:
             skeleton.load_("", device)
             return TwoParts(skeleton.model)
 
-        try:
-            self.parts = opened(precision)
-        except MixedDtypesError:
-            self.parts = opened(torch.float32)
+        parts = None
+        with suppress(MixedDtypesError):
+            parts = opened(precision)
+        self.parts = parts or opened(torch.float32)  # the error, which holds the first model, is gone
         self.model = self.parts.model
         self.options = {"output_hidden_states": True} if hidden else {}
         self.options |= {"output_attentions": True} if attention else {}

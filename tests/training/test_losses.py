@@ -4,6 +4,8 @@ once.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -15,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from optkit.errors import SourceError
 from optkit.model.blocks import find_blocks
+from optkit.model.mixed_dtypes import MixedDtypesError
 from optkit.progress import SilentProgress
-from optkit.training import losses, objective
+from optkit.training import losses, objective, teacher
 from optkit.training.answers import KnownTeacher, TopTargets
 from optkit.training.logits_in_parts import TwoParts
 from optkit.training.objective import LossWeights, Objective
@@ -182,6 +185,22 @@ def test_kept_answers_are_the_live_ones(tiny_model):
     logits = drawn(3, 24, 512)
     live = targets.divergence(logits, slice(0, 24), 1.0)
     assert float(kept.divergence(logits, slice(0, 24), 1.0)) == pytest.approx(float(live), rel=1e-3)
+
+
+def test_a_teacher_whose_code_mixes_dtypes_is_opened_in_float32_alone(tiny_model, monkeypatch):
+    models, real = [], teacher.TwoParts
+
+    def parts(model):
+        gc.collect()
+        assert not any(each() for each in models), "both would be in memory"
+        models.append(weakref.ref(model))
+        if model.dtype == torch.bfloat16:
+            raise MixedDtypesError("the model's code mixes dtypes")
+        return real(model)
+
+    monkeypatch.setattr(teacher, "TwoParts", parts)
+    assert LiveTeacher(tiny_model("llama"), "cpu", torch.bfloat16).model.dtype == torch.float32
+    assert len(models) == 2
 
 
 def test_who_waited_for_the_answers_of_another_opens_no_teacher(tiny_model, tmp_path, monkeypatch):
