@@ -183,7 +183,7 @@ class Rotate(Transform):
         """
         blocks, remedy = job.skeleton.blocks, "Use a device with more memory: a block is there twice, in float32"
         facts = {"changed": job.changed, "unrotated": job.unrotated_heads, "differences": job.differences}
-        for index in kept.resume(len(blocks), inputs, facts):
+        for index in kept.resume(len(blocks), inputs, facts, last_is_read=self.residual):
             with job.skeleton.loaded(blocks[index], job.context.device, remedy):
                 rotated = self._rotate_block(job, index, inputs)
             job.changed.extend(rotated)

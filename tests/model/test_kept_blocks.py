@@ -22,6 +22,7 @@ from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.together import Together
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report, Transform
+from optkit.stages import rotate
 from optkit.stages.auto_bits import AutoBits
 from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
@@ -145,6 +146,21 @@ def test_lm_head_is_rounded_by_the_same_kernels(
     monkeypatch.setattr("optkit.stages.quantizing.hessians.why_not_native", lambda: asked.append("loaded"))
     run(stage, tiny_model("llama"), tmp_path / "resumed", work)
     assert "loaded" in asked
+
+
+def test_lm_head_is_rotated_on_what_leaves_the_last_block(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotate_head, seen = rotate._rotate_head, list[torch.Tensor]()
+
+    def rotated(job: Any, hidden: torch.Tensor) -> None:
+        seen.append(hidden.clone())
+        rotate_head(job, hidden)
+
+    monkeypatch.setattr(rotate, "_rotate_head", rotated)
+    run(Rotate(), tiny_model("llama"), tmp_path / "whole", None)
+    run(Rotate(), tiny_model("llama"), tmp_path / "resumed", interrupted(Rotate(), tiny_model("llama"), tmp_path, 3))
+    assert torch.equal(*seen)
 
 
 @pytest.mark.parametrize("finished", [2, 3])
