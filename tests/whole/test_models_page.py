@@ -30,4 +30,6 @@ def test_messages_that_differ_in_names_and_sizes_alone_are_one() -> None:
     assert [*first.models] == ["one", "two", "three"]
     assert [*first.stages] == ["awq", "gptq"]
     assert [*second.said] == ["rtn: other words."]
+    same = ("refused", "onnx: it sees images. Leave onnx out.")
+    assert len(grouped({"one": {"onnx": same, "onnx_optimize": same}})) == 1
     assert template("llama", "kv_cache window", "kv_cache.window: llama has 3.") == f"{GAP}.window: {GAP} has {GAP}."
