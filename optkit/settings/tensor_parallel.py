@@ -32,7 +32,7 @@ MOST_DEVICES = 64
 NAMED = 4
 """So many of the numbers that do not divide are named."""
 OTHERWISE = {
-    "doge": "transformers' plan leaves the numbers of its attention whole that each head has",
+    "doge": "transformers' plan splits the heads of its attention, and not the numbers that each head has",
     "gemma3n_text": "By transformers' plan its logits are others: those of a tiny model differ by 5%",
 }
 """`model_type` of language models that compute something else if they are split, and how it shows."""

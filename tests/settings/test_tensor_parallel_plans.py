@@ -20,7 +20,7 @@ from tests.zoo.configs import kinds, tiny_config
         ("aya_vision", "splits its embedding"),
         ("gemma3n_text", "its logits are others"),
         ("qwen3_omni_moe_thinker", "splits its experts, and does not add up"),
-        ("doge", "leaves the numbers of its attention whole"),
+        ("doge", "not the numbers that each head has"),
         ("gemma3_text", ""),
         ("llava", ""),
         ("qwen2_vl", ""),
