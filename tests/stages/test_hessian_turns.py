@@ -76,6 +76,21 @@ def test_codes_are_those_of_hessians_that_are_held_at_once(
     assert found[0] == found[1]
 
 
+def test_without_hessians_the_text_runs_through_a_block_once(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration_memory, "HESSIANS_AT_ONCE", 1)
+    watch, blocks = hessians.watch_inputs, list[int]()
+
+    def watched(*given: Any) -> dict[str, Any]:
+        blocks.append(given[1])
+        return watch(*given)
+
+    monkeypatch.setattr(hessians, "watch_inputs", watched)
+    Fp8(calibration=TEXT, activations="static").run(sources["mixtral"], tmp_path, Context())
+    assert blocks == [0, 1]
+
+
 def test_turns_hold_whole_experts_and_what_feeds_them_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = {"gate_proj": 8, "up_proj": 8, "down_proj": 4}
     experts = {f"b.mlp.experts.{index}.{leaf}": inputs for index in range(3) for leaf, inputs in leaves.items()}

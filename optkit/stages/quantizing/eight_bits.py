@@ -188,11 +188,13 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         from optkit.stages.quantizing.input_ranges import InputRange
 
         rows = -(-self.sampled_rows // (len(inputs.batches) * job.together.count))
+        compensates = self.rounding == "gptq"
 
         def start(given: Tensor) -> InputRange:
-            return InputRange(given.shape[-1], given.device, rows, hessian=self.rounding == "gptq")
+            return InputRange(given.shape[-1], given.device, rows, hessian=compensates)
 
-        turns = [modules] if self.prepares_whole_blocks else in_turns(job.skeleton, modules)
+        whole = self.prepares_whole_blocks or not compensates
+        turns = [modules] if whole else in_turns(job.skeleton, modules)
         largest: dict[str, InputRange] = {}
         unseen: list[str] = []
         for turn in turns:
