@@ -133,8 +133,10 @@ def test_a_cache_of_the_model_s_own_is_left_alone(setting: Any, tiny_model: Tiny
     ],
 )
 def test_what_a_model_keeps_is_known_in_the_plan(kind: str, refused: tuple[str, ...]) -> None:
-    weights = {f"model.layers.0.self_attn.{name}_proj.weight": TensorInfo("F32", (32, 64)) for name in "kv"}
-    shape = ModelShape(tiny_config(kind, architectures=["XForCausalLM"]).to_dict(), weights)
+    config = tiny_config(kind, architectures=["XForCausalLM"])
+    blocks = range(config.num_hidden_layers)
+    names = [f"model.layers.{index}.self_attn.{name}_proj.weight" for index in blocks for name in "kv"]
+    shape = ModelShape(config.to_dict(), {name: TensorInfo("F32", (32, 64)) for name in names})
     checks = {
         "onnx": lambda: Onnx(exporter="torch").predict(shape, "cpu"),
         "kv_scales": lambda: KvScales(calibration={"dataset": "python-reference"}).predict(shape, "cpu"),

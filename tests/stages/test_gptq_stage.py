@@ -184,7 +184,7 @@ def test_hessians_are_gone_before_the_next_ones_are_made(
     monkeypatch.setattr(layer_inputs, "collect_hessians", counted)
     quantize(tiny_model("gemma3"), tmp_path / "out", Gptq(calibration=text, true_sequential=true_sequential))
     assert left == [0] * len(left)
-    assert len(left) == (15 if true_sequential else 3)
+    assert len(left) == (12 if true_sequential else 3)
 
 
 def test_turns_of_experts_stand_side_by_side(tiny_model: TinyModel, text: Calibration) -> None:
