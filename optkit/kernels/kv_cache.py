@@ -55,19 +55,33 @@ class CodedLayer(CacheLayerMixin):
         keys = self.keys_code.decode(self.key_parts, key_states.dtype)
         values = self.values_code.decode(self.value_parts, value_states.dtype)
         if self.sliding_window is not None and keys.shape[-2] >= self.sliding_window:
-            self.key_parts = tuple(self._kept(part) for part in self.key_parts)
-            self.value_parts = tuple(self._kept(part) for part in self.value_parts)
+            self._change_(self._kept)
         return keys, values
+
+    def _change_(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.key_parts = tuple(map(change, self.key_parts))
+        self.value_parts = tuple(map(change, self.value_parts))
 
     def _kept(self, part: Tensor) -> Tensor:
         last = part[..., part.shape[-2] - ((self.sliding_window or 0) - 1 - self.sinks) :, :]
         return torch.cat([part[..., : self.sinks, :], last], dim=-2)
 
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.key_parts, self.value_parts, self.length = (), (), 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Go on from these sequences of the batch, int64 [batch]."""
+        self._change_(lambda part: part.index_select(0, beam_idx.to(part.device)))
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, as many as the absolute value says; only without a window."""
+        """Remove the last tokens, as many as the absolute value says.
+        Raises StageError if a window has forgotten others for them.
+        """
         if count := abs(tokens_to_remove):
-            self.key_parts = tuple(part[..., :-count, :] for part in self.key_parts)
-            self.value_parts = tuple(part[..., :-count, :] for part in self.value_parts)
+            if self.sliding_window is not None and self.length >= self.sliding_window:
+                raise _no_crop(f"A window of {self.sliding_window} tokens has forgotten others for them")
+            self._change_(lambda part: part[..., :-count, :])
             self.length -= count
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -101,6 +115,26 @@ class CodedBesideStates(LinearAttentionLayer, CodedLayer):
     def get_max_length(self) -> int:
         """Return that of the keys."""
         return CodedLayer.get_max_length(self)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        CodedLayer.reset(self)
+        LinearAttentionLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Go on from these sequences of the batch, int64 [batch]."""
+        CodedLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise StageError: a state holds all tokens in one, and none can be taken out."""
+        raise _no_crop("A state of linear attention holds all tokens in one")
+
+
+def _no_crop(why: str) -> StageError:
+    return StageError(
+        "the last tokens cannot be taken out of the cache", where="kv_cache", why=why, remedy="Take kv_cache out"
+    )
 
 
 def coded_cache(

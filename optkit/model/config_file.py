@@ -22,6 +22,7 @@ SIZES = {
     "hidden_size": WIDTH, "n_embd": WIDTH, "d_model": WIDTH,
     "num_hidden_layers": LAYERS, "n_layer": LAYERS, "num_layers": LAYERS, "n_layers": LAYERS,
     "num_attention_heads": WIDTH, "n_head": WIDTH, "vocab_size": VOCABULARY,
+    "attn_layer_period": LAYERS, "expert_layer_period": LAYERS, "decoder_sparse_step": LAYERS,
 }  # fmt: skip
 """Whole numbers above 0 and below a bound that no model is near, if they are there."""
 LISTED_SIZES = {

@@ -34,6 +34,8 @@ PARTS = "hidden_size_per_layer_input"
 """Key of what each block has of a tensor of them all."""
 EXCEPTIONS = "per_layer_config"
 """Key of what differs in some blocks, by their index."""
+COUNTING = (PERIOD, OFFSET, SCALE, REPEATED, *FIRST_BLOCKS, *INDEX_LISTS)
+"""How keys end whose defaults in a model's code are wrong of fewer blocks."""
 
 
 def block_count(config: Mapping[str, Any]) -> int:
@@ -112,12 +114,8 @@ def shallower_config(
 def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[str, Any]) -> dict[str, Any]:
     blocks = block_count(text)
     refuse_without_attention({**resolved, **text}, [index for index in range(blocks) if index not in kept])
-    derived = {
-        key: value
-        for key, value in resolved.items()
-        if text.get(key) is None and is_per_block(key, value, blocks) and any(each != value[0] for each in value)
-    }
-    found = {**text, **derived}
+    text = {**text, **dict(_implied(text, resolved, blocks))}
+    found = dict(text)
     for key in BLOCK_COUNTS:
         if isinstance(found.get(key), int):
             found[key] = len(kept)
@@ -139,6 +137,14 @@ def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[s
         if key.endswith(INDEX_LISTS) and isinstance(value, list):
             found[key] = [number for number, index in enumerate(kept) if index in value]
     return found | _sparse_blocks(text, kept) | _periods(text, kept)
+
+
+def _implied(text: Mapping[str, Any], resolved: Mapping[str, Any], blocks: int) -> Iterator[tuple[str, Any]]:
+    """Yield what config.json leaves to the model's code and depends on the number or the index of blocks."""
+    for key, value in resolved.items():
+        differs = is_per_block(key, value, blocks) and any(each != value[0] for each in value)
+        if (differs and text.get(key) is None) or (value and key not in text and key.endswith(COUNTING)):
+            yield key, value
 
 
 def _attends(kind: Any) -> bool:

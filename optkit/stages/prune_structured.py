@@ -71,7 +71,7 @@ class PruneStructured(WidthFields, Transform):
     kind: ClassVar[str] = "prune_structured"
     unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- prune_structured: {remove_layers: 0.2, calibration: {dataset: c4}}"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
 
     remove_layers: float | int | Distinct[Amount] | None = None
     """Decoder blocks to remove: how many, a fraction of all below 1, or a list of their indices,

@@ -84,3 +84,16 @@ def test_a_scale_by_the_number_of_blocks_is_kept() -> None:
         "num_hidden_layers": 1,
         "scale_depth": 0.7,
     }  # 1.4 / sqrt(4) = 0.7 / sqrt(1)
+
+
+def test_what_config_json_leaves_to_the_code_is_that_of_the_blocks_that_are_left() -> None:
+    from transformers import JambaConfig, MiniCPM3Config
+
+    scaled = shallower_config({"num_hidden_layers": 4}, [0], MiniCPM3Config(num_hidden_layers=4).to_dict())
+    assert scaled == {"num_hidden_layers": 1, "scale_depth": 0.7}  # the code's 1.4 / sqrt(4)
+    unscaled = {"num_hidden_layers": 4, "scale_depth": None}  # the code takes sqrt(4), which scales nothing
+    assert shallower_config(unscaled, [0], MiniCPM3Config(**unscaled).to_dict())["scale_depth"] is None
+    resolved = JambaConfig(num_hidden_layers=8)
+    left = JambaConfig(**shallower_config({"num_hidden_layers": 8}, range(1, 8), resolved.to_dict()))
+    for name in ("layers_block_type", "layers_num_experts"):
+        assert getattr(left, name) == getattr(resolved, name)[1:]

@@ -198,6 +198,38 @@ def test_layers_of_attention_and_states_code_the_one_and_keep_the_other(tiny_mod
     assert plain.decode_bytes(2, 0) - plain.decode_bytes(1, 0) > layers * 128 * 8 * 4  # what each layer keeps
 
 
+@pytest.mark.parametrize("kind", ["falcon_h1", "gemma3"])
+def test_sequences_are_reordered_and_forgotten_as_in_transformers_own_cache(tiny_model: TinyModel, kind: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)
+    coded, own = coded_cache(model.config, (PlainCode(), PlainCode()), "kv_cache")(), DynamicCache(config=model.config)
+
+    def step(cache: Any, tokens: Tensor) -> Tensor:
+        logits: Tensor = model(tokens, past_key_values=cache).logits
+        return logits
+
+    with torch.inference_mode():
+        for cache in (coded, own):
+            step(cache, TOKENS[:, :20])
+            cache.reorder_cache(torch.tensor([1, 1]))
+        torch.testing.assert_close(step(coded, TOKENS[:, 20:21]), step(own, TOKENS[:, 20:21]), atol=1e-5, rtol=1e-5)
+        coded.reset()
+        fresh = DynamicCache(config=model.config)
+        torch.testing.assert_close(step(coded, TOKENS), step(fresh, TOKENS), atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_that_cannot_be_taken_out_of_a_cache(tiny_model: TinyModel) -> None:
+    layer = CodedLayer(PlainCode(), PlainCode(), window=4)
+    layer.update(*torch.randn(2, 1, 1, 3, 16))
+    layer.crop(-1)
+    assert (layer.length, layer.key_parts[0].shape[-2]) == (2, 2)
+    layer.update(*torch.randn(2, 1, 1, 3, 16))
+    with pytest.raises(StageError, match="^kv_cache: the last tokens .* A window of 4 tokens has .* Take kv_cache out"):
+        layer.crop(-1)
+    config = AutoModelForCausalLM.from_pretrained(tiny_model("falcon_h1")).config
+    with pytest.raises(StageError, match="A state of linear attention holds all tokens in one"):
+        coded_cache(config, (PlainCode(), PlainCode()), "kv_cache")().crop(-1)
+
+
 def test_layers_that_hold_other_states_are_refused() -> None:
     from transformers import AutoConfig
 

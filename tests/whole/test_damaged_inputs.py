@@ -78,6 +78,8 @@ def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
         ),
         ({"num_key_value_heads": 0}, "`num_key_value_heads` in config.json is 0, not a whole number above 0"),
         ({"num_key_value_heads": 3}, "3 heads of keys and values do not divide the 4 heads"),
+        ({"attn_layer_period": 0}, "`attn_layer_period` in config.json is 0, not a whole number above 0"),
+        ({"expert_layer_period": None}, "`expert_layer_period` in config.json is null, not a whole number above 0"),
         ({"hidden_size": "64"}, '`hidden_size` in config.json is "64", not a whole number above 0'),
         (
             {"vocab_size": 10**15},
