@@ -130,6 +130,20 @@ def test_a_layer_is_what_the_modules_say(kind: str) -> None:
     assert ours.argmax(-1).equal(reference.argmax(-1))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "short", "long"), [("gemma3_text", "", "windows"), ("gpt_oss", "sinks", "sinks")])
+def test_prompts_that_the_model_reads_itself_are_noted(
+    kind: str, short: str, long: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "TRIED", 5)
+    decoder = GraphDecoder(random_model(kind, KNOWN[kind]))
+    for length, expected in ((8, short), (9, long)):
+        with decoder.steps(1, 12) as steps:
+            steps.prompt(torch.arange(length)[None])
+        why = f"cuda_graphs: prompts are read by the model itself, whose attention has {expected}"
+        assert decoder.notes == ((why,) if expected else ())
+
+
 @pytest.mark.parametrize("kind", some(UNKNOWN))
 def test_what_is_not_known_says_why(kind: str) -> None:
     changed, reason = UNKNOWN[kind]

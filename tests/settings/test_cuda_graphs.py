@@ -118,6 +118,7 @@ def test_the_graph_stays_with_what_is_only_another_dtype() -> None:
 def test_batches_that_the_graph_does_not_take_are_noted() -> None:
     decoder = GraphDecoder.__new__(GraphDecoder)
     decoder.model, decoder._by_model, decoder._idle = SimpleNamespace(config=LlamaConfig()), {}, None
+    decoder.not_in_prompts = set()
     assert decoder.notes == ()
     for batch in (512, 257, 512):
         with decoder.steps(batch, 10) as steps:

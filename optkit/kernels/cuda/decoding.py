@@ -78,6 +78,7 @@ class GraphDecoder:
         self.model = model
         self._idle: Steps | None = None
         self._by_model: dict[int, str] = {}
+        self.not_in_prompts: set[str] = set()
         self._tried: set[int] = set()
         try:
             reason = why_not(model) or why_not_split(model) or self._why_not_read()
@@ -148,11 +149,13 @@ class GraphDecoder:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the graph did not decode so far."""
+        """What the model itself decoded or read so far."""
         batches: dict[str, list[str]] = {}
         for batch, reason in sorted(self._by_model.items()):
             batches.setdefault(reason, []).append(str(batch))
-        return tuple(
+        lacking = " and ".join(sorted(self.not_in_prompts))
+        read = (f"cuda_graphs: prompts are read by the model itself, whose attention has {lacking}",) if lacking else ()
+        return read + tuple(
             f"cuda_graphs: off for batches of {', '.join(found)}, which the model decodes by its own step: {reason}"
             for reason, found in batches.items()
         )
@@ -231,7 +234,8 @@ class Steps:
         Return the tokens behind them, int64 [batch].
         """
         length = tokens.shape[1]
-        if any(layer.cap or layer.sinks is not None or 0 < layer.window < length for layer in self.decoder.layers):
+        if lacking := {why for layer in self.decoder.layers if (why := layer.not_in_prompts(length))}:
+            self.decoder.not_in_prompts.update(lacking)
             chosen = self._prompt_by_model(tokens)
         else:
             chosen = self.prompts.read(self, tokens)

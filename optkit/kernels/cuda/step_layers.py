@@ -71,6 +71,11 @@ class Layer:
     """Where scores end, 0 if they do not."""
     sinks: Tensor | None
 
+    def not_in_prompts(self, length: int) -> str:
+        """Return what only steps know of how prompts of such a length attend, "" if nothing."""
+        parts = {"soft caps": self.cap, "sinks": self.sinks is not None, "windows": 0 < self.window < length}
+        return next((name for name, there in parts.items() if there), "")
+
 
 def read_layers(model: Any) -> list[Layer]:
     """Return the layers of a model that `why_not` takes; they become views of stacked matrices."""
