@@ -67,6 +67,7 @@ def _request(order: Order, environment: Environment, work: Path) -> dict[str, An
         "fields": {"task": TASKS[order.kv_cache], "opset": order.opset},
         "device": "cpu",
         "dtype": order.dtype,
+        "seed": 0,
         "windows": [],
         "probe": [index % int(checkpoint.config["vocab_size"]) for index in range(length)],
     }

@@ -33,6 +33,7 @@ REQUEST: dict[str, Any] = {
     "fields": {"damping": 0.5},
     "device": "cpu",
     "dtype": "float32",
+    "seed": 0,
     "windows": [[1, 2]],
     "probe": [],
 }

@@ -191,7 +191,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
         monkeypatch.setattr(foreign, "run_worker", worker)
         target = tmp_path / "target"
         target.mkdir()
-        return target, stage.run(source, target, Context())
+        return target, stage.run(source, target, Context(seed=7))
 
     return go
 
@@ -226,6 +226,7 @@ def test_what_the_library_wrote_becomes_an_artifact(
     assert "model.layers.0.mlp.up_proj" in worker.request["kept"]
     assert worker.request["fields"] == {"damping": 0.01, "activation_order": True, "batch_size": 1}
     assert worker.request["blocks"] == 3
+    assert worker.request["seed"] == 7
     config = json.loads((target / "config.json").read_text())
     quantization = config.pop("quantization_config")
     assert quantization["quant_method"] == "compressed-tensors"

@@ -44,7 +44,7 @@ def quantize(job: Job) -> dict[str, Any]:
         seqlen=length,
         batch_size=size,
         device_map=job.device,
-        seed=0,
+        seed=job.seed,
         **way,
     )
     job.start(f"auto_round {job.method}", 1, "model")

@@ -38,6 +38,8 @@ class Job:
         self.device: str = request["device"]
         self.dtype: str = request["dtype"]
         """The checkpoint's, e.g. `bfloat16`."""
+        self.seed: int = request["seed"]
+        """The recipe's, for whatever a library draws."""
         self.windows: list[list[int]] = request["windows"]
         """Calibration tokens, all windows of one length; none for methods without calibration."""
         self.probe: list[int] = request["probe"]

@@ -216,6 +216,7 @@ def _request(
         "fields": {name: value for name, value in stage.model_dump(mode="json").items() if name in offer.passed},
         "device": context.device,
         "dtype": checkpoint.dtype,
+        "seed": context.seed,
         "windows": windows,
         "probe": probe[:positions],
     }
