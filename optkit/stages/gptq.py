@@ -109,7 +109,8 @@ class Gptq(GptqFields, SharedText, Backed):
                 "true_sequential: false would not be read. Leave it out"
             )
         if (field := self._beside_unmodified) and self.devices > 1:
-            raise ValueError(f"{field} has the unmodified model beside it, on one device. Leave out devices or {field}")
+            what = f"{field}, which effort: {'best' if self.learn else 'balanced'} picks, has the unmodified model"
+            raise ValueError(f"{what} beside it, on one device. Leave out devices, or {field} and effort")
         return self
 
     @property

@@ -205,8 +205,8 @@ def test_one_device_is_in_no_key(text: Calibration) -> None:
         (Fp8, {"devices": 2, "calibration": None}, "devices share a calibration text, and none is read here. Leave"),
         (
             Gptq,
-            {"devices": 2, "learn": "blocks"},
-            "learn has the unmodified model beside it, on one device. Leave out dev",
+            {"devices": 2, "effort": "best"},
+            "learn, which effort: best picks, has the unmodified model beside it, on one device. Leave out dev",
         ),
         (
             AutoBits,
