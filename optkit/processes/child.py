@@ -35,6 +35,8 @@ END_S = 30.0
 """How long a child that has said its last word may take to end."""
 GONE_S = 2.0
 """How long the end of a child that has closed its channel may take to be seen."""
+GRACE_S = 10.0
+"""How long the others may take once one has failed; then they wait for it in vain."""
 
 
 class Child:
@@ -178,11 +180,11 @@ def ready(children: Sequence[Child], timeout_s: float = float("inf")) -> list[Ch
 
 
 def collect(
-    children: Sequence[Child], progress: Progress | None = None, *, grace_s: float, timeout_s: float | None = None
+    children: Sequence[Child], progress: Progress | None = None, timeout_s: float | None = None
 ) -> tuple[dict[int, Any], dict[int, OptkitError | ChildError]]:
     """Return the results and the errors of children that work together, by their places.
 
-    Once one has answered, the others have `timeout_s`, and `grace_s` once one has failed; those
+    Once one has answered, the others have `timeout_s`, and `GRACE_S` once one has failed; those
     that say nothing by then are in neither. Nobody waits for the others of one that ended.
     """
     results: dict[int, Any] = {}
@@ -199,7 +201,7 @@ def collect(
                     errors[children.index(child)] = error
             if not told or any(isinstance(error, ChildEndedError) for error in errors.values()):
                 break
-            limit_s = grace_s if errors else timeout_s if results else None
+            limit_s = GRACE_S if errors else timeout_s if results else None
             deadline = min(deadline, float("inf") if limit_s is None else time.monotonic() + limit_s)
     return results, errors
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 import weakref
 from collections.abc import Sequence
@@ -23,8 +22,6 @@ PROGRAM = "optkit.session.rank_worker"
 """What runs as a rank."""
 TIMEOUT_S = 600.0
 """How long a rank waits for the others, and how long the others may take once one has answered."""
-GRACE_S = 10.0
-"""How long the others may take once one has failed; then they wait for it in vain."""
 
 
 class Ranks:
@@ -88,8 +85,6 @@ class Ranks:
     def _start(self, index: int, device: str, threads: int) -> None:
         on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)} if device == "cpu" else {}
         variables = python_environment(TOKENIZERS_PARALLELISM="false", **on_cpu)
-        if device == "cpu" and sys.platform == "linux":
-            variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
         log = self._folder / f"{index}.log"
         child = Child(PROGRAM, name=self._name(index), env=variables, log=log, pass_fds=(self.memory,))
         self._children.append(child)
@@ -98,7 +93,7 @@ class Ranks:
         """Return an answer from each. Once one has failed, or answered, the others have a limited
         time; else there is none.
         """
-        results, errors = collect(self._children, grace_s=GRACE_S, timeout_s=timeout_s)
+        results, errors = collect(self._children, timeout_s=timeout_s)
         if len(results) == len(self._children):
             return [results[index] for index in range(len(results))]
         lost = [error for error in errors.values() if isinstance(error, ChildEndedError)]

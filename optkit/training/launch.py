@@ -19,8 +19,6 @@ from optkit.stage import Context, Report, Transform
 from optkit.training.worker import PATHS, Job
 
 WORKER = "optkit.training.worker"
-GRACE_S = 10.0
-"""How long the others may take once one has failed; then they wait for it in vain."""
 
 
 def launch(stage: Transform, source: Path, target: Path, context: Context, devices: int, where: str) -> Report:
@@ -37,7 +35,7 @@ def launch(stage: Transform, source: Path, target: Path, context: Context, devic
             child = running.enter_context(Child(WORKER, name=name, log=log, env=_variables(devices)))
             child.send(_job(stage, source, target, context, rank, devices, directory).model_dump(mode="json"))
             children.append(child)
-        results, errors = collect(children, context.progress, grace_s=GRACE_S)
+        results, errors = collect(children, context.progress)
         if len(results) < devices:
             raise _error(errors, directory, devices, where)
         return Report(**results[0])

@@ -236,25 +236,28 @@ def test_several_children_are_heard_together() -> None:
         first.send({"do": "progress"})
         second.send({"do": "result", "value": 2})
         third.send({"do": "python_error", "code": "raise ValueError('odd')"})
-        results, errors = collect([first, second, third], progress, grace_s=60)
+        results, errors = collect([first, second, third], progress)
     assert results == {0: None, 1: 2}
     assert [(index, error.first_words) for index, error in errors.items()] == [(2, "ValueError: odd")]
     assert "inner of 1" in progress.lines
 
 
 @pytest.mark.parametrize(
-    ("do", "limits"),
+    ("do", "grace_s", "timeout_s"),
     [
-        ({"do": "result", "value": 1}, {"timeout_s": 0.3, "grace_s": 600}),
-        ({"do": "python_error", "code": "raise ValueError"}, {"grace_s": 0.3}),
-        ({"do": "end", "status": 3}, {"grace_s": 600}),
+        ({"do": "result", "value": 1}, 600.0, 0.3),
+        ({"do": "python_error", "code": "raise ValueError"}, 0.3, None),
+        ({"do": "end", "status": 3}, 600.0, None),
     ],
 )
-def test_nobody_waits_for_ever_for_the_others(do: dict[str, Any], limits: dict[str, float], tmp_path: Path) -> None:
+def test_nobody_waits_for_ever_for_the_others(
+    do: dict[str, Any], grace_s: float, timeout_s: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optkit.processes.child.GRACE_S", grace_s)
     with talkative() as silent, talkative() as other:
         silent.send({"do": "sleep", "place": str(tmp_path / "place")})
         other.send(do)
-        results, errors = collect([silent, other], **limits)
+        results, errors = collect([silent, other], timeout_s=timeout_s)
     assert 0 not in results | errors
     assert 1 in results | errors
 

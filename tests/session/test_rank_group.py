@@ -23,7 +23,7 @@ FAKE = str(Path(__file__).parents[1] / "support" / "fake_rank.py")
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "PROGRAM", FAKE)
-    monkeypatch.setattr(ranks, "GRACE_S", 0.3)
+    monkeypatch.setattr("optkit.processes.child.GRACE_S", 0.3)
 
 
 def start(mode: str = "", timeout_s: float = 20.0) -> Ranks:

@@ -22,8 +22,6 @@ large.
 """
 WORKER = "optkit.reports.doctor.gpu_links_worker"
 TIMEOUT_S = 120.0
-GRACE_S = 10.0
-"""How long the other processes may take once one has failed; then they wait for it in vain."""
 
 
 class LinkRate(Frozen):
@@ -61,7 +59,7 @@ def all_reduce_rates(
             order = {"rank": rank, "ranks": processes, "meeting": f"{place}/meeting", "sizes": [*sizes]}
             child.send({**order, "device": f"cuda:{rank}" if backend == "nccl" else "cpu", "timeout_s": timeout_s})
             children.append(child)
-        results, errors = collect(children, grace_s=GRACE_S, timeout_s=timeout_s)
+        results, errors = collect(children, timeout_s=timeout_s)
     if len(results) < processes:
         raise _error(errors, processes, backend)
     share = 2 * (processes - 1) / processes
