@@ -35,7 +35,7 @@ class Throughput(TimedEval):
 
     kind: ClassVar[str] = "throughput"
     example: ClassVar[str] = "- throughput: {batch_sizes: [1, 8], prompts: [512], new_tokens: 128}"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
     reads_weights: ClassVar[bool] = cast("bool", UnderVllm())
     metrics: ClassVar[Mapping[str, str]] = {

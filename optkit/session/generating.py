@@ -22,7 +22,7 @@ Opened = TypeVar("Opened")
 
 
 class Steps(Protocol):
-    """The decode steps of one request."""
+    """The decode steps of one request; on a GPU they are queued."""
 
     def prompt(self, tokens: Tensor) -> Tensor:
         """int64 [batch, prompt] -> the tokens behind it, int64 [batch]."""
@@ -40,6 +40,18 @@ class Decoder(Protocol):
 
     def steps(self, batch: int, length: int) -> AbstractContextManager[Steps]:
         """Lend what a request of `batch` sequences of `length` tokens, prompts included, needs."""
+
+
+def when_done(queued: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Yield tokens when their GPU has them; those behind them are queued by then."""
+    tokens = next(queued, None)
+    while tokens is not None:
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(tokens.device))
+        behind = next(queued, None)
+        done.synchronize()
+        yield tokens
+        tokens = behind
 
 
 class TextSession(ABC):

@@ -27,7 +27,7 @@ from optkit.model.mixed_dtypes import one_dtype
 from optkit.model.prompts import placed, takes_images
 from optkit.progress import ToActOn
 from optkit.session.cast_logits import cast_logits
-from optkit.session.generating import NO_POSITIONS, Decoder, GeneratingSession
+from optkit.session.generating import NO_POSITIONS, Decoder, GeneratingSession, when_done
 from optkit.session.offloading import delete_offloaded
 from optkit.session.speculation import Proposer, Speculation, check_speculates, speculate
 from optkit.session.static_caches import StaticCaches
@@ -269,7 +269,8 @@ class TorchSession(GeneratingSession, TorchModel):
             yield from speculate(self.step, self.new_state(), tokens, new_tokens, proposer, most, self.speculation)
             return
         if self._decoder:
-            yield from self._decoded(self._decoder, tokens, new_tokens)
+            queued = self._decoded(self._decoder, tokens, new_tokens)
+            yield from when_done(queued) if waiting and tokens.is_cuda else queued
             return
         batch, prompt = tokens.shape
         step = tokens

@@ -259,7 +259,9 @@ def test_a_prompt_of_about_the_same_length_is_a_graph_from_the_second_on(monkeyp
     with GraphDecoder(model).steps(2, 128) as steps:
         for length, graphs in ((20, 0), (33, 1), (5, 1), (64, 1), (65, 1), (100, 2)):
             tokens = torch.randint(0, 97, (2, length))
-            written = [steps.prompt(tokens), *(steps.next() for _ in range(3))]
+            written = [steps.prompt(tokens)]
+            assert int(steps.position) == length  # the step behind it has not begun, so that a prompt is timed alone
+            written += [steps.next() for _ in range(3)]
             expected = tokens
             for each in written:
                 assert each.equal(model(expected).logits[:, -1].argmax(-1))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from optkit.errors import EvalError, OptkitError, ResourceError, SourceError
 from optkit.measure import Session
 from optkit.session import cast_logits, open_session
+from optkit.session.generating import when_done
 from optkit.settings.attention import Attention
 from optkit.settings.compile import Compile
 from optkit.stage import Setting
@@ -270,6 +272,27 @@ def test_streams_do_not_disturb_each_other(settings: tuple[Setting, ...], tiny_m
     left.close()
     assert torch.equal(session.generate(second, 5)[:, 6:], expected[1])
     session.close()
+
+
+def test_what_is_behind_a_token_is_queued_when_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    class Event:
+        def record(self, stream: None) -> None:
+            self.name = f"{max(filter(str.isdigit, seen))} done"
+
+        def synchronize(self) -> None:
+            seen.append(self.name)
+
+    def queued() -> Iterator[torch.Tensor]:
+        for number in range(3):
+            seen.append(str(number))
+            yield torch.tensor([number])
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    assert [(int(tokens), seen[-1]) for tokens in when_done(queued())] == [(0, "0 done"), (1, "1 done"), (2, "2 done")]
+    assert seen == ["0", "1", "0 done", "2", "1 done", "2 done"]
 
 
 def test_a_stream_ends_when_the_session_is_closed(tiny_model: TinyModel) -> None:

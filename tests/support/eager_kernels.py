@@ -37,7 +37,6 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_products, "MOST_STREAMED", {4: 0, 8: 0, 16: 0})
     monkeypatch.setattr(step_layers, "CODE_BASES", {torch.float32: 0, torch.bfloat16: 0})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=int, synchronize=int))
     sizes = {"shared_memory_per_multiprocessor": 1 << 17, "shared_memory_per_block_optin": 99 << 10}
     properties = SimpleNamespace(multi_processor_count=2, **sizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

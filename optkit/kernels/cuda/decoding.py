@@ -139,7 +139,6 @@ class GraphDecoder:
         """Return how far the logits of so many sequences are from the model's own, None if they are the same."""
         which = torch.arange(steps.batch, device=self.embedding.device) % 2
         tokens = self._tried_tokens()[which]
-        steps.length = TRIED
         steps.prompt(tokens[:, :-1])
         steps.tokens[TRIED - 1] = tokens[:, -1]
         steps.launch()
@@ -174,7 +173,6 @@ class GraphDecoder:
         if lent is None or batch in self._by_model:
             yield ModelSteps(self.model)
             return
-        lent.length = length
         try:
             yield lent
         finally:
@@ -227,11 +225,11 @@ class Steps:
         self.rotations = rotations(decoder.model, self.rows.hidden[:1, None], capacity)
         self.prompts = Prompts()
         self.graph = captured(self.launch)
-        self.length, self._at, self._running = capacity, 0, self.tokens[0]
+        self._at = 0
 
     def prompt(self, tokens: Tensor) -> Tensor:
         """Read prompts, int64 [batch, prompt].
-        Return the tokens behind them, int64 [batch].
+        Return the tokens behind them, int64 [batch], without waiting for the device.
         """
         length = tokens.shape[1]
         if lacking := {why for layer in self.decoder.layers if (why := layer.not_in_prompts(length))}:
@@ -242,7 +240,7 @@ class Steps:
         self.position.fill_(length)
         self.tokens[length] = chosen
         self._at = length
-        return self._when_done(chosen)
+        return chosen
 
     def _prompt_by_model(self, tokens: Tensor) -> Tensor:
         from transformers import DynamicCache
@@ -258,21 +256,11 @@ class Steps:
         return chosen
 
     def next(self) -> Tensor:
-        """Return the tokens behind those returned last, int64 [batch], when the device has them.
-        The step behind them runs by then.
-        """
-        return self._when_done(self._running)
-
-    def _when_done(self, tokens: Tensor) -> Tensor:
-        with torch.cuda.device(tokens.device):
-            done = torch.cuda.Event()
-            done.record()
-            if self._at + 1 < self.length:
-                self.graph.replay()
-                self._at += 1
-                self._running = self.tokens[self._at].clone()
-            done.synchronize()
-        return tokens
+        """Return the tokens behind those returned last, int64 [batch], without waiting for the device."""
+        with torch.cuda.device(self.tokens.device):
+            self.graph.replay()
+        self._at += 1
+        return self.tokens[self._at].clone()
 
     def launch(self) -> None:
         """Launch the kernels of one step on the current stream."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -18,13 +17,12 @@ class ModelSteps:
 
     def prompt(self, tokens: Tensor) -> Tensor:
         """Run the prompts, int64 [batch, prompt].
-        Return the tokens behind them, int64 [batch], when the device has them.
+        Return the tokens behind them, int64 [batch], without waiting for the device.
         """
         logits = self.model.forward(
             input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1
         ).logits
         chosen: Tensor = logits[:, -1].argmax(-1)
-        torch.cuda.synchronize(tokens.device)
         self._last = chosen
         return chosen
 
