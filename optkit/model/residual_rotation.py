@@ -12,6 +12,7 @@ from optkit.algorithms.hadamard import Rotation
 from optkit.errors import StageError
 from optkit.model.attention import head_sizes
 from optkit.model.residual_stream import StreamParts
+from optkit.model.skeleton_layers import weight_of
 
 TOLERANCE = 1e-3
 """Largest difference of a token's vector, relative to what the part makes of it. Sound rotations of
@@ -34,10 +35,9 @@ def fold_norms_(parts: StreamParts) -> list[str]:
     """Fold the norms' weights into the layers that read them; return the names that changed."""
     changed = []
     for norm in parts.norms:
-        weight: Tensor = norm.module.weight  # type: ignore[assignment]
+        weight = weight_of(norm.module)
         for name, reader in norm.readers.items():
-            columns: Tensor = reader.weight  # type: ignore[assignment]
-            columns.mul_(weight + norm.offset)
+            weight_of(reader).mul_(weight + norm.offset)
             changed.append(f"{name}.weight")
         weight.fill_(1 - norm.offset)
         changed.append(f"{norm.name}.weight")
@@ -48,7 +48,7 @@ def rotate_stream_(parts: StreamParts, rotation: Rotation) -> list[str]:
     """Rotate what readers take and writers give; return the names of the changed parameters."""
     changed = []
     for name, reader in parts.readers.items():
-        weight: Tensor = reader.weight  # type: ignore[assignment]
+        weight = weight_of(reader)
         weight.copy_(rotation.apply(weight))
         changed.append(f"{name}.weight")
     for name, writer in parts.writers.items():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from optkit.errors import StageError
 from optkit.model.replaced_forward import hooked
+from optkit.model.skeleton_layers import weight_of
 
 OFFSETS = (0.0, 1.0)
 """What a norm may add to its weight before it multiplies by it; 1 is Gemma's."""
@@ -155,7 +156,7 @@ def _pattern(name: str) -> str:
 
 def _offset(name: str, norm: nn.Module) -> float:
     """Return what an RMS norm adds to its weight; raises StageError for another kind of norm."""
-    weight: Tensor = norm.weight  # type: ignore[assignment]
+    weight = weight_of(norm)
     probe = torch.linspace(-2, 6, weight.numel(), dtype=weight.dtype, device=weight.device)[None]  # its mean is 2
     with torch.no_grad():
         made = norm(probe)

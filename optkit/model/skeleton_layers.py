@@ -36,16 +36,26 @@ def layers_of_skeleton(skeleton: Skeleton) -> tuple[dict[str, Layer], dict[str, 
     return layers, {**outside, **unread}
 
 
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a layer or norm as it lies in the module."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight
+
+
+def inputs_of(module: nn.Module) -> int:
+    """Return how many inputs a Linear or Conv1D has."""
+    return weight_of(module).shape[0 if isinstance(module, Conv1D) else -1]
+
+
 def float_weight(module: nn.Module) -> Tensor:
     """Return the weight of a Linear or Conv1D as float32 [out, in]."""
-    stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+    stored = weight_of(module).detach()
     return (stored.T.contiguous() if isinstance(module, Conv1D) else stored).float()
 
 
 def put_weight_(module: nn.Module, weight: Tensor) -> None:
     """Set the weight of a Linear or Conv1D to float [out, in]."""
-    parameter: Tensor = module.weight  # type: ignore[assignment]
-    parameter.copy_(weight.T if isinstance(module, Conv1D) else weight)
+    weight_of(module).copy_(weight.T if isinstance(module, Conv1D) else weight)
 
 
 def stored_names(skeleton: Skeleton) -> dict[str, str]:

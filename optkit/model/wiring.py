@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from optkit.model.blocks import Call
 from optkit.model.residual_stream import OFFSETS
 from optkit.model.skeleton import Skeleton
+from optkit.model.skeleton_layers import inputs_of, weight_of
 from optkit.model.wiring_probe import Found, Scope, close, every_expert_called, probe, scopes
 
 
@@ -103,7 +104,7 @@ def fold_(skeleton: Skeleton, group: FoldGroup, scales: Tensor) -> tuple[str, ..
     """
     place = group.places[group.producer]
     producer = skeleton.model.get_submodule(place)
-    weight: Tensor = producer.weight  # type: ignore[assignment]
+    weight = weight_of(producer)
     by_input = scales.to(weight.device, torch.float32)
     if not bool((by_input.isfinite() & (by_input > 0)).all()):
         raise ValueError(f"{group.producer}: a scale is not a positive, finite number")
@@ -130,7 +131,7 @@ def fold_(skeleton: Skeleton, group: FoldGroup, scales: Tensor) -> tuple[str, ..
             changed.append(f"{place}.bias")
         for name in group.consumers:
             module = skeleton.model.get_submodule(group.places[name])
-            columns: Tensor = module.weight  # type: ignore[assignment]
+            columns = weight_of(module)
             columns.copy_(columns.float() * (by_input[:, None] if isinstance(module, Conv1D) else by_input))
             changed.append(f"{group.places[name]}.weight")
     return tuple(skeleton.tensor_name(parameter) for parameter in changed)
@@ -161,7 +162,7 @@ def _checked(
     reasons: dict[str, str],
 ) -> Iterator[FoldGroup]:
     """Yield the group if real folding keeps the outputs; else say why not in `reasons`."""
-    weight: Tensor = producer.weight  # type: ignore[assignment]
+    weight = weight_of(producer)
     kind: Literal["norm", "linear"] = "norm" if weight.dim() == 1 else "linear"
     offset = next((offset for offset in OFFSETS if _vanishes(scope, producer, offset)), None) if kind == "norm" else 0.0
     known = tuple(names[module] for module in found.consumers if module in names)
@@ -183,7 +184,7 @@ def _checked(
 
 def _vanishes(scope: Scope, norm: nn.Module, offset: float) -> bool:
     """Whether a norm returns its bias alone when its weight is `-offset`."""
-    weight: Tensor = norm.weight  # type: ignore[assignment]
+    weight = weight_of(norm)
     before = weight.clone()
     weight.fill_(-offset)
     output = scope.output_of(norm)
@@ -197,9 +198,8 @@ def _keeps_outputs(skeleton: Skeleton, scope: Scope, group: FoldGroup) -> bool:
     modules = [skeleton.model.get_submodule(place) for place in group.places.values()]
     held = [(parameter, parameter.clone()) for module in modules for parameter in module.parameters(recurse=False)]
     consumer = skeleton.model.get_submodule(group.places[group.consumers[0]])
-    columns: Tensor = consumer.weight  # type: ignore[assignment]
-    channel = torch.arange(columns.shape[0 if isinstance(consumer, Conv1D) else -1], device=columns.device)
-    exponents = (channel if group.rows is None else group.rows.to(columns.device)) % 3 - 1
+    channel = torch.arange(inputs_of(consumer), device=weight_of(consumer).device)
+    exponents = (channel if group.rows is None else group.rows.to(channel.device)) % 3 - 1
     before = scope.run()
     fold_(skeleton, group, torch.exp2(exponents.float()))
     after = scope.run()

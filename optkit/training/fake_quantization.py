@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from optkit.algorithms.eight_bit import INT8, rounded_inputs
 from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales
 from optkit.algorithms.pruning import zeros_of_pruning
+from optkit.model.skeleton_layers import weight_of
 from optkit.training.student import Student, ZerosStay
 
 Scales = Literal["learned", "fixed", "recomputed"]
@@ -161,7 +162,7 @@ def code_student(
     layers, pruned = {}, []
     for place, name in modules.items():
         module = student.model.get_submodule(place)
-        stored: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+        stored = weight_of(module).detach()
         pruned += [name] if zeros_of_pruning(stored) is not None else []
         weight = stored if isinstance(module, nn.Linear) else stored.T.contiguous()
         bias = module.bias if isinstance(module.bias, nn.Parameter) else None

@@ -22,7 +22,7 @@ from optkit.model.blocks import BlockInputs
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.prompts import Prompts
 from optkit.model.skeleton import Skeleton
-from optkit.model.skeleton_layers import float_weight, put_weight_
+from optkit.model.skeleton_layers import float_weight, put_weight_, weight_of
 from optkit.model.together import ALONE, Together
 from optkit.stage import Context
 from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix, in_turns, refuse_infinite, watch_inputs
@@ -142,8 +142,7 @@ class BlockPruner:
 
     def _stored(self, name: str, module: nn.Module) -> Tensor:
         """Return the weight of a module as its checkpoint has it."""
-        weight: Tensor = module.weight.detach()  # type: ignore[assignment, operator]
-        return weight.to(self.skeleton.stored_dtype(f"{name}.weight"), copy=True)
+        return weight_of(module).detach().to(self.skeleton.stored_dtype(f"{name}.weight"), copy=True)
 
 
 def input_squares(

@@ -16,7 +16,7 @@ from optkit.model.linear_layers import EXPERTS
 from optkit.model.memory import room_for_states
 from optkit.model.replaced_forward import hooked, replaced_forward
 from optkit.model.skeleton import Skeleton
-from optkit.model.skeleton_layers import float_weight, put_weight_
+from optkit.model.skeleton_layers import float_weight, put_weight_, weight_of
 from optkit.stages.quantizing.calibration_products import bfloat16_forwards
 from optkit.stages.quantizing.hessians import AllSeenError, collect_hessians, refuse_infinite, turns_of
 from optkit.stages.quantizing.pruned_zeros import held_zeros
@@ -70,7 +70,7 @@ class EarlierErrors:
 
     def _begin(self, index: int, modules: Mapping[str, nn.Module]) -> None:
         block = self.skeleton.blocks[index]
-        self._weights = {module: float_parameter(module).detach().clone() for module in modules.values()}
+        self._weights = {module: weight_of(module).detach().clone() for module in modules.values()}
         self._forwards = self._now(index)
         layers = set(modules.values())
         inside = {part: layers.intersection(part.modules()) for part in block.module.children() if part not in layers}
@@ -179,21 +179,15 @@ class EarlierErrors:
 
     @contextmanager
     def _unmodified(self) -> Iterator[None]:
-        now = {module: float_parameter(module).data for module in self._weights}
+        now = {module: weight_of(module).data for module in self._weights}
         try:
             for module, weight in self._weights.items():
-                float_parameter(module).data = weight
+                weight_of(module).data = weight
             with replaced_forward(self._forwards):
                 yield
         finally:
             for module, weight in now.items():
-                float_parameter(module).data = weight
-
-
-def float_parameter(module: nn.Module) -> Tensor:
-    """Return the weight of a layer as it lies in the module."""
-    weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight
+                weight_of(module).data = weight
 
 
 def added_to(

@@ -161,14 +161,15 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         self, job: QuantizationJob, index: int, inputs: BlockInputs, prepare: Preparation
     ) -> BlockOutput:
         """Quantize a loaded block."""
+        from optkit.model.skeleton_layers import float_weight
+
         modules, replaced = job.modules(index), dict[str, "Tensor"]()
         layers: dict[str, Mapping[str, Tensor]] = {}
         for ranges in self._ranges(job, index, inputs, modules):
             replaced |= prepare(index, ranges)
             for name, seen in ranges.items():
                 job.task.advance(0, note=name)
-                weight: Tensor = modules[name].weight  # type: ignore[assignment]
-                layers[name] = self._rounded(job, name, weight.float(), seen)
+                layers[name] = self._rounded(job, name, float_weight(modules[name]), seen)
             del ranges, seen  # before the next turn's are made
         return BlockOutput(layers, replaced)
 
@@ -237,18 +238,17 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         from optkit.algorithms.eight_bit import tile_of
         from optkit.kernels.float8_linear import Float8Linear, WidenedLinear
         from optkit.kernels.int8_linear import Int8Linear
+        from optkit.model.skeleton_layers import weight_of
 
-        weight: Tensor = module.weight  # type: ignore[assignment]
+        dtype = weight_of(module).dtype
         bias: Tensor | None = module.bias  # type: ignore[assignment]
         codes, scales = tensors["weight"], tensors["weight_scale"]
         if self.scales == "block" or self.activations == "none":
             tile = tile_of(self.scales, (codes.shape[0], codes.shape[1]))
             grid = scales.view(1, 1) if self.scales == "tensor" else scales
-            return WidenedLinear(
-                codes, grid, tile, BLOCK if self.activations == "dynamic" else None, bias, weight.dtype
-            )
+            return WidenedLinear(codes, grid, tile, BLOCK if self.activations == "dynamic" else None, bias, dtype)
         kind = Int8Linear if self.number == "int" else Float8Linear
-        return kind(codes, scales, tensors.get("input_scale"), bias, weight.dtype)
+        return kind(codes, scales, tensors.get("input_scale"), bias, dtype)
 
     def _numbers(self) -> NumberFormat:
         from optkit.algorithms.eight_bit import FLOAT8, INT8

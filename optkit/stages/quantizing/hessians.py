@@ -14,7 +14,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from optkit.algorithms.hessian import Hessian, fits_tensor_cores
 from optkit.common.grouping import grouped
@@ -28,6 +27,7 @@ from optkit.model.linear_layers import EXPERTS
 from optkit.model.output_layer import HEAD
 from optkit.model.replaced_forward import hooked
 from optkit.model.skeleton import Skeleton
+from optkit.model.skeleton_layers import inputs_of, weight_of
 from optkit.model.together import Together
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
@@ -93,14 +93,9 @@ def in_turns(skeleton: Skeleton, layers: Mapping[str, nn.Module]) -> list[dict[s
     """Return layers of a loaded block in turns whose Hessians there is room for, as `hessian_turns` does.
     Experts that see all tokens share theirs.
     """
-    inputs = {name: _inputs_of(layer) for name, layer in layers.items()}
+    inputs = {name: inputs_of(layer) for name, layer in layers.items()}
     turns = [list(layers)] if skeleton.experts_see_all else hessian_turns(inputs)
     return [{name: layers[name] for name in turn} for turn in turns]
-
-
-def _inputs_of(layer: nn.Module) -> int:
-    weight: Tensor = layer.weight  # type: ignore[assignment]
-    return weight.shape[0 if isinstance(layer, Conv1D) else 1]
 
 
 def details_of_sums(device: str, dtype: torch.dtype, equal_tokens: bool) -> dict[str, str]:
@@ -196,8 +191,8 @@ def _added_up(
         name = names[0]
         total = sums.get(name)
         if total is None:
-            weight: Tensor = layers[name].weight  # type: ignore[assignment]
-            total = start(inputs.hidden.new_empty(0, _inputs_of(layers[name]), device=weight.device))
+            device = weight_of(layers[name]).device
+            total = start(inputs.hidden.new_empty(0, inputs_of(layers[name]), device=device))
         elif id(total) in used:
             total = deepcopy(total)
         used.add(id(total))

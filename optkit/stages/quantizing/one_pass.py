@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
 from optkit.algorithms.hessian import Hessian
 from optkit.kernels.cpu.prompts import left_by
 from optkit.model.blocks import BlockInputs
 from optkit.model.skeleton import Skeleton
+from optkit.model.skeleton_layers import inputs_of
 from optkit.stages.quantizing.calibration_products import in_codes, prompt_pass
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def one_pass(
         with in_codes(layers, quantized):
             layers = {name: module for name, module in modules.items() if name.endswith(turn)}
             if layers:
-                weight: Tensor = next(iter(layers.values())).weight  # type: ignore[assignment]
-                hessian = Hessian(weight.shape[1], "cpu", equal_tokens, rounded=True)
+                hessian = Hessian(inputs_of(next(iter(layers.values()))), "cpu", equal_tokens, rounded=True)
             for rows in map(next, runs):
                 if hessian:
                     hessian.add(rows)
