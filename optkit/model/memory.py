@@ -63,8 +63,7 @@ def return_freed_memory(device: str = "cpu") -> None:
 def keep_freed_memory() -> None:
     """Tell glibc to keep up to `KEPT_BYTES` of what was freed last, until `return_freed_memory`.
 
-    It would give activations of a few MB back after each layer, and the next one would fault page by
-    page: 48,000 times, a twelfth of the time, in a prompt of 512 tokens of a model of 135M parameters.
+    It would give activations of a few MB back after each layer, and the next one would fault page by page.
     """
     if tell := _glibc("mallopt"):
         tell(M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import platform
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_a_full_disk_is_said_before_it_is_written(little: Path, monkeypatch: pyt
         memory.room_for_states(torch.zeros(2), (30,))
 
 
-@pytest.mark.skipif(memory._glibc("mallopt") is None, reason="only glibc is told what to keep")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told what to keep")
 def test_freed_memory_is_kept_for_what_comes_next() -> None:
     memory.keep_freed_memory()
     faults = []
