@@ -296,7 +296,7 @@ def _checked(compute: Compute, beside: Beside, decoder: int, between: Between) -
     return forward
 
 
-def shared_with(call: Call, reference: Call, equal: Callable[[Tensor, Tensor], bool] = torch.equal) -> Call:
+def shared_with(call: Call, reference: Call, equal: Callable[[Tensor, Tensor], bool]) -> Call:
     """Return the call with tensors equal to the reference's replaced by those: batches share them.
     It is the reference itself if nothing differs.
     """

@@ -12,6 +12,7 @@ from functools import cache
 
 from optkit.model.config_defaults import assigned, config_class
 from optkit.model.conversions import rewritten_into
+from optkit.model.linear_layers import EXPERTS
 from optkit.model.shape import ModelShape
 from optkit.model.task import is_multi_modal
 from optkit.model.text_config import text_config
@@ -19,8 +20,6 @@ from optkit.model.text_config import text_config
 PLAN = "base_model_tp_plan"
 BY_OUTPUTS, BY_INPUTS = 0, 1
 """Dimensions of a weight [out, in] along which it is split."""
-EXPERTS = ".experts."
-"""In the names of tensors of joined experts."""
 STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 """What a plan says of matrices if it splits whole heads and columns."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from optkit.algorithms.importance import block_influence
 from optkit.model.blocks import BlockInputs
-from optkit.model.depth import losable
+from optkit.model.depth import Refusal, losable
 from optkit.model.head import logits_behind
 from optkit.model.skeleton import Skeleton
 from optkit.progress import Progress
@@ -55,13 +55,7 @@ class BlockImportance:
     """Positions whose logits are held together."""
     progress: Progress
 
-    def choose(
-        self,
-        count: int,
-        measure: Measure,
-        search: Search,
-        refuse: Callable[[Sequence[int]], None] = lambda removed: None,
-    ) -> Chosen:
+    def choose(self, count: int, measure: Measure, search: Search, refuse: Refusal) -> Chosen:
         """Return the `count` blocks that matter least, of those that may go: `refuse` raises StageError for others."""
         score: Callable[[Sequence[int], int], list[float]] = (
             self.influences if measure == "block_influence" else self.perplexities
