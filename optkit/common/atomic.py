@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,19 +49,3 @@ def remember(path: Path, text: str) -> None:
     """Write a memory, as `write_text_atomically` does: if it cannot be written, nothing else is lost."""
     with contextlib.suppress(OSError):
         write_text_atomically(path, text)
-
-
-def remember_first(path: Path, text: str) -> str:
-    """Write a memory unless there is one; return the one that is kept, whoever wrote it.
-    If nothing can be written, it is `text`.
-    """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with contextlib.suppress(OSError):
-        try:
-            remember(draft, text)
-            with contextlib.suppress(FileExistsError):
-                path.hardlink_to(draft)
-            text = path.read_text(encoding="utf-8")
-        finally:
-            draft.unlink(missing_ok=True)
-    return text

@@ -1,8 +1,10 @@
-"""A packed integer weight from the tensors of either format, and its fastest layer."""
+"""A packed integer weight from the tensors of either format, and its layer."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,6 @@ from optkit.kernels.cpu.native import precision
 from optkit.kernels.cuda.matrix import tiled, why_not_tiled
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.embedding_bag_linear import BagLinear, why_not_bag
-from optkit.kernels.fastest_kernel import Kernel, fastest
-from optkit.kernels.int4 import Int4Linear, why_not_int4
 from optkit.kernels.packed_linear import PackedLinear, PackedWeight
 from optkit.kernels.stored_layer import StoredLayer
 from optkit.progress import ToActOn
@@ -34,7 +34,7 @@ class IntegerLayer(StoredLayer):
         """
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the fastest layer for it, on the device. Raises SourceError if its tensors do
+        """Return the layer for it, on the device. Raises SourceError if its tensors do
         not fit each other.
         """
         return integer_layer(self.integers(device), bias, dtype, device)
@@ -72,52 +72,56 @@ def packed_weight(
 
 
 def integer_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-    """Return the fastest layer for a packed weight on the device, and a sentence that names it."""
+    """Return the layer for a packed weight on the device, and a sentence that names it."""
     layer, phrase = packed_layer(weight, bias, dtype, device)
     return layer, type(phrase)(f"int{weight.bits}: {{layers}} {phrase}")
 
 
-KERNELS = (
-    Kernel(
-        refuses=lambda weight, dtype, device: why_not_coded(weight, device),
-        build=CodedLinear,
-        phrase=lambda weight: f"use optkit's {weight.bits}-bit CPU kernel, in {precision()}",
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute with a packed weight."""
+
+    refuses: Callable[[PackedWeight, torch.dtype, str], str | None]
+    """(weight, dtype, device) -> why not, None if it can."""
+    build: Callable[[PackedWeight, Tensor | None, torch.dtype], nn.Module]
+    phrase: Callable[[PackedWeight], str]
+    """What the notes say of it: `use ...`."""
+
+
+KERNELS: Mapping[str, tuple[Kernel, ...]] = {
+    "cpu": (
+        Kernel(
+            refuses=lambda weight, dtype, device: why_not_coded(weight, device),
+            build=CodedLinear,
+            phrase=lambda weight: f"use optkit's {weight.bits}-bit CPU kernel, in {precision()}",
+        ),
+        Kernel(
+            refuses=lambda weight, dtype, device: why_not_bag(weight, device),
+            build=BagLinear,
+            phrase=lambda weight: f"use FBGEMM's {weight.bits}-bit CPU kernel, in float32",
+        ),
     ),
-    Kernel(
-        refuses=why_not_tiled,
-        build=lambda weight, bias, dtype: TiledLinear(tiled(weight, dtype, bias), weight.order),
-        phrase=lambda weight: "use optkit's int4 CUDA kernel",
+    "cuda": (
+        Kernel(
+            refuses=why_not_tiled,
+            build=lambda weight, bias, dtype: TiledLinear(tiled(weight, dtype, bias), weight.order),
+            phrase=lambda weight: "use optkit's int4 CUDA kernel",
+        ),
     ),
-    Kernel(
-        refuses=why_not_int4,
-        build=lambda weight, bias, dtype: Int4Linear(weight, bias),
-        phrase=lambda weight: "use torch's CPU int4 kernel",
-    ),
-    Kernel(
-        refuses=lambda weight, dtype, device: why_not_bag(weight, device),
-        build=BagLinear,
-        phrase=lambda weight: f"use FBGEMM's {weight.bits}-bit CPU kernel, in float32",
-    ),
-)
-"""In order of preference: exact ones first. A layer takes the fastest of those that can compute it
-(see `choice`).
-"""
+}
+"""Of each kind of device the fastest first, which is taken if it can compute a layer."""
 
 
 def packed_layer(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-    """Return the fastest layer for a packed weight on the device, and one phrase that names it."""
-    reasons = [kernel.refuses(weight, dtype, device) for kernel in KERNELS]
-    able = [kernel for kernel, reason in zip(KERNELS, reasons, strict=True) if reason is None]
-    if not able:
-        reason = reasons[-1] if torch.device(device).type == "cpu" else why_not_tiled(weight, dtype, device)
-        return PackedLinear(weight, bias, dtype), ToActOn(f"are dequantized at each call, because {reason}")
-    layer, chosen = fastest(able, weight, bias, dtype, device)
-    phrase = chosen.phrase(weight)
-    if len(able) > 1:
-        phrase += f", the fastest of {len(able)} here"
-    elif torch.device(device).type == "cpu" and chosen is not KERNELS[0]:
-        phrase += f", because {reasons[0]}"
-    return layer, phrase
+    """Return the layer for a packed weight on the device, and one phrase that names it."""
+    reasons: list[str] = []
+    for kernel in KERNELS["cpu" if torch.device(device).type == "cpu" else "cuda"]:
+        reason = kernel.refuses(weight, dtype, device)
+        if reason is None:
+            why = f", because {reasons[0]}" if reasons else ""
+            return kernel.build(weight, bias, dtype), f"{kernel.phrase(weight)}{why}"
+        reasons.append(reason)
+    return PackedLinear(weight, bias, dtype), ToActOn(f"are dequantized at each call, because {reasons[-1]}")
 
 
 def _out_of_order(group_of_input: Tensor | None, groups: int) -> Tensor | None:

@@ -14,13 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.algorithms.packing import pack
-from optkit.kernels import fastest_kernel as choice
 from optkit.kernels.cpu import huge_pages, native
 from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
 from optkit.kernels.cpu.float_linear import FEW_ROWS, FloatLinear, use_float_kernels_, why_not_float
 from optkit.kernels.cpu.native import STEP_ROWS, dense_linear, exact_products, packed_linear, why_not_native
-from optkit.kernels.fastest_kernel import Kernel, fastest, first_among_equals
-from optkit.kernels.packed_linear import PackedLinear, PackedWeight
+from optkit.kernels.packed_linear import PackedWeight
 from tests.support.packed_models import random_grid
 
 compiled = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
@@ -184,18 +182,18 @@ def test_reasons_against_float() -> None:
 
 @compiled
 def test_float_layers_take_the_kernel_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.ModuleDict({"head": nn.Linear(64, 40), "router": nn.Linear(64, 4), "norm": nn.LayerNorm(64)})
+    model = nn.ModuleDict({"head": nn.Linear(64, 40), "norm": nn.LayerNorm(64)})
     model.requires_grad_(False)
-    monkeypatch.setattr("optkit.kernels.cpu.float_linear._is_faster", lambda module: module.out_features == 40)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert use_float_kernels_(model) == []
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     weight = model["head"].weight
     assert use_float_kernels_(model) == ["float: head uses optkit's CPU kernel"]
     assert type(model["head"]) is FloatLinear
     assert model["head"].weight is weight
-    assert type(model["router"]) is nn.Linear
     for count in (1, FEW_ROWS, FEW_ROWS + 1):
         rows = torch.randn(count, 64)
         check(model["head"](rows), rows, weight, model["head"].bias)
-    assert use_float_kernels_(nn.LayerNorm(4)) == []
 
 
 @pytest.fixture
@@ -254,59 +252,6 @@ def test_a_library_is_compiled_once(fresh: Any, monkeypatch: pytest.MonkeyPatch,
     assert fresh() is None
     assert len(calls) == 1
     assert [path.suffix for path in (tmp_path / "optkit" / "kernels").iterdir()] == [".so"]
-
-
-def test_the_fastest_kernel_is_found_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    taken = iter(([2.0, 1.0],))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(choice, "seconds", lambda layers, rows: next(taken))
-    kernels = [Kernel(lambda *_: None, PackedLinear, lambda weight, n=number: f"use {n}") for number in range(2)]  # type: ignore[misc]
-    weight = example(8, 64, 32, 4, True)[0]
-    for _ in range(2):
-        layer, chosen = fastest(kernels, weight, None, torch.float32, "cpu")
-        assert isinstance(layer, PackedLinear)
-        assert chosen is kernels[1]
-
-
-def test_close_kernels_keep_their_order() -> None:
-    assert first_among_equals([1.1, 1.0]) == 0
-    assert first_among_equals([1.5, 1.0, 0.9]) == 1
-    assert first_among_equals([1.0]) == 0
-    assert first_among_equals([12e-6, 8e-6]) == 0
-    assert first_among_equals([120e-6, 80e-6]) == 1
-    assert choice.seconds([nn.Identity()], torch.ones(1, 4))[0] >= 0
-
-
-@pytest.mark.parametrize("drift", [0.98, 1.02])
-@pytest.mark.parametrize(("costs", "best"), [((1.0, 1.0), 0), ((1.1, 1.0), 0), ((1.5, 1.0), 1), ((1.0, 1.5), 0)])
-def test_a_machine_that_gets_faster_or_slower_changes_no_choice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drift: float, costs: tuple[float, float], best: int
-) -> None:
-    """A clock that each call moves on by its cost, and by 2% more or less than the call before; the
-    first call of a kernel takes long.
-    """
-    now, calls = 0.0, 0
-
-    def kernel(cost: float) -> Kernel:
-        def build(*_: object) -> nn.Module:
-            layer, called = nn.Identity(), 0
-
-            def forward(rows: torch.Tensor) -> torch.Tensor:
-                nonlocal now, calls, called
-                now += 1e-4 * cost * drift**calls * (1 if called else 100)
-                calls, called = calls + 1, called + 1
-                return rows
-
-            layer.forward = forward
-            return layer
-
-        return Kernel(lambda *_: None, build, lambda weight: "")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(choice, "_clock", lambda tensor: now)
-    kernels = [kernel(cost) for cost in costs]
-    chosen = fastest(kernels, example(8, 64, 32, 4, True)[0], None, torch.float32, "cpu")[1]
-    assert kernels.index(chosen) == best
 
 
 def _permissions(address: int) -> str:

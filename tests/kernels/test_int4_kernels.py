@@ -6,17 +6,12 @@ from torch import Tensor, nn
 
 from optkit.algorithms.packing import pack
 from optkit.kernels import embedding_bag_linear as bag
-from optkit.kernels import int4
 from optkit.kernels import integer_kernels as integer
 from optkit.kernels.embedding_bag_linear import BagLinear, why_not_bag
-from optkit.kernels.int4 import Int4Linear, why_not_int4
 from optkit.kernels.integer_kernels import packed_layer
 from optkit.kernels.packed_linear import PackedLinear, PackedWeight, unpack_words
-from tests.support.packed_models import equally_fast, random_grid
+from tests.support.packed_models import random_grid
 
-has_int4 = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in int4.CPU_TILES, reason="torch's int4 kernel needs AVX2"
-)
 has_bags = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="needs FBGEMM")
 
 
@@ -59,40 +54,12 @@ def test_float32_is_exact(
             assert error(layer, torch.randn(2, rows, inputs), dense, bias) < 2e-6
 
 
-@has_int4
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("shuffled", [False, True])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_int4_is_right_within_bfloat16(symmetric: bool, shuffled: bool, group_size: int) -> None:
-    weight, dense = example(192, 256, group_size, 4, symmetric, shuffled)
-    bias = torch.randn(192)
-    layer = Int4Linear(weight, bias)
-    for rows in (1, 7, int4.DENSE_ROWS):
-        assert error(layer, torch.randn(1, rows, 256).bfloat16(), dense, bias) < 5e-3
-
-
-@has_int4
-def test_int4_codes_are_read_back() -> None:
-    weight, _ = example(128, 96, 32)
-    layer = Int4Linear(weight, None)
-    assert torch.equal(int4._read_codes(layer.codes, 128, 96), weight.codes().T)
-
-
-@has_int4
-def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        int4, "_product", lambda rows, codes, group_size, scales: torch.zeros(len(rows), 128, dtype=rows.dtype)
-    )
-    assert "does not compute here" in str(int4._why_unavailable.__wrapped__())
-
-
 def test_no_layer_keeps_a_float_copy() -> None:
     weight, _ = example(128, 256, 64)
     codes = 128 * 256 // 2
     for layer in (
         PackedLinear(weight, None, torch.float32),
         BagLinear(weight, None, torch.float32),
-        Int4Linear(weight, None),
     ):
         held = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers())
         assert codes <= held <= codes + 128 * 4 * 4 + 256 * 4
@@ -104,21 +71,17 @@ def test_words_of_all_bits() -> None:
         assert torch.equal(unpack_words(pack(codes, bits, 1), bits, 70), codes)
 
 
-@has_int4
 @has_bags
 def test_which_layer_is_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integer, "why_not_coded", lambda weight, device: "there is no compiler")
-    equally_fast(monkeypatch)
 
     def chosen(dtype: torch.dtype, *shape: int, bits: int = 4) -> tuple[type, str]:
         layer, phrase = packed_layer(example(*shape, bits=bits)[0], None, dtype, "cpu")
         return type(layer), phrase
 
-    assert chosen(torch.bfloat16, 64, 64, 32) == (Int4Linear, "use torch's CPU int4 kernel, the fastest of 2 here")
-    bag_alone = "use FBGEMM's 4-bit CPU kernel, in float32, because there is no compiler"
-    assert chosen(torch.float32, 64, 64, 32) == (BagLinear, bag_alone)
-    assert chosen(torch.bfloat16, 8, 64, 32)[0] is BagLinear
-    assert chosen(torch.bfloat16, 64, 64, 16)[0] is BagLinear
+    bag = "use FBGEMM's 4-bit CPU kernel, in float32, because there is no compiler"
+    assert chosen(torch.float32, 64, 64, 32) == (BagLinear, bag)
+    assert chosen(torch.bfloat16, 8, 64, 16)[0] is BagLinear
     assert chosen(torch.float32, 64, 64, 32, bits=3) == (
         PackedLinear,
         "are dequantized at each call, because FBGEMM has no kernel for 3 bits",
@@ -127,20 +90,6 @@ def test_which_layer_is_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         PackedLinear,
         "are dequantized at each call, because 7 outputs do not fill whole bytes",
     )
-
-
-@has_int4
-def test_reasons_against_int4() -> None:
-    weight, _ = example(64, 64, 16)
-    assert (
-        why_not_int4(weight, torch.bfloat16, "cpu") == "torch's int4 kernel has groups of "
-        "32, 64, 128 or 256 inputs, not 16"
-    )
-    weight, _ = example(8, 64, 32)
-    assert "8 x 64" in str(why_not_int4(weight, torch.bfloat16, "cpu"))
-    assert "the model is float32" in str(why_not_int4(weight, torch.float32, "cpu"))
-    weight, _ = example(64, 64, 32, bits=8)
-    assert why_not_int4(weight, torch.bfloat16, "cpu") == "torch's int4 kernel has no 8 bits"
 
 
 def test_groups_of_different_sizes_are_dequantized() -> None:
@@ -154,11 +103,11 @@ def test_groups_of_different_sizes_are_dequantized() -> None:
     assert error(layer, torch.randn(3, 64), dense, torch.zeros(16)) < 2e-6
 
 
-def test_no_clock_chooses_what_the_graph_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_reads_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, _ = example(64, 128, 32)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    able = [kernel for kernel in integer.KERNELS if kernel.refuses(weight, torch.bfloat16, "cuda") is None]
+    able = [kernel for kernel in integer.KERNELS["cuda"] if kernel.refuses(weight, torch.bfloat16, "cuda") is None]
     assert [type(kernel.build(weight, None, torch.bfloat16)).__name__ for kernel in able] == ["TiledLinear"]
 
 

@@ -16,7 +16,7 @@ from optkit.kernels.cpu.native import why_not_native
 from optkit.session import open_session
 from optkit.session.torch_session import TorchSession
 from optkit.settings.compile import Compile
-from tests.support.packed_models import equally_fast, save_packed
+from tests.support.packed_models import save_packed
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
 SIZES = {
@@ -96,7 +96,6 @@ def test_weights_in_bfloat16() -> None:
 def test_packed_sessions(
     method: str, symmetric: bool, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    equally_fast(monkeypatch)
     save_packed(tiny_model("qwen2"), tmp_path / "packed", tmp_path / "plain", method=method, symmetric=symmetric)
     session, plain = open_session(tmp_path / "packed"), open_session(tmp_path / "plain")
     assert isinstance(session, TorchSession)
@@ -116,7 +115,6 @@ def test_packed_sessions(
 def test_what_keeps_transformers_step(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    equally_fast(monkeypatch)
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain")
     assert not any("decode" in note for note in open_session(tmp_path / "plain").notes)
     compiled = open_session(tmp_path / "packed", [Compile(devices=("cpu",))])

@@ -11,24 +11,21 @@ import pytest
 import torch
 
 from optkit.errors import MissingPackageError, SourceError
-from optkit.kernels import integer_kernels as integer
 from optkit.kernels.cpu.coded_linear import CodedLinear
 from optkit.kernels.embedding_bag_linear import BagLinear
-from optkit.kernels.int4 import CPU_TILES, Int4Linear
 from optkit.kernels.packed_linear import PackedLinear
 from optkit.session import open_session
 from tests.conftest import TinyModel
 from tests.support.crossed import crossed
 from tests.support.near import near
 from tests.support.opened import KINDS, copied, prompt, reference
-from tests.support.packed_models import equally_fast, fp8, rewritten, save_packed
+from tests.support.packed_models import fp8, rewritten, save_packed
 
 
 @pytest.mark.parametrize(("kind", "method"), crossed(KINDS, ["compressed-tensors", "gptq"]))
 def test_packed_weights_give_the_logits_of_the_float_model(
     kind: str, method: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    equally_fast(monkeypatch)
     save_packed(tiny_model(kind), tmp_path / "packed", tmp_path / "plain", method=method)
     session, tokens = open_session(tmp_path / "packed"), prompt()
     with torch.no_grad():
@@ -62,29 +59,6 @@ def test_all_grids(bits: int, form: dict[str, Any], tiny_model: TinyModel, tmp_p
     with torch.no_grad():
         assert near(session.logits(tokens), reference(tmp_path / "plain")(tokens).logits, 1e-4)
     assert session.notes[0].startswith(f"int{bits}: 21 of 21 layers")
-
-
-@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in CPU_TILES, reason="torch's int4 kernel needs AVX2")
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_bfloat16_uses_torchs_kernel(
-    symmetric: bool, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    equally_fast(monkeypatch)
-    monkeypatch.setattr(integer, "why_not_coded", lambda weight, device: "there is no compiler")
-    save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", symmetric=symmetric, dtype=torch.bfloat16)
-    session, tokens = open_session(tmp_path / "packed"), prompt(2, 80)
-    kinds = {
-        type(session.model.get_submodule(f"model.layers.0.{name}")) for name in ("self_attn.q_proj", "mlp.up_proj")
-    }
-    assert kinds == {Int4Linear}
-    assert session.notes[0].startswith(
-        "int4: 15 of 21 layers use torch's CPU int4 kernel"
-    )  # k_proj and v_proj have 32 outputs
-    with torch.no_grad():
-        exact = reference(tmp_path / "plain", dtype=torch.float32)(tokens).logits
-        rounded = reference(tmp_path / "plain", dtype=torch.bfloat16)(tokens).logits.float()
-    ours, theirs = (float((logits - exact).norm() / exact.norm()) for logits in (session.logits(tokens), rounded))
-    assert ours < 1.5 * theirs < 0.1
 
 
 def test_tied_weights_are_held_once(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from optkit.algorithms.grid import QuantizedWeight
 from optkit.algorithms.packing import pack_compressed_tensors, pack_gptq
-from optkit.kernels import fastest_kernel as choice
 
 FORMATS = {
     "compressed-tensors": {"format": "pack-quantized", "quantization_status": "compressed"},
@@ -117,8 +115,3 @@ def fp8(name: str, weight: Tensor, tile: tuple[int, int] = (32, 32)) -> dict[str
     rows, columns = (-(-size // each) for size, each in zip(weight.shape, tile, strict=True))
     codes = (torch.randn(weight.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
     return {name: codes, f"{name}_scale_inv": torch.rand(rows, columns) / 1000 + 1e-4}
-
-
-def equally_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no kernel be faster than another, so that the first that can is taken."""
-    monkeypatch.setattr(choice, "kept_choice", lambda *_: 0)

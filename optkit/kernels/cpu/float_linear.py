@@ -7,8 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.kernels.cpu.native import dense_linear, why_not_native
-from optkit.kernels.fastest_kernel import first_among_equals, seconds
-from optkit.kernels.kept_choices import kept_choice
 
 FEW_ROWS = 4
 """Up to so many rows the kernel reads the weight once."""
@@ -24,6 +22,8 @@ def why_not_float(module: nn.Module) -> str | None:
         or not module.weight.is_contiguous()
     ):
         return "optkit's CPU kernels take float32 and bfloat16 in CPU memory"
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return "torch's products of one row are faster without AVX-512"
     return why_not_native()
 
 
@@ -42,23 +42,11 @@ class FloatLinear(nn.Linear):
 
 
 def use_float_kernels_(model: nn.Module) -> list[str]:
-    """Let float linear layers use the kernel if it is faster at one row; return a note."""
+    """Let float linear layers use the kernel where it is faster at one row; return a note."""
     changed = []
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or why_not_float(module) is not None:
-            continue
-        if _is_faster(module):
+        if why_not_float(module) is None:
             module.__class__ = FloatLinear
             changed.append(name)
     named = f"{', '.join(sorted(changed)[:3])}{', ...' if len(changed) > 3 else ''}"
     return [f"float: {named} {'uses' if len(changed) == 1 else 'use'} optkit's CPU kernel"] if changed else []
-
-
-def _is_faster(module: nn.Linear) -> bool:
-    row = torch.ones(1, module.in_features, dtype=module.weight.dtype)
-    form = {"outputs": module.out_features, "inputs": module.in_features, "dtype": module.weight.dtype}
-
-    def choose() -> int:
-        return first_among_equals(seconds([module, lambda rows: dense_linear(rows, module.weight)], row))
-
-    return kept_choice(form, ["torch", "optkit"], "cpu", choose) == 1

@@ -38,17 +38,13 @@ def kernel_parts(compiler: str | None) -> Iterator[Part]:
 def _of_cpu(compiler: str | None) -> Iterator[Part]:
     import torch
 
-    from optkit.kernels.int4 import CPU_TILES
     from optkit.kernels.int8_linear import why_not_integers
 
-    capability = torch.backends.cpu.get_cpu_capability()
-    why = "" if capability in CPU_TILES else f"torch's kernel is a scalar loop at {capability}"
-    yield _kernel("int4 in bfloat16 on cpu (torch)", why, "weights are dequantized at each call")
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     why = "" if fbgemm else "this torch was built without FBGEMM"
-    yield _kernel("int2, int4, int8 in float32 on cpu (FBGEMM)", why, "weights are dequantized at each call")
+    yield _kernel("int2, int4, int8 on cpu (FBGEMM)", why, "without a compiler weights are dequantized at each call")
     why = "" if compiler else "no C++ compiler was found"
-    yield _kernel("compiled C++ on cpu", why, "torch's own kernels, and no `compile`", "apt install g++")
+    yield _kernel("compiled C++ on cpu", why, "FBGEMM's kernels, and no `compile`", "apt install g++")
     why_not, without = why_not_integers(1024, 1024, "cpu"), "int8 weights and inputs are multiplied as floats"
     yield _kernel("int8 products on cpu (torch._int_mm)", why_not, without)
 
@@ -61,7 +57,7 @@ def _of_gpu(capability: tuple[int, int]) -> Iterator[Part]:
 
     major, minor = capability
     why = "" if capability >= (8, 0) else f"it needs compute capability 8.0, and this GPU has {major}.{minor}"
-    name, without = "int4 in bfloat16 on cuda (torch)", "weights are dequantized at each call"
+    name, without = "int4 on cuda (optkit)", "weights are dequantized at each call"
     yield _kernel(name, why, without, "a GPU since Ampere")
     why_not, without = why_not_integers(1024, 1024, "cuda"), "int8 is multiplied as floats"
     yield _kernel("int8 products on cuda (torch._int_mm)", why_not, without)
