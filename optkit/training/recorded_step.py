@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from optkit.kernels.cuda.graph_capture import aside
+
 PLAIN_CALLS = 3
 """Calls before the recording: libraries and the optimizer get ready in them."""
 
@@ -43,8 +45,8 @@ class RecordedStep:
             self._step(*tensors)
 
     def _beside(self, tensors: tuple[Tensor, ...]) -> None:
-        """Do the step on a stream of its own, as what autograd keeps of the default one ends a recording."""
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        """Do the step on another stream, as what autograd keeps of the default one ends a recording."""
+        stream, current = aside(tensors[0].get_device()), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._step(*tensors)
@@ -54,7 +56,7 @@ class RecordedStep:
         self._given = tuple(given.clone() for given in tensors)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=aside(tensors[0].get_device())):
                 self._step(*self._given)
         except RuntimeError:  # from here on it is called
             torch.cuda.synchronize()

@@ -271,7 +271,7 @@ def test_a_step_is_recorded_where_it_does_not_wait_for_the_gpu(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, made = tiny_model(kind), list[RecordedStep]()
-    losses = []
+    losses, before = [], torch.cuda.memory_allocated()
     for steps in (RecordedStep, Plain):
         monkeypatch.setattr(
             block_learning, "RecordedStep", lambda step, kind=steps: made.append(kind(step)) or made[-1]
@@ -281,6 +281,8 @@ def test_a_step_is_recorded_where_it_does_not_wait_for_the_gpu(
         report = stage.run(source, tmp_path / steps.__name__, Context(device="cuda"))
         losses.append([after for _, after in report.details["block_losses"].values()])
     assert any(step._graph is not None for step in made) == recorded
+    made.clear()
+    assert torch.cuda.memory_allocated() - before < 300e6  # cuBLAS's workspaces are those of two streams
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 

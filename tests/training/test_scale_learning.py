@@ -20,7 +20,7 @@ from optkit.model.skeleton_layers import float_weight
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.gptq import Gptq
-from optkit.stages.quantizing.learning import LOGIT_TENSORS
+from optkit.stages.quantizing.learning import logit_tensors
 from optkit.stages.quantizing.overrides import Override
 from optkit.training import scale_learning
 from optkit.training.losses import divergence
@@ -89,13 +89,19 @@ def quantize(source: Path, target: Path, text: Calibration, scale_steps: int, **
     return Gptq(calibration=text, scale_steps=scale_steps, **fields).run(source, target, Context())
 
 
-def test_the_plan_counts_as_many_logits_as_a_gradient_holds() -> None:
+@pytest.mark.parametrize("capped", [False, True])
+def test_the_plan_counts_as_many_logits_as_a_gradient_holds(capped: bool) -> None:
     head, hidden = torch.randn(5000, 4), torch.randn(64, 4).requires_grad_()
+
+    def logits() -> torch.Tensor:
+        return (hidden @ head.T / 30).tanh() * 30 if capped else hidden @ head.T
+
     with LiveBytes() as live:
         with torch.no_grad():
-            teacher = hidden @ head.T
-        torch.autograd.grad(divergence(hidden @ head.T, teacher), hidden)
-    assert round(live.peak / (4 * 5000 * 64)) == LOGIT_TENSORS
+            teacher = logits()
+        torch.autograd.grad(divergence(logits(), teacher), hidden)
+    config = {"model_type": "gemma2", "final_logit_softcapping": 30.0 if capped else None}
+    assert round(live.peak / (4 * 5000 * 64)) == logit_tensors(config)
 
 
 @pytest.mark.parametrize(("kind", "fields"), [("llama", {"symmetric": False}), ("mixtral", {"format": "gptq"})])

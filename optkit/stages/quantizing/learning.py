@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.model.calibration_memory import Text, Work, calibration_bytes, float_bytes, hessian_bytes
 from optkit.model.linear_layers import EXPERTS, Layer, by_block
 from optkit.model.shape import ModelShape
+from optkit.model.text_config import text_config
 from optkit.stages.quantizing.integers import packed_format, packed_grid
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros
@@ -32,8 +33,6 @@ bits what is multiplied with.
 """
 SCALE_BYTES = 20
 """Of a scale: in float32 itself, its growth, its gradient and two moments."""
-LOGIT_TENSORS = 6
-"""Logits of both models, and what the divergence makes of them; their gradient takes the place of a part of it."""
 LEARNING_BATCHES = 4
 """Activations that lie between the forward and the backward pass, in those of a forward pass alone; in
 16 bits they take half of it.
@@ -130,7 +129,14 @@ def with_learning(
     samples, length = text.size
     states = hidden * min(batch, samples) // samples * ((shape.block_count or 0) + 1)
     positions = 4 * min(batch, samples) * length * vocabulary_of(shape)
-    logits = LOGIT_TENSORS * min(LOGIT_BYTES[device.partition(":")[0]], positions)
+    logits = logit_tensors(shape.config) * min(LOGIT_BYTES[device.partition(":")[0]], positions)
     whole = shape.outside_bytes + shape.block_bytes + SCALING_BYTES * max(counts) + SCALE_BYTES * scales
     learning = max(block, whole + states + running + logits)
     return replace(work, block=hidden + max(work.block, hidden + learning), held=sum(counts))
+
+
+def logit_tensors(config: Mapping[str, Any]) -> int:
+    """Return how many float32 tensors of logits are held at once: those of both models, and what the divergence
+    makes of them. Their gradient takes the place of a part of it; a cap's tanh stays for it (Gemma 2).
+    """
+    return 7 if text_config(config).get("final_logit_softcapping") else 6
