@@ -43,7 +43,6 @@ from optkit.recipe.recipe import Recipe, load_recipe
 from optkit.scorecard import (
     Scorecard,
     file_lines,
-    pictures,
     to_json,
     to_markdown,
 )
@@ -272,7 +271,7 @@ def _finish(artifact: Artifact, todo: Plan, scorecard: Scorecard, measured: Meas
     """
     notes = (*scorecard.notes, *_left_out(todo))
     scorecard = scorecard.model_copy(update={"loading": read_loading(artifact), "notes": notes})
-    files = published_attachments({**pictures(scorecard.steps), **measured.attachments}, todo.recipe)
+    files = published_attachments(measured.attachments, todo.recipe)
     scorecard = published_scorecard(scorecard, todo.recipe).model_copy(update={"files": file_lines(files)})
     artifact = artifact.replace_attachments({place: file.content for place, file in files.items()})
     _attach(artifact, scorecard)

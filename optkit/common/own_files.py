@@ -11,7 +11,6 @@ RECORD = "optkit.json"
 SCORECARD_JSON = "scorecard.json"
 SCORECARD_MARKDOWN = "scorecard.md"
 SCORECARD_HTML = "scorecard.html"
-LOSS_CURVE_SVG = "loss_curve.svg"
 """Where artifacts had it before there were attachments; now it is one."""
 VERIFICATION_JSON = "verification.json"
 BOM = "bom.cdx.json"
@@ -24,7 +23,7 @@ CARD = "README.md"
 MARK = "<!-- Written by optkit, and unchanged if the text above has the SHA-256 "
 SOURCE_CARD = "README.base.md"
 """What an artifact calls the card of the model that it was made of."""
-NUMBERS = frozenset({SCORECARD_JSON, SCORECARD_MARKDOWN, SCORECARD_HTML, LOSS_CURVE_SVG, VERIFICATION_JSON})
+NUMBERS = frozenset({SCORECARD_JSON, SCORECARD_MARKDOWN, SCORECARD_HTML, VERIFICATION_JSON})
 """Those that a later measurement or verification writes anew."""
 OWN_FILES = frozenset({RECORD, *NUMBERS, BOM, SIGNATURE})
 

@@ -10,11 +10,11 @@ from xml.sax.saxutils import escape, quoteattr
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#000000")
 """Paul Tol's bright scheme, which colour-blind people can tell apart; https://personal.sron.nl/~pault/."""
-GREY = "#999999"
 MARGIN = (78, 40, 26, 52)
 """Left, top, right and bottom of each panel, in pixels."""
-RIGHT = 84
-"""Margin of panels with a second axis."""
+PANEL = (430, 270)
+"""Width and height of what is drawn in, in pixels."""
+COLUMNS = 2
 LETTER = 7
 """About the width of a letter, in pixels."""
 TICKS = 5
@@ -64,8 +64,6 @@ class Line:
     opacity: float = 1
     radius: float = 4
     """Of its marks, in pixels."""
-    on_right: bool = False
-    """By the axis on the right."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,6 @@ class Panel:
     across: Axis
     up: Axis
     lines: Sequence[Line]
-    right: Axis | None = None
 
 
 @dataclass(frozen=True)
@@ -95,19 +92,16 @@ def picture(
     heading: Sequence[str] = (),
     legend: Sequence[Key] = (),
     note: str = "",
-    size: tuple[int, int] = (430, 270),
-    columns: int = 2,
 ) -> str:
-    """Return the picture: headings, panels of a width and height in rows, legend, note."""
+    """Return the picture: headings, panels in rows, legend, note."""
     left, above, right, below = MARGIN
-    right = RIGHT if any(panel.right for panel in panels) else right
-    columns = min(columns, len(panels))
-    cell = (left + size[0] + right, above + size[1] + below)
+    columns = min(COLUMNS, len(panels))
+    cell = (left + PANEL[0] + right, above + PANEL[1] + below)
     width, top = columns * cell[0], 22 * len(heading) + 10
     parts = [_text(16, 24 + 19 * row, words, size=12 if row else 15) for row, words in enumerate(heading)]
     for index, panel in enumerate(panels):
         place = (index % columns * cell[0] + left, top + index // columns * cell[1] + above)
-        parts += _panel(panel, place, size)
+        parts += _panel(panel, place)
     bottom = top + -(-len(panels) // columns) * cell[1] + 8
     keys, rows = _legend(legend, width, bottom)
     bottom += 18 * rows
@@ -125,7 +119,7 @@ def picture(
 
 def even_axis(low: float, high: float) -> Axis:
     """Return an even axis around two values that begins and ends at round numbers."""
-    lines = round_numbers(low, high, outside=True)
+    lines = round_numbers(low, high)
     return Axis((lines[0], lines[-1]), [(each, f"{each:.4g}") for each in lines])
 
 
@@ -139,19 +133,18 @@ def powers_axis(values: Sequence[float], base: int, show: Callable[[int], str], 
     return Axis(ends, [(float(base) ** power, show(power)) for power in ticks], log=True)
 
 
-def round_numbers(low: float, high: float, outside: bool = False) -> list[float]:
-    """Return about `TICKS` round numbers between two, or around them if `outside`."""
+def round_numbers(low: float, high: float) -> list[float]:
+    """Return about `TICKS` round numbers around two."""
     share = SMALLEST_SHARE * max(abs(low), abs(high))
     raw = max((high - low) or abs(high) or 1.0, share, SMALLEST_SPAN) / TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(part * power for part in (1, 2, 2.5, 5, 10) if part * power >= raw * (1 - 1e-9))
-    first = math.floor(low / step + 1e-9) if outside else math.ceil(low / step - 1e-9)
-    last = math.ceil(high / step - 1e-9) if outside else math.floor(high / step + 1e-9)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
 
-def _panel(panel: Panel, place: tuple[int, int], size: tuple[int, int]) -> Iterator[str]:
-    (left, top), (width, height) = place, size
+def _panel(panel: Panel, place: tuple[int, int]) -> Iterator[str]:
+    (left, top), (width, height) = place, PANEL
     right, bottom = left + width, top + height
     yield _text(left, top - 14, panel.title, size=13)
     for value, words in panel.up.ticks:
@@ -161,11 +154,11 @@ def _panel(panel: Panel, place: tuple[int, int], size: tuple[int, int]) -> Itera
     for value, words in panel.across.ticks:
         yield _text(left + width * panel.across.place(value), bottom + 18, words, anchor="middle")
     yield _text(left + width / 2, bottom + 36, panel.across.label, anchor="middle")
-    for value, words in panel.right.ticks if panel.right else ():
-        yield _text(right + 8, top + height * (1 - panel.right.place(value)) + 4, words, colour="#666666")  # type: ignore[union-attr]
     for line in panel.lines:
-        up = panel.right if line.on_right and panel.right else panel.up
-        points = [(left + width * panel.across.place(p.x), top + height * (1 - up.place(p.y))) for p in line.points]
+        points = [
+            (left + width * panel.across.place(point.x), top + height * (1 - panel.up.place(point.y)))
+            for point in line.points
+        ]
         yield from _line(line, points)
 
 

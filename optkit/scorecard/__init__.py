@@ -28,7 +28,7 @@ from optkit.scorecard.table import (
     table_rows,
     value_text,
 )
-from optkit.scorecard.training import Training, loss_curves, pictures, training_line, trainings
+from optkit.scorecard.training import Training, training_line, trainings
 
 __all__ = [
     "Beside",
@@ -53,11 +53,9 @@ __all__ = [
     "loading_cells",
     "loading_columns",
     "loading_notes",
-    "loss_curves",
     "metric_identity",
     "metric_label",
     "other_notes",
-    "pictures",
     "protocol_difference",
     "protocols",
     "ratio_to_baseline",

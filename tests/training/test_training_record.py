@@ -1,8 +1,7 @@
-"""What a training leaves in the scorecard: the curve that is kept, the sentence, the picture."""
+"""What a training leaves in the scorecard: the curve that is kept, the sentence."""
 
 from __future__ import annotations
 
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -21,21 +20,16 @@ from optkit.scorecard import (
     Scorecard,
     StepLine,
     Training,
-    file_lines,
-    loss_curves,
-    pictures,
     to_markdown,
     training_line,
     trainings,
 )
-from optkit.scorecard.training import PANEL
 from optkit.training.memory_kinds import MemoryKinds
 from optkit.training.ranks import Ranks
 from optkit.training.training_options import Course, TrainingResult
 from optkit.training.training_record import Judged, Point, SpeedRecord, TrainingRecord, fewer, thinned
 from optkit.training.training_report import Spent, Trainee, account
 
-SVG = "{http://www.w3.org/2000/svg}"
 SPEED = SpeedRecord(
     tokens_per_s=12288.2,
     tflops_per_s=11.23,
@@ -63,10 +57,6 @@ def step(made: TrainingRecord, kind: str = "distill") -> StepLine:
     return StepLine(
         kind=kind, key="k" * 64, cached=False, seconds=1.0, report={"changed": 3, "details": made.details()}
     )
-
-
-def texts(svg: str) -> list[str]:
-    return [each.text or "" for each in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=700), st.integers(1, 90))
@@ -154,54 +144,17 @@ def test_what_is_not_known_is_not_said() -> None:
     assert said.endswith("11.2 TFLOP/s (3.0 x forward); peak memory 5.000 kB predicted (weights 5.000 kB)")
 
 
-def test_the_scorecard_has_a_section_with_the_picture() -> None:
+def test_the_scorecard_has_a_section() -> None:
     steps = (step(record([3.0, 2.0])),)
-    files = file_lines(pictures(steps))
-    card = Scorecard(name="a", artifact_key="k" * 64, created="now", recipe={}, steps=steps, files=files)
+    card = Scorecard(name="a", artifact_key="k" * 64, created="now", recipe={}, steps=steps)
     text = to_markdown(card)
     assert "## Training\n\n- distill: loss 3.000 to 2.000" in text
-    assert "![loss_curve](scorecard_files/loss_curve.svg)" in text
     plain = StepLine(kind="gptq", key="k" * 64, cached=False, seconds=1.0, report={"changed": 3, "details": {}})
     assert trainings([plain]) == []
-    assert pictures([plain]) == {}
     assert "Training" not in to_markdown(card.model_copy(update={"steps": (plain,)}))
 
 
-def test_the_picture_has_a_panel_for_each_training() -> None:
-    judged = [Judged(step=0, tokens=0, loss=3.3), Judged(step=40, tokens=40 * 512, loss=2.0)]
-    first = record([3 - each / 40 for each in range(40)], judged=judged)
-    svg = loss_curves([Training("distill", first), Training("qat", record([2.0]))])
-    found = texts(svg)
-    assert [each for each in found if "loss over tokens" in each] == [
-        "distill: loss over tokens",
-        "qat: loss over tokens",
-    ]
-    assert found.count("held-out loss") == 1
-    tree = ElementTree.fromstring(svg)
-    width, height = (float(tree.attrib[name]) for name in ("width", "height"))
-    for line in tree.iter(f"{SVG}polyline"):
-        places = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
-        assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
-    circles = list(tree.iter(f"{SVG}circle"))
-    assert len(circles) == 2 + 1, "two held-out losses, and the only loss of the second training"
-
-
-def test_losses_of_several_sizes_have_a_scale_in_powers_of_10() -> None:
-    svg = loss_curves([Training("distill", record([5.0, 0.5, 0.05]))])
-    assert {"0.05", "0.1", "0.5", "1", "5"} <= set(texts(svg))
-    even = loss_curves([Training("distill", record([3.0, 2.0]))])
-    assert {"2", "2.2", "2.8", "3"} <= set(texts(even))
-
-
-@given(st.lists(st.floats(-10, 1e6), min_size=1, max_size=30))
-def test_every_curve_can_be_drawn(losses: list[float]) -> None:
-    svg = loss_curves([Training("distill", record(losses))])
-    lines = [line.attrib["points"].split() for line in ElementTree.fromstring(svg).iter(f"{SVG}polyline")]
-    heights = [float(pair.split(",")[1]) for line in lines for pair in line]
-    assert max(heights) - min(heights) <= PANEL[1] + 0.2
-
-
-def test_a_run_leaves_the_curve_beside_the_scorecard(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_run_leaves_the_curve_in_the_scorecard(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     fields = {
         "texts": ["python-reference"],
         "tokens": 2048,
@@ -223,9 +176,6 @@ def test_a_run_leaves_the_curve_beside_the_scorecard(tiny_model: Callable[[str],
     assert (
         made.record.predicted.total
         == pipeline.plan(recipe, device="cpu", store=tmp_path / "new").steps[1].cost.ram_bytes
-    )
-    assert "distill: loss over tokens" in texts(
-        (tmp_path / "out" / "scorecard_files" / "loss_curve.svg").read_text(encoding="utf-8")
     )
     assert training_line(made) in (tmp_path / "out" / "scorecard.md").read_text(encoding="utf-8")
     again = pipeline.run(recipe, out=tmp_path / "out", device="cpu", store=tmp_path / "store")
