@@ -19,6 +19,7 @@ from optkit.keys import Together, make_artifact_key, make_metric_key, make_step_
 from optkit.measure import Eval
 from optkit.model.as_floats import unpacking
 from optkit.model.cost import Cost
+from optkit.model.mixed_dtypes import refuse_narrow
 from optkit.model.packed_floats import float_shape, refuse_unopened, refuse_unsaid_codes
 from optkit.model.session_memory import SessionMemory
 from optkit.model.shape import ModelShape
@@ -206,7 +207,7 @@ def make_plan(
     beside = settings_identity(placing)
     told = [entry.value.forecast(left, device) for entry in recipe.settings]
     told += [f"{entry.kind}: for the unmodified model too, which has no room on {device} alone" for entry in placing]
-    sessions = _session_memories(recipe, device, steps)
+    sessions = _session_memories(recipe, device, steps) if recipe.evals else None
     durations = Durations(store.root, device)
     opened = (weights_key, settings), (steps[0].key, beside)
     artifact_key, baseline_key = (make_artifact_key(*each) for each in opened)
@@ -309,10 +310,11 @@ def _plan_eval(
 
 
 def session_memory(step: Step, settings: Sequence[SettingEntry], device: str) -> SessionMemory | None:
-    """Return what a step's opened weights take; None if a setting places them or nobody can open them."""
+    """Return what opened weights take, None if a setting places them or nobody can; raises as `refuse_narrow`."""
     if step.shape.task is Task.UNKNOWN or any(entry.value.places_weights for entry in settings):
         return None
     dtype = next((name for entry in reversed(settings) if (name := entry.value.opened_dtype())), None)
+    refuse_narrow(step.shape.config, step.format.computes_in or dtype, step.kind)
     return SessionMemory(step.shape, device, dtype, step.format.computes_in)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from optkit.model.attention import HEADS, attention_of
 from optkit.model.attention_choice import attends_eagerly, caps_scores
+from optkit.model.mixed_dtypes import computes_in_float32_alone
 from optkit.model.shape import WIDTHS, ModelShape
 from optkit.model.text_config import first_number, text_config
 from optkit.model.weights import TABLES, expert_counts
@@ -81,6 +82,11 @@ class Setup:
     def computed(self) -> int:
         """Bytes of a number that matrices are multiplied in."""
         return 2 if self.half else WIDE
+
+    @property
+    def taught(self) -> int:
+        """Bytes of a number that the teacher beside the student computes in."""
+        return WIDE if self.teacher and computes_in_float32_alone(self.teacher.config) else self.computed
 
     @property
     def share(self) -> int:
@@ -244,7 +250,7 @@ def _standing(shape: ModelShape, setup: Setup) -> dict[str, int]:
     """Return what is there in every moment."""
     trained = _trained(shape, setup)
     frozen = 0 if setup.trained is None else shape.elements
-    teacher = setup.teacher.elements * setup.computed + setup.share * _teacher_widths(setup) if setup.teacher else 0
+    teacher = setup.teacher.elements * setup.taught + setup.share * _teacher_widths(setup) if setup.teacher else 0
     return {
         "weights": WIDE * trained // setup.divided,
         "frozen_weights": WIDE * frozen // setup.divided,
@@ -258,8 +264,8 @@ def _teacher_widths(setup: Setup) -> int:
     """Return the bytes that the teacher leaves of a token."""
     assert setup.teacher is not None
     blocks = blocks_of(setup.teacher)
-    kept = setup.computed * blocks.width * (blocks.count + 1 if setup.hidden_loss else 1)
-    return kept + (setup.computed * blocks.count * blocks.heads * setup.length if setup.attention_loss else 0)
+    kept = setup.taught * blocks.width * (blocks.count + 1 if setup.hidden_loss else 1)
+    return kept + (setup.taught * blocks.count * blocks.heads * setup.length if setup.attention_loss else 0)
 
 
 def _standing_gradients(shape: ModelShape, setup: Setup, head: int) -> int:
@@ -289,7 +295,7 @@ def _logit_bytes(shape: ModelShape, setup: Setup) -> int:
     """
     vocabulary = vocabulary_of(shape)
     positions = min(setup.share, max(1, LOGIT_BYTES[setup.device.partition(":")[0]] // (WIDE * vocabulary)))
-    tensors = 3 * WIDE + setup.computed * (2 if setup.divergence and not setup.known_answers else 1)
+    tensors = 3 * WIDE + setup.computed + (setup.taught if setup.divergence and not setup.known_answers else 0)
     parts = 2 if setup.share > positions else 1  # one part's gradient of lm_head beside the sum of those before
     again = (parts - 1) * WIDE * _head_elements(shape) if setup.trained is None else 0
     return positions * vocabulary * tensors + again

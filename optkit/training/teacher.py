@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.mixed_dtypes import MixedDtypesError
+from optkit.model.mixed_dtypes import computes_in_float32_alone
 from optkit.model.skeleton import Skeleton
 from optkit.training.logits_in_parts import TwoParts
 from optkit.training.losses import divergence
@@ -61,17 +60,11 @@ class LiveTeacher:
         """Open a checkpoint in `precision`, or in float32 if its code cannot compute in that.
         `hidden` and `attention` say that these are asked for. Raises SourceError.
         """
-
-        def opened(dtype: torch.dtype) -> TwoParts:
-            implementation = "eager" if attention else None
-            skeleton = Skeleton(Checkpoint(directory), dtype, implementation, trust_remote_code)
-            skeleton.load_("", device)
-            return TwoParts(skeleton.model)
-
-        parts = None
-        with suppress(MixedDtypesError):
-            parts = opened(precision)
-        self.parts = parts or opened(torch.float32)  # the error, which holds the first model, is gone
+        checkpoint = Checkpoint(directory)
+        dtype = torch.float32 if computes_in_float32_alone(checkpoint.config) else precision
+        skeleton = Skeleton(checkpoint, dtype, "eager" if attention else None, trust_remote_code)
+        skeleton.load_("", device)
+        self.parts = TwoParts(skeleton.model)
         self.model = self.parts.model
         self.options = {"output_hidden_states": True} if hidden else {}
         self.options |= {"output_attentions": True} if attention else {}

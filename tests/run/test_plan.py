@@ -11,15 +11,17 @@ import torch
 from optkit import keys as keys_module
 from optkit import plan as plan_module
 from optkit.common.frozen import Frozen
-from optkit.errors import EvalError, RecipeError, StageError
+from optkit.errors import EvalError, RecipeError, SourceError, StageError
 from optkit.measure import Eval
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.pipeline import run
 from optkit.plan import Plan, make_plan
 from optkit.recipe import registry
 from optkit.recipe.recipe import EvalEntry, Recipe, SettingEntry, TransformEntry, load_recipe
+from optkit.settings.precision import Precision
 from optkit.source.models import ModelSource
 from optkit.stage import Cost, Format, Setting, Transform
+from optkit.stages.cast import Cast
 from optkit.store.store import Store
 from tests.conftest import TinyModel, Warnings
 
@@ -158,6 +160,15 @@ def test_what_the_store_holds_is_a_hit(model: ModelSource, store: Store) -> None
     assert second.steps[1].directory == store.get(first.steps[1].key)
     assert [step.kind for step in second.pending] == ["shrink"]
     assert second.disk_bytes == second.steps[2].cost.disk_bytes
+
+
+def test_what_cannot_be_computed_is_refused_before_anything_is_made(tmp_path: Path, store: Store) -> None:
+    source = ModelSource(name=str(write_model(tmp_path / "xlnet", model_type="xlnet")), revision="sha256:" + "a" * 64)
+    for stage, where in ((Cast(dtype="bfloat16"), "cast"), (Precision(mode="fp16"), "model")):
+        assert make_plan(recipe(source, stage), store, "cpu")
+        said = rf"^{where}: the model's code in transformers cannot compute in \w*16\. .* Leave the weights in float32"
+        with pytest.raises(SourceError, match=said):
+            make_plan(recipe(source, stage, evals=(Score(),)), store, "cpu")
 
 
 def test_a_later_hit_makes_the_steps_before_it_needless(model: ModelSource, store: Store) -> None:

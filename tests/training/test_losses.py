@@ -4,9 +4,8 @@ once.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,15 +16,18 @@ from transformers import AutoModelForCausalLM
 
 from optkit.errors import SourceError
 from optkit.model.blocks import find_blocks
-from optkit.model.mixed_dtypes import MixedDtypesError
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import ModelShape
 from optkit.progress import SilentProgress
-from optkit.training import losses, objective, teacher
+from optkit.training import losses, objective
 from optkit.training.answers import KnownTeacher, TopTargets
 from optkit.training.logits_in_parts import TwoParts
 from optkit.training.objective import LossWeights, Objective
+from optkit.training.predicted_memory import Setup, predicted_memory
 from optkit.training.shared_answers import SharedPlace
 from optkit.training.student import checkpoint_activations_, open_student
 from optkit.training.teacher import LiveTeacher
+from tests.zoo.models import save_model
 
 
 def drawn(seed: int, *shape: int, scale: float = 3.0) -> torch.Tensor:
@@ -187,20 +189,17 @@ def test_kept_answers_are_the_live_ones(tiny_model):
     assert float(kept.divergence(logits, slice(0, 24), 1.0)) == pytest.approx(float(live), rel=1e-3)
 
 
-def test_a_teacher_whose_code_mixes_dtypes_is_opened_in_float32_alone(tiny_model, monkeypatch):
-    models, real = [], teacher.TwoParts
-
-    def parts(model):
-        gc.collect()
-        assert not any(each() for each in models), "both would be in memory"
-        models.append(weakref.ref(model))
-        if model.dtype == torch.bfloat16:
-            raise MixedDtypesError("the model's code mixes dtypes")
-        return real(model)
-
-    monkeypatch.setattr(teacher, "TwoParts", parts)
-    assert LiveTeacher(tiny_model("llama"), "cpu", torch.bfloat16).model.dtype == torch.float32
-    assert len(models) == 2
+def test_a_teacher_whose_code_mixes_dtypes_is_opened_in_float32_and_counted_so(tmp_path):
+    source = save_model("xlstm", tmp_path / "xlstm")
+    assert LiveTeacher(source, "cpu", torch.bfloat16).model.dtype == torch.float32
+    shape = Checkpoint(source).shape
+    other = ModelShape({**shape.config, "model_type": "llama"}, shape.tensors)
+    setup = Setup(positions=64, length=32, half=True)
+    counted, half = (predicted_memory(shape, replace(setup, teacher=each)) for each in (shape, other))
+    assert counted.teacher == 2 * half.teacher
+    assert counted.teacher >= 4 * sum(
+        each.numel() for each in AutoModelForCausalLM.from_pretrained(source).parameters()
+    )
 
 
 def test_who_waited_for_the_answers_of_another_opens_no_teacher(tiny_model, tmp_path, monkeypatch):

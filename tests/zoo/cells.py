@@ -15,7 +15,7 @@ from optkit.errors import MissingPackageError, OptkitError, RecipeError, SourceE
 from optkit.execute import check_texts, execute
 from optkit.kernels.cpu.native import exact_products
 from optkit.model.prompts import placed
-from optkit.plan import make_plan
+from optkit.plan import make_plan, session_memory
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.stage import Context
@@ -61,6 +61,7 @@ def _cell(source: Path, column: Column, place: Path) -> Cell:
         store = Store(source.parent / "store")
         todo = make_plan(recipe.pinned(None), store, "cpu")
         check_texts(todo, store, None)
+        session_memory(todo.steps[-1], recipe.settings, "cpu")  # as if something were measured
         mark = LATE
         weights = execute(todo, store, Context()).weights
         session = open_session(weights, [entry.value for entry in recipe.settings], "cpu")
