@@ -64,7 +64,7 @@ model's own logits too, as in 8 bits, less will do.
 MORE_ROUNDED = 10
 """Times as far as logits move if the embeddings alone are rounded otherwise: each layer rounds anew."""
 FEWEST_TRIED = 3
-"""Batches up to 2^3 have the same kernels; so have those up to each next power of two."""
+"""Batches of 2 to 2^3 have the same kernels; so have those up to each next power of two."""
 CHOOSING_BLOCKS = 32
 
 
@@ -182,7 +182,7 @@ class GraphDecoder:
         """Return the graph of a batch; None if it is not the model's step, which is tried once for batches
         of about this size: they share their kernels.
         """
-        size = max(FEWEST_TRIED, (batch - 1).bit_length())
+        size = max(FEWEST_TRIED, (batch - 1).bit_length()) if batch > 1 else 0
         try:
             steps = Steps(self, batch, capacity)
             reason = None if size in self._tried else self._why_differs(steps)

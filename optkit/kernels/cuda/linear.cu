@@ -12,7 +12,7 @@
 //   TOKEN_TILES; ROW_TILES; WARPS; DEPTH (slots of a warp); SPAN (chunks side by side in a slot); ENGINE (the copy engine fills slots, if
 //   there is one; else threads do); LATE (the next kernel may begin when all of the weight is asked for, else at once); SHARED (x goes
 //   through shared memory, normed where NORM says so; else it was put in order by `arrange`); GATED (outputs are silu(first half) * second
-//   half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there); WIDE (y is float32).
+//   half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there); WIDE (y is float32); ALONE (one token, which the compiler knows).
 #define CHUNKS ((INPUTS + 127) / 128)
 #define THREADS (32 * WARPS)
 #define SUBGROUPS (GROUP >= 128 ? 1 : 128 / GROUP)
@@ -232,6 +232,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ __align__(8) u64 barriers[WARPS * DEPTH];
 #endif
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#ifdef ALONE
+  tokens = 1;
+#endif
 #ifdef GATED
   const int units = (second_half + ROW_TILES / 2 - 1) / (ROW_TILES / 2);
 #else

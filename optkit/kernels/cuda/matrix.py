@@ -203,7 +203,8 @@ def _launch(
     properties: Any = torch.cuda.get_device_properties(device)
     tiles = choose_tiles(form, tokens, gated, int(properties.shared_memory_per_block_optin), schedule)
     chosen = tiles.schedule
-    flags = {"GATED": gated, "RESIDUAL": add, "WIDE": wide, "SHARED": tiles.shared, "NORM": norm and tiles.shared}
+    flags = {"GATED": gated, "RESIDUAL": add, "WIDE": wide, "ALONE": tokens == 1}
+    flags |= {"SHARED": tiles.shared, "NORM": norm and tiles.shared}
     macros = form.macros(token_tiles(tokens), chosen) | {name: "1" for name, on in flags.items() if on}
     half = form.tiles // 2
     units = -(-half // (chosen.row_tiles // 2)) if gated else -(-form.tiles // chosen.row_tiles)

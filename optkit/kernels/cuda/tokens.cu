@@ -1,5 +1,6 @@
 // From logits to the next token and from the token to its embedding; both ends of a decode step.
 // Macros: BF16, WIDTH (of an embedding, a multiple of 8), VOCABULARY.
+#define AT_ONCE (VOCABULARY % 4 ? 1 : 4)  // logits of a thread
 
 // best [batch]: the largest logit (its order as an unsigned integer) above ~its index, so that the first of equals is taken
 extern "C" __global__ void __launch_bounds__(256) choose(const float* logits, u64* best) {
@@ -7,11 +8,18 @@ extern "C" __global__ void __launch_bounds__(256) choose(const float* logits, u6
   wait_for_previous();
   const float* row = logits + (size_t)blockIdx.y * VOCABULARY;
   u64 mine = 0;
-  for (int i = blockIdx.x * 256 + threadIdx.x; i < VOCABULARY; i += gridDim.x * 256) {
-    u32 bits = __float_as_uint(row[i]);
-    bits = bits >> 31 ? ~bits : bits | 0x80000000u;
-    u64 candidate = (u64)bits << 32 | (u32)~i;
-    mine = candidate > mine ? candidate : mine;
+  for (int i = (blockIdx.x * 256 + threadIdx.x) * AT_ONCE; i < VOCABULARY; i += gridDim.x * 256 * AT_ONCE) {
+    alignas(4 * AT_ONCE) u32 read[AT_ONCE];
+    if (AT_ONCE == 4)
+      *(uint4*)read = *(const uint4*)(row + i);
+    else
+      read[0] = __float_as_uint(row[i]);
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      const u32 bits = read[j] >> 31 ? ~read[j] : read[j] | 0x80000000u;
+      const u64 candidate = (u64)bits << 32 | (u32) ~(i + j);
+      mine = candidate > mine ? candidate : mine;
+    }
   }
 #pragma unroll
   for (int step = 16; step; step >>= 1) {
