@@ -14,8 +14,6 @@ from optkit.algorithms.tensor_cores import LONGEST, add_product_, bfloat16_parts
 if TYPE_CHECKING:
     from optkit.model.together import Together
 
-FEW_TOKENS = 128
-"""Fewer say nothing about the inputs of a layer (an expert), which is rounded to nearest or pruned by magnitude."""
 BLOCK = {"cpu": 384, "cuda": 1024}
 """Columns computed at a time: the matrix is symmetric, so what lies above its diagonal blocks is
 left out and mirrored at the end.

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.algorithms.gptq import GptqOptions, gptq
 from optkit.algorithms.grid import Grid, round_to_nearest
-from optkit.algorithms.hessian import FEW_TOKENS, Hessian
+from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.scale_search import search_scales
 
 BAND = 64

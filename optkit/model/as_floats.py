@@ -12,10 +12,11 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from optkit.common.held_files import held_directory
-from optkit.errors import OptkitError
+from optkit.errors import OptkitError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.cost import Cost
 from optkit.model.packed_floats import STALE, float_dtype, float_shape, notes_on_floats, unpacking_bytes
+from optkit.model.read_weights import Read, reads_of
 from optkit.model.safetensors_file import SHARD_BYTES
 from optkit.model.shape import ModelShape
 from optkit.model.unpacked import PLACE, PREFIX
@@ -47,12 +48,25 @@ def as_floats(packed: Path, trusted: bool = False, device: str = "cpu") -> Itera
 
 def unpacking(cost: Cost, packed: ModelShape, left: ModelShape, device: str) -> Cost:
     """Return what a step needs that reads packed weights as floats, and leaves `left`. A weight is unpacked
-    before anything is done with it, while a shard waits to be written.
+    before anything is done with it, while a shard waits to be written. Raises as `refuse_left_apart` does.
     """
+    refuse_left_apart(left)
     ram, gpu = unpacking_bytes(packed, device)
     most = {"ram_bytes": max(cost.ram_bytes, min(left.size_bytes, SHARD_BYTES) + ram)}
     most["gpu_bytes"] = max(cost.gpu_bytes, gpu)
     return cost.model_copy(update=most).noting(notes(packed))
+
+
+def refuse_left_apart(left: ModelShape) -> None:
+    """Raise StageError for a float model whose experts lie one by one, where transformers reads them joined."""
+    apart = next((name for name in left.tensors if ".experts.0." in name), "")
+    if apart and not left.quant_method and Read.REPLACED in reads_of(left.config)(""):
+        raise StageError(
+            "its float weights would lie expert by expert",
+            where=apart,
+            why=f"Packed ones do, and transformers reads those of a float {left.config.get('model_type')} joined",
+            remedy="Start from the model's own float weights",
+        )
 
 
 def notes(packed: ModelShape) -> tuple[str, ...]:

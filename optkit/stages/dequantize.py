@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from optkit.errors import SourceError
+from optkit.model.as_floats import refuse_left_apart
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.packed_floats import (
     STALE,
@@ -84,9 +85,12 @@ class Dequantize(Transform):
         )
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return the exact size, and the memory of one shard and of the largest weight."""
+        """Return the exact size, and the memory of one shard and of the largest weight.
+        Raises StageError as `refuse_left_apart` does.
+        """
         dtype = self._dtype(shape)
         left = float_shape(shape, dtype)
+        refuse_left_apart(left)
         joined = max(
             (left.tensors[name].size_bytes for name, each in packed_floats(shape).items() if len(each.shape) == 3),
             default=0,

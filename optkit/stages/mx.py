@@ -308,7 +308,7 @@ class Mx(SharedText, LayerQuantizer):
         """Return a weight in 4 bits.
         One that saw too few tokens to be compensated on is rounded to nearest, and reported.
         """
-        from optkit.algorithms.hessian import FEW_TOKENS
+        from optkit.algorithms.few_tokens import FEW_TOKENS
         from optkit.algorithms.microscaling import compensated
         from optkit.stages.quantizing.hessians import refuse_infinite
 

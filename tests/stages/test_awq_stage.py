@@ -222,12 +222,12 @@ def test_a_model_whose_scales_cannot_be_folded_is_refused_with_the_reason(
 
 
 def test_too_few_tokens_are_refused(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+    short = text.model_copy(update={"samples": 1})
+    for stage in (Awq(group_size=32, calibration=short), AwqScale(group_size=32, calibration=short)):
+        with pytest.raises(StageError, match=r"^calibration: the calibration text has 64 tokens, not 128\. .* Raise"):
+            stage.predict(Checkpoint(tiny_model("llama")).shape, "cpu")
     with pytest.raises(StageError) as raised:
-        run(
-            tiny_model("llama"),
-            tmp_path / "awq",
-            Awq(group_size=32, calibration=text.model_copy(update={"samples": 1})),
-        )
+        run(tiny_model("llama"), tmp_path / "awq", Awq(group_size=32, calibration=short))
     assert str(raised.value) == (
         "awq: model.layers.0: no input of the chosen layers can be scaled. Its layers saw fewer "
         "than 128 calibration tokens."

@@ -13,6 +13,8 @@ from optkit.errors import StageError
 from optkit.model.apart import CheckpointApart, parts_of
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.inventory import take_inventory
+from optkit.plan import make_plan
+from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
@@ -22,6 +24,7 @@ from optkit.stages.gptq import Gptq
 from optkit.stages.int8 import Int8
 from optkit.stages.qat import Qat
 from optkit.stages.rtn import Rtn
+from optkit.store.store import Store
 from tests.support.predictions import predicted
 from tests.support.vision_models import save_vision_model
 from tests.zoo.models import TOKENS, plain_logits, save_model
@@ -63,6 +66,18 @@ def test_transformers_opens_what_is_written_and_computes_the_same(stage: Any, tm
     logits, whole = plain_logits(target), plain_logits(source)
     assert (open_session(target).logits(TOKENS) - logits).abs().max() < 1e-3  # codes are products of 16-bit integers
     assert 1e-3 < (logits - whole).abs().max() < 1.5
+
+
+def test_floats_of_experts_that_lie_one_by_one_are_refused(tmp_path: Path) -> None:
+    source, target = save_model("llama4_text", tmp_path / "source"), tmp_path / "packed"
+    target.mkdir()
+    Rtn(group_size=16).run(source, target, Context())
+    for stages in ("dequantize: float32", "cast: bfloat16", "prune: {sparsity: 0.5, method: magnitude}"):
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(f"model: {target}\nstages: [{{{stages}}}]", encoding="utf-8")
+        said = r"experts\.0\..*: its float weights would lie expert by expert\. .* a float llama4_text joined\. Start"
+        with pytest.raises(StageError, match=said):
+            make_plan(load_recipe(recipe).pinned(None), Store(tmp_path / "store"), "cpu")
 
 
 def test_an_expert_counts_the_tokens_that_the_router_sends_to_it(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms.allocation import choose
-from optkit.algorithms.hessian import FEW_TOKENS
+from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
 from optkit.algorithms.sensitivity import Seen, divergences, judged_apart, share_left
 from optkit.algorithms.sparsegpt import curvature, sparsegpt

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.algorithms.gptq import relative_error
-from optkit.algorithms.hessian import FEW_TOKENS, Hessian
+from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
 from optkit.algorithms.sparsegpt import Curvature, curvature, sparsegpt
 from optkit.algorithms.sparsity_pattern import Pattern

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.algorithms.gptq import (
     Factored,
     GptqOptions,
@@ -29,7 +30,7 @@ from optkit.algorithms.gptq import (
     row_errors,
 )
 from optkit.algorithms.grid import Grid, QuantizedWeight, joined, minmax_scales, round_to_nearest
-from optkit.algorithms.hessian import FEW_TOKENS, Hessian
+from optkit.algorithms.hessian import Hessian
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
 from optkit.model.skeleton_layers import float_weight, put_weight_

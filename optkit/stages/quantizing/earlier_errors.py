@@ -10,7 +10,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from optkit.algorithms.earlier_errors import Mismatch
-from optkit.algorithms.hessian import FEW_TOKENS, Hessian, mean_square
+from optkit.algorithms.few_tokens import FEW_TOKENS
+from optkit.algorithms.hessian import Hessian, mean_square
 from optkit.model.blocks import Batch, BlockInputs, Call
 from optkit.model.linear_layers import EXPERTS
 from optkit.model.memory import room_for_states

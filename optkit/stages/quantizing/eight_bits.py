@@ -92,7 +92,7 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         A layer that saw too few tokens to be compensated on is rounded to nearest, and reported.
         """
         from optkit.algorithms.eight_bit import amax_scales, quantize, search_scales, tile_of
-        from optkit.algorithms.hessian import FEW_TOKENS
+        from optkit.algorithms.few_tokens import FEW_TOKENS
 
         tile, numbers = tile_of(self.scales, (weight.shape[0], weight.shape[1])), self._numbers()
         dtype = job.skeleton.stored_dtype(job.weight(name))

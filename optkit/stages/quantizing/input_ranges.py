@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from optkit.algorithms.hessian import FEW_TOKENS, Hessian
+from optkit.algorithms.few_tokens import FEW_TOKENS
+from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.scaled_gptq import left_variances
 from optkit.model.linear_layers import EXPERTS
 

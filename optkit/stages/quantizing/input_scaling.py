@@ -4,12 +4,14 @@ Block by block they are folded into norms and linear layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.common.field_types import BatchSize
 from optkit.common.frozen import Frozen
 from optkit.common.grouping import grouped
@@ -59,7 +61,16 @@ class InputScaling(Frozen):
     """Sequences that run through a block at once."""
 
     def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding, devices: int) -> Work:
-        """Return what the work needs; what waits to be written comes on top."""
+        """Return what the work needs; what waits to be written comes on top.
+        Raises StageError for a text that is too short for any layer.
+        """
+        if (tokens := math.prod(self.calibration.size)) < FEW_TOKENS:
+            raise StageError(
+                f"the calibration text has {tokens:,} tokens, not {FEW_TOKENS}",
+                where="calibration",
+                why="Fewer do not tell which inputs of a layer to scale",
+                remedy="Raise calibration.samples or calibration.sequence_length",
+            )
         largest = max(layer.inputs for layer in layers.values())
         groups = (group for block in by_block(shape, layers) for group in scaled_together(block))
         readers = max(_reader_bytes(group, layers) for group in groups)
@@ -132,7 +143,6 @@ class BlockScaler:
 
         Raises StageError if none of them can be scaled, and for inputs that are NaN or Inf.
         """
-        from optkit.algorithms.hessian import FEW_TOKENS
         from optkit.model.wiring import fold_, fold_groups
 
         skeleton, block = self.skeleton, self.skeleton.blocks[index]
@@ -187,7 +197,6 @@ class BlockScaler:
         """Return what layers of a loaded block saw, without those that saw few tokens. Raises
         StageError for inputs that are NaN or Inf.
         """
-        from optkit.algorithms.hessian import FEW_TOKENS
         from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix
 
         sums = collect_hessians(self.skeleton, index, self.inputs, layers, self.settings.equal_tokens)
