@@ -29,6 +29,8 @@ taken so far.
 """
 JSON_INTERVAL_S = 1.0
 """At most one line of JSON of a task in so many seconds."""
+LEAST_KNOWN = 0.02
+"""Share of a task from which on it is told how long the rest takes."""
 WORTH_A_LINE_S = 1.0
 """A bar that was there for less leaves no line behind."""
 
@@ -144,9 +146,11 @@ class Pace:
 
     @property
     def left(self) -> str:
-        """`0:31 left` if it goes on like this; empty before the first step is done, and at the end."""
-        remaining = self.total - self.done
-        return f"{clock_text(self.elapsed_s / self.done * remaining)} left" if self.done and remaining > 0 else ""
+        """`0:31 left` if it goes on like this; empty before 2% are done, since what comes once is in
+        the first steps, and at the end.
+        """
+        remaining, known = self.total - self.done, self.done >= max(1, LEAST_KNOWN * self.total)
+        return f"{clock_text(self.elapsed_s / self.done * remaining)} left" if known and remaining > 0 else ""
 
     def ending(self, failed: bool) -> str:
         """Return the last line: `gptq 30/30 blocks in 4:12`.

@@ -83,6 +83,7 @@ def test_clock_text(seconds: float, text: str) -> None:
 
 def test_pace_knows_nothing_before_the_first_step() -> None:
     assert Pace("gptq", 30, "blocks").left == ""
+    assert [bool(Pace("import", 272, "tensors", done=done).left) for done in (1, 5, 6, 271, 272)] == [0, 0, 1, 1, 0]
 
 
 def test_quiet_prints_warnings_only() -> None:
