@@ -1,11 +1,12 @@
 """Has a row become slower than its own history on this device? `make bench`.
 
-    python -m docs.benchmarks.suite [--only PATTERN] [--repeats N] [--history FILE] [--accept]
+    python -m docs.benchmarks.suite [--only PATTERN] [--history FILE] [--accept]
 
-Each row is a command, run several times in turns with the others. What it took is compared with
-its earlier runs on the same device, in history.jsonl. A row is slower if the whole 95% interval of
-the ratio lies above 1.03: that of one more run, by the spread of the earlier ones. Exit status 1
-names it, and it is not written into the history unless `--accept` says that it is meant.
+Each row is a command, run several times in turns with the others. The fastest run counts, and is
+compared with those of earlier calls on the same device, in history.jsonl. A row is slower if the
+whole 95% interval of the ratio lies above 1.03: that of one more call, by the spread of the earlier
+ones. Exit status 1 names it, and it is not written into the history unless `--accept` says that it
+is meant. A row that other programs disturbed is neither judged nor written.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from optkit.common.statistics import Estimate, independent_ratio, mean, mean_estimate, standard_error, t_quantile
+from optkit.common.statistics import Estimate, mean, standard_error, t_quantile
+from optkit.devices.cpu_watch import CpuWatch
 from optkit.environment import PACKAGES, best_device, describe_environment
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +36,11 @@ HISTORY = Path(__file__).with_name("history.jsonl")
 LEAST = 1.03
 """A smaller loss of time is none, however little the runs differ."""
 RECENT = 10
-"""Earlier runs that are looked at."""
-
-
-BUSY = 0.5
-"""Programs that run, for each core, from which on the user is warned."""
+"""Earlier calls that are looked at."""
+FEWEST = 3
+"""Earlier calls from which on a row is judged: the spread of two says too little."""
+CALM = 0.1
+"""Share of the cores that other programs may use while a row is timed."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,19 @@ class Row:
     metric: str = ""
     """Of the scorecard that the command prints, a rate; without it the command's wall clock counts."""
     device: str = "cpu"
+    runs: int = 2
 
 
 QUIET = "--json --quiet --store SCRATCH/store --out SCRATCH/made --set gates={}"
-ONE_BLOCK = "--set 'stages.0.gptq.include=[\"*.layers.0.*\"]'"
+ONE_BLOCK = "--set 'stages.0.gptq.include=[\"*.layers.0.*\"]' --set stages.0.gptq.calibration.samples=16"
 SPEED = (
-    "--set 'evals=[{throughput: {batch_sizes: [1], prompts: [128], new_tokens: 64, processes: 2, repeats: 2, "
-    "warmup: 1, interval: 0.2, limit_s: 10}}]'"
+    "--set attribution=false --set 'evals=[{throughput: {batch_sizes: [1], prompts: [128], new_tokens: 16, "
+    "processes: 2, repeats: 2, warmup: 1, interval: 0.2, limit_s: 4}}]'"
 )
-"""Short: how far runs of the suite are apart says more than how far repeats of one of them are."""
+"""Short: how far calls of the suite are apart says more than how far repeats of one of them are."""
 ROWS = (
-    Row("help", "optkit --help"),
-    Row("plan", "optkit plan llama_int4"),
+    Row("help", "optkit --help", runs=6),
+    Row("plan", "optkit plan llama_int4", runs=6),
     Row("gptq, one block", f"optkit run llama_int4 {QUIET} {ONE_BLOCK} --set evals=[]"),
     Row("rtn, decode on a CPU", f"optkit run llama_int4_rtn {QUIET} {SPEED}", "decode_tokens_per_s"),
     Row("rtn, prompts on a CPU", f"optkit run llama_int4_rtn {QUIET} {SPEED}", "prefill_tokens_per_s"),
@@ -74,6 +77,7 @@ ROWS = (
         "cuda",
     ),
 )
+SLOWER, DISTURBED, UNKNOWN, KEPT = "slower", "disturbed", "not judged yet", "not slower"
 Timer = Callable[[str], tuple[float, str]]
 """Runs a command: its seconds, and what it printed."""
 
@@ -100,60 +104,68 @@ def seconds(row: Row, wall: float, printed: str) -> float:
     return 1 / float(next(metric["value"] for metric in metrics if metric["name"] == row.metric))
 
 
-def compared(samples: Sequence[float], earlier: Sequence[Sequence[float]]) -> Estimate | None:
-    """Return how many times as long a row takes as it did, None if it never ran here.
+def compared(seconds: float, earlier: Sequence[float]) -> Estimate | None:
+    """Return how many times as long a row takes as it did, None if too few calls are known.
 
-    samples: seconds of this run; earlier: those of its earlier ones, the oldest first. The interval
-    is that of one more run of the same program (t, in the logarithm), once there are two earlier
-    ones; of one, both runs' own spread makes it.
+    seconds: of this call; earlier: of earlier ones, the oldest first. The interval is that of one
+    more call of the same program (t, in the logarithm).
     """
-    runs = [math.log(mean(each)) for each in earlier[-RECENT:]]
-    if not runs:
+    if len(earlier) < FEWEST:
         return None
-    if len(runs) == 1:
-        return independent_ratio(*(mean_estimate(each, least=min(each) / 2) for each in (samples, earlier[-1])))
-    change = math.log(mean(samples)) - mean(runs)
-    half = t_quantile(len(runs) - 1) * standard_error(runs) * math.sqrt(len(runs) + 1)
+    calls = [math.log(each) for each in earlier[-RECENT:]]
+    change = math.log(seconds) - mean(calls)
+    half = t_quantile(len(calls) - 1) * standard_error(calls) * math.sqrt(len(calls) + 1)
     return Estimate(math.exp(change), (math.exp(change - half), math.exp(change + half)))
 
 
 def measured(
-    rows: Iterable[Row], repeats: int, history: Path, about: Mapping[str, Mapping[str, Any]], accept: bool, timer: Timer
-) -> list[str]:
-    """Time rows in turns, print each beside its history, and write it there. Return what is slower.
+    rows: Iterable[Row], history: Path, about: Mapping[str, Mapping[str, Any]], accept: bool, timer: Timer
+) -> dict[str, list[str]]:
+    """Time rows in turns, print each beside its history, and write it there unless it is slower or
+    was disturbed. Return the names of rows by verdict: SLOWER, DISTURBED, UNKNOWN or KEPT.
     about: of each kind of device, what is written with its rows; `device` names it.
     """
     chosen = [row for row in rows if row.device in about]
     samples: dict[str, list[float]] = {row.name: [] for row in chosen}
-    for turn in range(1, repeats + 1):
-        outputs: dict[str, tuple[float, str]] = {}
-        for command in dict.fromkeys(row.command for row in chosen):
-            print(f"turn {turn} of {repeats}: {command}", file=sys.stderr, flush=True)
-            outputs[command] = timer(command)
-        for row in chosen:
-            samples[row.name].append(seconds(row, *outputs[row.command]))
+    others: dict[str, float] = {}
+    for turn in range(max(row.runs for row in chosen)):
+        for command, runs in {row.command: row.runs for row in chosen if turn < row.runs}.items():
+            print(f"run {turn + 1} of {runs}: {command}", file=sys.stderr, flush=True)
+            watch = CpuWatch()
+            before = watch.now()
+            output = timer(command)
+            others[command] = max(others.get(command, 0.0), watch.others(before))
+            for row in chosen:
+                if row.command == command:
+                    samples[row.name].append(seconds(row, *output))
     lines = history.read_text(encoding="utf-8").splitlines() if history.exists() else []
-    slower = []
+    verdicts: dict[str, list[str]] = {}
     for row in chosen:
         told = {"row": row.name, "command": row.command, **about[row.device], "seconds": samples[row.name]}
         same = ("row", "command", "device")
-        earlier = [each["seconds"] for each in map(json.loads, lines) if all(each[key] == told[key] for key in same)]
-        ratio = compared(samples[row.name], earlier)
-        low, high = (ratio.interval if ratio else None) or (1.0, 1.0)
-        print(
-            f"{row.name}: {mean(samples[row.name]):.4g} s"
-            + (
-                f", {ratio.value:.2f} times [{low:.2f}, {high:.2f}] what it took before; earlier runs: {len(earlier)}"
-                if ratio
-                else ", the first run here"
-            )
-        )
-        if low > LEAST:
-            slower.append(row.name)
-        if accept or low <= LEAST:
+        known = [min(each["seconds"]) for each in map(json.loads, lines) if all(each[key] == told[key] for key in same)]
+        verdict, why = judged(min(samples[row.name]), known, others[row.command])
+        print(f"{row.name}: {min(samples[row.name]):.4g} s, {verdict}: {why}")
+        verdicts.setdefault(verdict, []).append(row.name)
+        if accept or verdict in (KEPT, UNKNOWN):
             with history.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(told) + "\n")
-    return slower
+    return verdicts
+
+
+def judged(seconds: float, earlier: Sequence[float], others: float) -> tuple[str, str]:
+    """Return what is to be said of a row, and why.
+    others: the share of the cores that other programs used, at most in a run.
+    """
+    ratio = compared(seconds, earlier)
+    low, high = (ratio.interval if ratio else None) or (1.0, 1.0)
+    if others > CALM:
+        return DISTURBED, f"other programs used {others:.0%} of the cores. Run it again when nothing else runs"
+    if not ratio:
+        return UNKNOWN, f"earlier calls: {len(earlier)} of the {FEWEST} that are needed"
+    seen = LEAST * ratio.value / low - 1
+    why = f"{ratio.value:.2f} times [{low:.2f}, {high:.2f}] the {len(earlier[-RECENT:])} calls before"
+    return (SLOWER if low > LEAST else KEPT), f"{why}. A loss is seen from {seen:.0%} on"
 
 
 def told_of(device: str) -> dict[str, Any]:
@@ -174,12 +186,9 @@ def main() -> None:
     """Print each row, and exit with 1 if one is slower."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", help=f"rows, as a glob pattern: {'; '.join(row.name for row in ROWS)}")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each row, 2 or more")
     parser.add_argument("--history", type=Path, default=HISTORY, help="the file of earlier runs")
     parser.add_argument("--accept", action="store_true", help="write down what is slower too")
     asked = parser.parse_args()
-    if asked.repeats < 2:
-        parser.error("--repeats: a run alone has no spread. Give 2 or more.")
     about = {device.partition(":")[0]: told_of(device) for device in {"cpu", best_device()}}
     here = [row for row in ROWS if row.device in about]
     rows = [row for row in here if fnmatch(row.name, asked.only)]
@@ -188,11 +197,10 @@ def main() -> None:
         parser.error(f"--only: no row for {' or '.join(sorted(about))} is named {asked.only}. There are: {names}.")
     if waiting := [row.name for row in ROWS if row not in here and fnmatch(row.name, asked.only)]:
         print(f"not timed, for there is no NVIDIA GPU here: {'; '.join(waiting)}")
-    if (load := os.getloadavg()[0]) > BUSY * (os.cpu_count() or 1):
-        print(f"note: {load:.1f} programs wait for {os.cpu_count()} cores. Times of a busy machine say little.")
-    if slower := measured(rows, asked.repeats, asked.history, about, asked.accept, timed):
-        raise SystemExit(f"slower than before: {'; '.join(slower)}. If it is meant, --accept writes it down.")
-    print(f"nothing is slower than before; written to {asked.history}")
+    found = measured(rows, asked.history, about, asked.accept, timed)
+    if SLOWER in found:
+        raise SystemExit(f"slower than before: {'; '.join(found[SLOWER])}. If it is meant, --accept writes it down.")
+    print(f"nothing is slower than before, of {len(found.get(KEPT, []))} of {len(rows)} rows that could be judged")
 
 
 if __name__ == "__main__":

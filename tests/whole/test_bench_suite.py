@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shlex
 import sys
@@ -12,79 +13,116 @@ from typing import Any
 import pytest
 
 from docs.benchmarks import suite
-from docs.benchmarks.suite import ROWS, Row, compared, measured, seconds, timed
+from docs.benchmarks.suite import (
+    DISTURBED,
+    KEPT,
+    ROWS,
+    SLOWER,
+    UNKNOWN,
+    Row,
+    compared,
+    judged,
+    measured,
+    seconds,
+    timed,
+)
+from optkit.devices.cpu_watch import CpuWatch
 from tests.support.full_scorecards import full_scorecard
 
 ABOUT = {"cpu": {"device": "a CPU, 2 CPU threads", "versions": {}}}
-FAST, SLOW = Row("fast", "fast"), Row("slow", "slow")
-Run = Callable[..., list[str]]
+FAST, SLOW = Row("fast", "fast"), Row("slow", "slow", runs=3)
+ALL_KEPT = {KEPT: ["fast", "slow"]}
+Run = Callable[..., dict[str, list[str]]]
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Time two rows of 1 s, within 5% and by seed, and return the names of those that are slower."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Time two rows of 1 s, within 5% and by seed, and return what is said of them."""
     noise = random.Random(0)
 
-    def once(times: float = 1.0, about: Any = ABOUT, accept: bool = False) -> list[str]:
+    def once(times: float = 1.0, about: Any = ABOUT, accept: bool = False, others: float = 0.0) -> dict[str, list[str]]:
         def timer(command: str) -> tuple[float, str]:
             return noise.uniform(0.95, 1.05) * (times if command == "slow" else 1.0), ""
 
-        return measured((FAST, SLOW), 3, tmp_path / "history.jsonl", about, accept, timer)
+        monkeypatch.setattr(CpuWatch, "others", lambda self, before: others)
+        return measured((FAST, SLOW), tmp_path / "history.jsonl", about, accept, timer)
 
     return once
 
 
 def test_a_row_that_got_slower_is_named_and_noise_is_not(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [run() for _ in range(8)] == [[]] * 8
-    assert "fast: " in capsys.readouterr().out
-    assert run(1.3) == ["slow"]
-    assert "earlier runs: 8" in capsys.readouterr().out
-    assert run(1.3) == ["slow"], "what is slower is not written down"
-    assert run(0.7) == []
+    assert [run() for _ in range(3)] == [{UNKNOWN: ["fast", "slow"]}] * 3
+    assert "not judged yet: earlier calls: 2 of the 3 that are needed\n" in capsys.readouterr().out
+    assert [run() for _ in range(5)] == [ALL_KEPT] * 5
+    assert run(1.3) == {KEPT: ["fast"], SLOWER: ["slow"]}
+    said = capsys.readouterr()
+    assert "] the 8 calls before. A loss is seen from " in said.out
+    assert said.err.endswith(
+        "run 1 of 2: fast\nrun 1 of 3: slow\nrun 2 of 2: fast\nrun 2 of 3: slow\nrun 3 of 3: slow\n"
+    )
+    assert run(1.3) == {KEPT: ["fast"], SLOWER: ["slow"]}, "what is slower is not written down"
+    assert run(0.7) == ALL_KEPT
 
 
 def test_what_is_accepted_is_history(run: Run, tmp_path: Path) -> None:
     for _ in range(3):
         run()
     before = len((tmp_path / "history.jsonl").read_text().splitlines())
-    assert run(1.5, accept=True) == ["slow"]
+    assert run(1.5, accept=True)[SLOWER] == ["slow"]
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == before + 2
-    assert run(1.5) == []
+    assert run(1.5) == ALL_KEPT
+
+
+def test_what_others_disturb_is_neither_judged_nor_history(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(4):
+        run()
+    before = (tmp_path / "history.jsonl").read_text()
+    assert run(9.0, others=0.4) == {DISTURBED: ["fast", "slow"]}
+    assert (tmp_path / "history.jsonl").read_text() == before
+    said = "disturbed: other programs used 40% of the cores. Run it again when nothing else runs\n"
+    assert capsys.readouterr().out.endswith(said)
+
+
+def test_what_a_row_itself_computes_is_not_taken_for_others() -> None:
+    watch = CpuWatch()
+    before = watch.now()
+    timed("python -c 'sum(range(10**7))'")
+    after = watch.now()
+    assert after.own_s - before.own_s > 0.05
 
 
 def test_another_device_has_a_history_of_its_own(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(3):
+    for _ in range(4):
         run()
     capsys.readouterr()
-    assert run(1.5, {"cpu": {"device": "another CPU", "versions": {}}}) == []
-    assert capsys.readouterr().out.count("the first run here") == 2
-    assert run(1.5, {"cuda": {"device": "a GPU", "versions": {}}}) == [], "rows of devices that are not here wait"
-    assert capsys.readouterr().out == ""
+    assert run(1.5, {"cpu": {"device": "another CPU", "versions": {}}}) == {UNKNOWN: ["fast", "slow"]}
+    assert capsys.readouterr().out.count("earlier calls: 0 of the 3") == 2
 
 
-def test_the_interval_is_that_of_one_more_run() -> None:
-    assert compared([1.0, 1.0], []) is None
-    two = compared([1.2, 1.2], [[1.0, 1.02], [1.1, 1.12], [0.9, 0.92]])
-    assert two is not None
-    assert two.interval is not None
-    assert two.value == pytest.approx(1.2 / (1.01 * 1.11 * 0.91) ** (1 / 3))
-    assert two.interval[0] < 1 < two.interval[1]
-    one = compared([2.0, 2.01, 1.99], [[1.0, 1.01, 0.99]])
-    assert one is not None
-    assert one.interval is not None
-    assert 1.9 < one.interval[0] < 2 < one.interval[1] < 2.1
+def test_the_interval_is_that_of_one_more_call() -> None:
+    assert compared(1.0, [1.0, 1.0]) is None
+    three = compared(1.2, [1.0, 1.1, 0.9])
+    assert three is not None
+    assert three.interval is not None
+    assert three.value == pytest.approx(1.2 / (1.0 * 1.1 * 0.9) ** (1 / 3))
+    assert three.interval[0] < 1 < three.interval[1]
+
+
+def test_what_is_said_to_be_seen_is_seen() -> None:
+    earlier = [1.0, 1.04, 0.97, 1.01, 1.02]
+    least = 1 + int(judged(1.0, earlier, 0.0)[1].rpartition("from ")[2].partition("%")[0]) / 100
+    centre = math.prod(earlier) ** (1 / 5)
+    assert judged((least + 0.01) * centre, earlier, 0.0)[0] == SLOWER
+    assert judged((least - 0.01) * centre, earlier, 0.0)[0] == KEPT
 
 
 def test_false_alarms_are_rare_when_a_machine_drifts() -> None:
     noise, missed = random.Random(1), 0
     for _ in range(400):
-        runs = [
-            [noise.lognormvariate(drift, 0.01) for _ in range(3)] for drift in (noise.gauss(0, 0.1) for _ in range(6))
-        ]
-        ratio = compared(runs[-1], runs[:-1])
-        assert ratio is not None
-        assert ratio.interval is not None
-        missed += ratio.interval[0] > 1
+        calls = [min(noise.lognormvariate(noise.gauss(0, 0.1), 0.01) for _ in range(3)) for _ in range(6)]
+        missed += judged(calls[-1], calls[:-1], 0.0)[0] == SLOWER
     assert missed / 400 < 0.05
 
 
@@ -111,7 +149,6 @@ def test_each_row_is_a_command_of_optkit() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--repeats", "1"], "Give 2 or more"),
         (["--only", "nothing"], "no row for cpu is named nothing. There are: help; "),
         (["--only", "gptq on a GPU"], "no row for cpu is named gptq on a GPU. There are: help; "),
     ],
@@ -130,8 +167,7 @@ def test_rows_of_devices_that_are_not_here_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(suite, "best_device", lambda: "cpu")
-    monkeypatch.setattr(suite, "measured", lambda *_: [])
-    monkeypatch.setattr(suite.os, "getloadavg", lambda: (0.0, 0, 0))
+    monkeypatch.setattr(suite, "measured", lambda *_: {KEPT: ["help"]})
     for only, said in (("gptq*", "no NVIDIA GPU here: gptq on a GPU; gptq, decode on a GPU\n"), ("help", "")):
         monkeypatch.setattr(sys, "argv", ["suite", "--only", only, "--history", str(tmp_path / "history.jsonl")])
         suite.main()
@@ -146,12 +182,9 @@ def test_a_slower_row_is_the_exit_status(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["suite", "--only", "help", "--history", str(tmp_path / "history.jsonl")])
     monkeypatch.setattr(suite, "best_device", lambda: "cpu")
-    monkeypatch.setattr(suite, "measured", lambda *_: ["help"])
+    monkeypatch.setattr(suite, "measured", lambda *_: {SLOWER: ["help"]})
     with pytest.raises(SystemExit, match=r"slower than before: help\. If it is meant, --accept writes it down\."):
         suite.main()
-    monkeypatch.setattr(suite, "measured", lambda *_: [])
-    monkeypatch.setattr(suite.os, "getloadavg", lambda: (1e3, 0, 0))
+    monkeypatch.setattr(suite, "measured", lambda *_: {DISTURBED: ["help"]})
     suite.main()
-    told = capsys.readouterr().out
-    assert "1000.0 programs wait for" in told
-    assert told.endswith(f"nothing is slower than before; written to {tmp_path / 'history.jsonl'}\n")
+    assert capsys.readouterr().out == "nothing is slower than before, of 0 of 1 rows that could be judged\n"
