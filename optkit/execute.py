@@ -19,6 +19,7 @@ from optkit.common.byte_sizes import size_text
 from optkit.common.files import object_if_any
 from optkit.common.grouping import some
 from optkit.common.spans import mark, span
+from optkit.devices.cpu_watch import make_room
 from optkit.devices.memory_watch import MemoryWatch
 from optkit.environment import describe_environment, package_version, unmet
 from optkit.errors import MissingPackageError, ResourceError, StageError
@@ -132,6 +133,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
             span(f"step {step.kind}", kind=step.kind, key=step.key, status="made") as told,
             store.write(step.key) as draft,
         ):
+            make_room(context.progress)
             start = time.perf_counter()
             origin = (
                 materialize(plan, _origin(plan), store, context, made)
@@ -220,11 +222,8 @@ def check_inventory(step: Step, source: Path, target: Path, report: Report) -> R
             why="They are neither in what the stage left nor named as dropped",
             remedy="A stage that leaves tensors out says so in `Report.dropped`",
         )
-    dropped = {
-        **found.dropped,
-        **given.left_out,
-        **dict.fromkeys(given.unnamed, "a file of weights that the index does not name"),
-    }
+    unnamed = dict.fromkeys(given.unnamed, "a file of weights that the index does not name")
+    dropped = {**found.dropped, **given.left_out, **unnamed}
     kept = [head for head in heads if head not in dropped]
     notes = [f"not in what it leaves: {some([f'{name} ({why})' for name, why in dropped.items()])}"] if dropped else []
     notes += [f"{some(kept)}: of no decoder block that config.json counts; it travels unchanged"] if kept else []

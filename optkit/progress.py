@@ -54,13 +54,17 @@ class Progress(Protocol):
 
 
 class OneModel:
-    """Reports to another, and names in the bars the model that is worked on."""
+    """Reports to another, and names the model that is worked on in bars and warnings."""
 
     def __init__(self, progress: Progress, model: str) -> None:
-        self._model, self.say, self.warn, self._task = model, progress.say, progress.warn, progress.task
+        self.say, self._task, self._warn = progress.say, progress.task, progress.warn
+        self._of = f"{model}: " if model else ""
 
     def task(self, label: str, total: int, unit: str = "") -> Task:
-        return self._task(f"{label} of {self._model}", total, unit)
+        return self._task(self._of + label, total, unit)
+
+    def warn(self, line: str) -> None:
+        self._warn(self._of + line)
 
 
 class SilentTask:

@@ -17,6 +17,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("OPTKIT_STORE_REMOTE", None)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else what a run says would depend on how busy the machine is
 
 import pytest
 from filelock import FileLock

@@ -19,8 +19,8 @@ from optkit.model.session_memory import SessionMemory
 from optkit.model.task import GENERATING, Task
 from optkit_evals.configurations import measure_each
 from optkit_evals.meanings import row
-from optkit_evals.repeats import CALM, Cell, Effort, Repeats, repeat
-from optkit_evals.timing import MOST_REPEATS, SETTLED, device_text
+from optkit_evals.repeats import CALM, MOST_REPEATS, Cell, Effort, Repeats, repeat
+from optkit_evals.timing import SETTLED, device_text
 from optkit_evals.vllm import UnderVllm, vllm_text
 
 WIDE_SPREAD = 0.10
@@ -66,8 +66,8 @@ class Throughput(TimedEval):
     means, before its repeats stop. The repeats alone then make the mean of four turns uncertain by
     about as much."""
     limit_s: Duration = 60.0
-    """Seconds of one configuration, all turns of a model together, after which no further warm-up
-    runs and repeats begin.
+    """Seconds of one configuration, all turns of a model together, for repeats and for warm-up runs
+    beyond `warmup`. After them none begins, but for the first repeat of a turn.
     """
     warmup: Count = 2
     """Runs before these in each turn, at least; more follow until the mean of the last two moves by
@@ -229,7 +229,7 @@ class Throughput(TimedEval):
             f"than {SETTLED:.0%}, then the mean"
             f" of {math.ceil(self.repeats / self.turns())} repeats (of their percentiles, for latencies), and of up to"
             f" {MOST_REPEATS} times as many until the standard errors of prefill and decode are "
-            f"within {self.interval:.0%};"
+            f"within {self.interval:.0%}, as long as {self.limit_s / self.turns():g} s are not over;"
             f" on CPUs no repeat during which others used more than {CALM:.0%} of the cores, where enough are left;"
             f" {clock}, each token computed from the one before; prefill is up to the first token, decode after it;"
             f" bytes are the fewest that a new token makes read, of a draft too;"

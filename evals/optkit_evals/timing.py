@@ -29,8 +29,6 @@ caches and clocks have settled.
 """
 MOST_FURTHER_RUNS = 10
 """Warm-up runs beyond those asked for, after which it is given up."""
-MOST_REPEATS = 4
-"""Times the repeats asked for, after which no more are made however wide the interval is."""
 
 
 def device_text(device: str) -> str:
@@ -68,6 +66,8 @@ class WarmUp:
 
     runs: int
     settled: bool
+    further_s: float
+    """Of the runs beyond those asked for."""
 
 
 def answer(session: Session, tokens: Tensor, new_tokens: int) -> Timing:
@@ -110,31 +110,18 @@ def warm_up(session: Session, tokens: Tensor, new_tokens: int, runs: int, limit_
     Not longer than `limit_s` beyond those.
     """
     times: list[float] = []
-    least = max(runs, 2)
-    while len(times) < runs + MOST_FURTHER_RUNS and (len(times) < least or sum(times[runs:]) < limit_s):
+    least, settled = max(runs, 2), False
+    while not settled and len(times) < runs + MOST_FURTHER_RUNS and (len(times) < least or sum(times[runs:]) < limit_s):
         times.append(answer(session, tokens, new_tokens).total_s)
         task.advance()
-        if len(times) >= least and abs(mean(times[-2:]) - mean(times[-3:-1])) < SETTLED * mean(times[-3:-1]):
-            return WarmUp(len(times), True)
-    return WarmUp(len(times), False)
+        settled = len(times) >= least and abs(mean(times[-2:]) - mean(times[-3:-1])) < SETTLED * mean(times[-3:-1])
+    return WarmUp(len(times), settled, sum(times[runs:]))
 
 
-def wants_more(timings: Sequence[Timing], repeats: int, error: float, limit_s: float) -> bool:
-    """Say whether another repeat is due.
-    It is if there were fewer than `repeats`, or a mean's relative standard error is above `error`.
-
-    Not beyond `MOST_REPEATS` times as many or `limit_s` seconds, the least number of repeats
-    excepted. How many there are depends on how they differ within a turn alone, so that the
-    interval, which stands on the turns' means, stays honest.
-    """
-    if len(timings) < repeats:
-        return True
-    if len(timings) >= MOST_REPEATS * repeats or sum(each.total_s for each in timings) >= limit_s:
-        return False
-    if len(timings) < 2:
-        return True
+def is_certain(timings: Sequence[Timing], error: float) -> bool:
+    """Say whether the relative standard errors of prefill and decode are at most `error`; needs two."""
     first, decode = [each.first_token_s for each in timings], [each.decode_s for each in timings]
-    return any(standard_error(samples) > error * mean(samples) for samples in (first, decode))
+    return all(standard_error(samples) <= error * mean(samples) for samples in (first, decode))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.spans import span
+from optkit.devices.cpu_watch import make_room
 from optkit.devices.memory_watch import OPEN, MemoryTrace, MemoryWatch
 from optkit.environment import describe_environment
 from optkit.measure import EvalContext, Found, Opened
@@ -119,6 +120,7 @@ class Bench:
         """Open a session and give its memory back afterwards.
         Of a model that nobody can open, the files alone are there.
         """
+        make_room(self.context.progress)
         from optkit.session import open_session
 
         weights = subject.weights()

@@ -16,6 +16,7 @@ from typing import Any
 
 from optkit.common.frozen import described
 from optkit.common.out_of_resources import is_out_of_memory
+from optkit.devices.cpu_watch import PASSIVE, WAIT_POLICY, crowd
 from optkit.devices.memory_watch import OPEN, MemoryTrace, MemoryWatch, PhasedProgress
 from optkit.devices.nvml import WAITING
 from optkit.errors import EvalError, OptkitError, ResourceError
@@ -26,6 +27,7 @@ from optkit.processes.crashes import ChildEndedError
 from optkit.stage import Setting
 
 MODULE = "optkit.measuring.fresh_process_worker"
+AGAIN = "run again with --retime on a quiet machine"
 PATIENCE_S = 15.0
 """How long a process that is asked to end may take to clean up."""
 
@@ -90,7 +92,8 @@ def measure_apart(
         "turn": index,
         "threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None,
     }
-    env = _variables()
+    others = crowd() if device == "cpu" else 0.0
+    env = _variables(**({WAIT_POLICY: PASSIVE} if others else {}))
     with (
         MemoryWatch(OPEN, own=False) if index == 0 else nullcontext() as memory,
         Child(MODULE, name="the process that measured", env=env, patience_s=PATIENCE_S) as child,
@@ -100,15 +103,24 @@ def measure_apart(
             said = child.result(PhasedProgress(context.progress, memory) if memory else context.progress)
         except ChildEndedError as error:
             raise _ended(error, ", ".join(each.kind for each in evals)) from error
-    first, *others = (Answer.from_json(each) for each in said)
-    return [replace(first, memory=memory.traces) if memory else first, *others]
+    first, *further = (Answer.from_json(each) for each in said)
+    if others:
+        line = (
+            f"{evals[0].kind}: other programs used {others:.0%} of the cores as a turn began, so threads slept"
+            f" while they waited; {AGAIN}"
+        )
+        asked = any(AGAIN in warning for warning in first.warnings)
+        first = replace(
+            first, notes=(*first.notes, line), warnings=first.warnings if asked else (*first.warnings, line)
+        )
+    return [replace(first, memory=memory.traces) if memory else first, *further]
 
 
-def _variables() -> dict[str, str]:
+def _variables(**changed: str) -> dict[str, str]:
     """Return the process's environment variables.
     Before that, it gives back the memory that this process does not use.
     """
-    return python_environment(**{WAITING: str(int(_leave_memory()))})
+    return python_environment(**{WAITING: str(int(_leave_memory()))}, **changed)
 
 
 def _leave_memory() -> bool:

@@ -103,7 +103,7 @@ def measure(
     context = EvalContext(seed=plan.recipe.seed, progress=progress, data=data, calibrated_on=calibrated_on)
     bench = Bench(store, plan.device, context, plan.steps[0].size_bytes)
     if timed:
-        models = [TimedModel(artifact, [(each.key, each) for each in timed], "the artifact")]
+        models = [TimedModel(artifact, [(each.key, each) for each in timed], "the artifact" if baseline else "")]
         if baseline:
             wanted = [(each.baseline_key, each) for each in timed if each.baseline_key]
             models.insert(0, TimedModel(baseline, wanted, "the baseline"))

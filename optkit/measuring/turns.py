@@ -20,7 +20,7 @@ from optkit.measuring.bench import Bench, Subject, Wanted
 from optkit.measuring.fresh_process import Answer, measure_apart
 from optkit.plan import PlannedEval
 from optkit.processes import signals
-from optkit.progress import Progress, asking
+from optkit.progress import OneModel, Progress, asking
 
 LOST = "the rounds of an earlier sitting were damaged, and were taken again"
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -33,9 +33,7 @@ class TimedModel:
     subject: Subject
     wanted: Wanted
     name: str = ""
-    """What warnings call it."""
-    announced: bool = False
-    """Whether it is said that its turn begins."""
+    """What bars and warnings call it."""
 
 
 @dataclass(frozen=True)
@@ -198,17 +196,17 @@ def _with_all_numbers(lines: Sequence[str]) -> str:
     return f"{configuration}{colon}{NUMBER.sub(lambda _: next(numbers), said)}"
 
 
-class _WarningOnce:
-    """Reports to another, and names the model in its warnings; each comes once, whatever its numbers are."""
+class _WarningOnce(OneModel):
+    """Gives each warning once, whatever its numbers are."""
 
     def __init__(self, progress: Progress, model: str) -> None:
-        self.say, self.task, self._warn = progress.say, progress.task, progress.warn
-        self._of, self._warned = f"{model}: " if model else "", set[str]()
+        super().__init__(progress, model)
+        self._warned = set[str]()
 
     def warn(self, line: str) -> None:
         if (said := _without_numbers(line)) not in self._warned:
             self._warned.add(said)
-            self._warn(self._of + line)
+            super().warn(line)
 
 
 def _warning_once(bench: Bench, model: str) -> Bench:
@@ -218,8 +216,6 @@ def _warning_once(bench: Bench, model: str) -> Bench:
 def _take(bench: Bench, model: TimedModel, index: int, runs: dict[str, TimedRun]) -> None:
     """Take one turn of a model, and note what it said when all of it is done."""
     signals.check()
-    if model.announced:
-        bench.context.progress.say(f"{model.name}, turn {index + 1}")
     said = []
     for measured, apart in ((_apart, True), (_here, False)):
         some = [(key, each) for key, each in model.wanted if each.eval.apart() == apart and index < each.eval.turns()]

@@ -89,7 +89,6 @@ def take_turns(
         ),
         [(each.baseline_key, each) for each in first.evals if each.eval.timed and each.baseline_key],
         "unmodified",
-        announced=True,
     )
     named = {id(model): [name for name in plans if plans[name].artifact_key == key] for key, model in models.items()}
 
@@ -112,13 +111,11 @@ def _further(plans: Mapping[str, Plan], store: Store, data: Path | None, progres
     found = {}
     for plan in plans.values():
         for each in speed_rungs(plan, stages=True).further(plan, store, context_of(plan, progress, data)):
-            found[tuple(key for key, _ in each.wanted)] = TimedModel(
-                each.subject, each.wanted, each.name, announced=True
-            )
+            found[tuple(key for key, _ in each.wanted)] = TimedModel(each.subject, each.wanted, each.name)
     return list(found.values())
 
 
 def _model(name: str, plan: Plan, directory: Path, wanted: Wanted) -> TimedModel:
     settings = [entry.value for entry in plan.recipe.settings]
     subject = Subject(lambda: directory, settings, plan.recipe.model.trust_remote_code)
-    return TimedModel(subject, wanted, name, announced=True)
+    return TimedModel(subject, wanted, name)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from optkit_evals.throughput import Throughput
 
 from optkit.common.statistics import mean, standard_error
-from optkit.devices.cpu_watch import CpuWatch
+from optkit.devices import cpu_watch
+from optkit.devices.cpu_watch import CpuWatch, crowd, make_room
 from optkit.measure import EvalContext, Turn
 from tests.support.bigram_session import Said
 from tests.support.clock import Lines
@@ -30,8 +32,18 @@ def test_warm_up_ends_at_the_time_limit(session, clock):
     clock.slow_answers = {run: float(run) for run in range(100)}
     context = EvalContext()
     Throughput(new_tokens=2, prompts=(4,), repeats=2, warmup=1, limit_s=10, interval=0.9).run(session, context)
-    assert clock.answers == 6 + 2  # 0.6 s x (2 + 3 + 4 + 5 + 6) are 12 s beyond the first
+    assert clock.answers == 6 + 1  # 0.6 s x (2 + 3 + 4 + 5 + 6) are 12 s beyond the first: the limit is over
     assert "6 warm-up runs, and their running mean still moves by more than 3%" in context.notes[0]
+    assert context.notes[1].endswith("6 warm-up runs, 1 repeats of 2, since limit_s was over")
+
+
+def test_answers_that_take_long_end_a_turn_soon(session, clock, monkeypatch):
+    clock.slow_answers = {run: 30.0 + 5 * (run % 2) for run in range(100)}
+    monkeypatch.setattr(CpuWatch, "others", lambda self, before: 0.9)
+    context = EvalContext(turn=Turn(0, 4))
+    Throughput(new_tokens=2, prompts=(4,)).run(session, context)
+    assert clock.answers == 2 + 1 + 1, "a warm-up, a run beyond it that takes the turn's 15 s, one repeat"
+    assert "other processes used more than 5% of the cores during 1 of 1 repeats" in context.warnings[-1]
 
 
 def test_repeats_go_on_until_the_mean_of_the_turn_is_certain(session, clock):
@@ -84,6 +96,8 @@ def test_repeats_that_others_disturb_are_left_out(session, clock, monkeypatch, d
     metrics = Throughput(prompts=(4,), new_tokens=3, repeats=4, warmup=1, limit_s=1000).run(session, context)
     first = next(metric for metric in metrics if metric.name == "time_to_first_token_s")
     assert len(first.samples) == kept
+    going_on = [line for line in context.progress.warnings if "repeats go on for up to 999 s" in line]  # type: ignore[attr-defined]
+    assert len(going_on) == bool(disturbed)
     told = [note for note in context.notes if "of the cores" in note]
     if kept == 4:
         assert first.value == pytest.approx(0.5)
@@ -95,6 +109,28 @@ def test_repeats_that_others_disturb_are_left_out(session, clock, monkeypatch, d
             "--retime on a quiet machine"
         )
         assert told == [f"throughput, batch 1, prompt 4: {said}"]
+
+
+@pytest.mark.parametrize(("others", "policy", "wanted"), [(0.9, None, 0.9), (0.2, None, 0.0), (0.9, "ACTIVE", 0.0)])
+def test_threads_make_room_in_a_crowd(tmp_path, monkeypatch, others, policy, wanted):
+    (tmp_path / "torch.py").write_text("import os\npolicy = os.environ.get('OMP_WAIT_POLICY')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(cpu_watch.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(CpuWatch, "others", lambda self, before: others)
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    said = Lines()
+    assert crowd() == wanted
+    make_room(said)
+    if wanted:
+        assert sys.modules["torch"].policy == "PASSIVE"
+        assert said.lines == ["other programs use 90% of the cores, so threads sleep while they wait"]
+    assert ("torch" in sys.modules) == bool(wanted)
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
+    make_room(said)
+    assert len(said.lines) == bool(wanted), "torch is there"
 
 
 def test_what_others_used_is_counted_on_our_cores_alone(tmp_path, monkeypatch):

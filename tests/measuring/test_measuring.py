@@ -183,7 +183,7 @@ def test_bars_of_the_baseline_name_it(measured, monkeypatch):
     monkeypatch.setattr(Said, "task", task)
     monkeypatch.setattr(Plain, "run", run)
     measured({"plain": {}})
-    assert said == ["plain of the baseline", "plain"]
+    assert said == ["the baseline: plain", "plain"]
 
 
 def test_evals_of_fewer_turns_leave_the_later_ones_out(measured):

@@ -82,6 +82,24 @@ def test_what_goes_there_and_comes_back(stand_in: None, tmp_path: Path) -> None:
     assert progress.lines == ["opened"]
 
 
+@pytest.mark.parametrize(("others", "policy"), [(0.0, None), (0.4, "PASSIVE")])
+def test_threads_sleep_while_they_wait_beside_others(
+    stand_in: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: float, policy: str | None
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(parent, "crowd", lambda: others)
+    first, second = turn(tmp_path / "good", EvalContext(), evals=2)
+    assert first.environment["policy"] == policy
+    assert "OMP_WAIT_POLICY" not in os.environ
+    said = (
+        "throughput: other programs used 40% of the cores as a turn began, so threads slept while they waited;"
+        " run again with --retime on a quiet machine"
+    )
+    told = [said] if policy else []
+    assert [*first.notes[1:]] == [*first.warnings] == told
+    assert second.warnings == ()
+
+
 def test_the_memory_of_the_process_is_read_in_the_first_turn(stand_in: None, tmp_path: Path) -> None:
     first, second = turn(tmp_path / "good", EvalContext(), evals=2, index=0)
     assert [(each.name, each.allocated_bytes) for each in first.memory] == [("open", ()), ("throughput", ())]

@@ -37,6 +37,7 @@ class Speed(TimedEval):
         if (name, context.turn.index) == STOPPING:
             raise KeyboardInterrupt
         RAN.append((name, context.turn.index))
+        context.progress.task("speed", 1)
         if name == "busy":
             context.notes.append(f"speed: {context.turn.index} runs in all")
             context.warn(f"speed, batch 1: others used {context.turn.index + 1.5}% of the cores")
@@ -84,6 +85,10 @@ def samples(bench: Bench, name: str) -> list[float]:
     return metric["samples"]
 
 
+def warnings(said: Lines) -> list[str]:
+    return [line for line in said.lines if line.startswith("warning")]
+
+
 def test_a_round_goes_there_and_the_next_one_back(bench: Bench) -> None:
     time_in_turns(bench, models("unmodified", "a", "b"))
     there, back = ["unmodified", "a", "b"], ["b", "a", "unmodified"]
@@ -93,16 +98,16 @@ def test_a_round_goes_there_and_the_next_one_back(bench: Bench) -> None:
 
 def test_a_turn_says_whose_it_is(bench: Bench) -> None:
     said = Lines()
-    named = [replace(model, name="a", announced=number == 1) for number, model in enumerate(models("unmodified", "a"))]
+    named = [replace(model, name=name) for name, model in zip(("", "a"), models("unmodified", "a"), strict=True)]
     time_in_turns(replace(bench, context=EvalContext(progress=said)), named)
-    assert said.lines == ["a, turn 1", "a, turn 2", "a, turn 3", "a, turn 4"]
+    assert said.lines == ["speed of 1", "a: speed of 1", "a: speed of 1", "speed of 1"] * 2
 
 
 def test_a_warning_of_several_turns_comes_once_and_names_the_model(bench: Bench) -> None:
     said = Lines()
     named = [replace(model, name="the artifact") for model in models("busy")]
     time_in_turns(replace(bench, context=EvalContext(progress=said)), named)
-    assert said.lines == ["warning: the artifact: speed, batch 1: others used 1.5% of the cores"]
+    assert warnings(said) == ["warning: the artifact: speed, batch 1: others used 1.5% of the cores"]
     kept = bench.store.take_json(key("busy"))
     assert kept["warnings"] == ["speed, batch 1: others used 1.5, 2.5, 3.5, 4.5% of the cores"]
     assert kept["notes"] == ["speed: 0, 1, 2, 3 runs in all", *kept["warnings"]]
@@ -133,7 +138,7 @@ def test_rounds_that_cannot_be_read_are_taken_again_and_it_is_said(bench: Bench,
     bench = replace(bench, context=EvalContext(progress=said))
     time_in_turns(bench, models("unmodified", "a"), kept=tmp_path / "turns.json")
     assert len(RAN) == 8
-    assert said.lines == ["warning: timings: the rounds of an earlier sitting were damaged, and were taken again"]
+    assert warnings(said) == ["warning: timings: the rounds of an earlier sitting were damaged, and were taken again"]
     note = "speed: the rounds of an earlier sitting were damaged, and were taken again"
     assert bench.store.take_json(key("a"))["notes"] == [note]
 

@@ -32,5 +32,8 @@ class Lines(SilentProgress, SilentTask):
         self.lines.append(f"{label} 0/{total} {unit}")
         return self
 
+    def say(self, line):
+        self.lines.append(line)
+
     def advance(self, steps=1, note=""):
         self.lines.append(f"+{steps} {note}".strip())

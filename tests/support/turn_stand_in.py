@@ -40,6 +40,7 @@ def work(parent: Parent) -> Any:
                 "threads": order["threads"],
                 "waiting": os.environ["OPTKIT_PARENT_ON_GPU"],
                 "path": sys.path,
+                "policy": os.environ.get("OMP_WAIT_POLICY"),
             }
             answer = {
                 "metrics": [METRIC],
