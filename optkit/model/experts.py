@@ -52,6 +52,8 @@ class Experts(nn.ModuleList):
     see_all = False
     """Each sees all tokens; what the router did not send to it leaves no trace in the output."""
 
+    # compiled, each answer of the device would be code of its own
+    @torch.compiler.disable(reason="which experts have tokens is asked of the device")  # type: ignore[untyped-decorator]
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
         total, flat = torch.zeros_like(hidden), chosen.flatten()

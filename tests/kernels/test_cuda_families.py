@@ -21,6 +21,7 @@ from optkit.kernels.cuda import decoding, layer_pass, prompts
 from optkit.kernels.cuda.decoding import GraphDecoder
 from optkit.kernels.cuda.nvrtc import compile_source
 from optkit.kernels.int8_linear import Int8Linear
+from optkit.model.experts import unfuse_experts_
 from optkit.session import open_session
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.stage import Context
@@ -168,6 +169,10 @@ def test_other_layers_and_dtypes_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
     model = random_model("llama", {})
     model.model.layers[1].self_attn.k_proj = torch.nn.Bilinear(1, 1, 1)
     with pytest.raises(StageError, match="a projection of its attention has weights in a form that"):
+        GraphDecoder(model)
+    model = random_model("qwen3_moe", KNOWN["qwen3_moe"])
+    unfuse_experts_(model)
+    with pytest.raises(StageError, match="its packed experts lie one by one, and Python asks the GPU at each step"):
         GraphDecoder(model)
     model = random_model("llama", {"layer_types": ["full_attention", "linear_attention", "full_attention"]})
     with pytest.raises(StageError, match="its layers are of linear_attention"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ from optkit.stage import Context, Transform
 from optkit.stages.fp8 import Fp8
 from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import SmoothQuant
+from tests.kernels.test_cuda_families import KNOWN
 from tests.support.packed_models import random_grid
 from tests.support.tiny_models import CONFIGS, SIZES, save_tiny_model
 
@@ -246,14 +248,25 @@ PACKED: dict[str, Transform] = {
 }
 
 
+MIXTURES = {"qwen3_moe", "mixtral", "gpt_oss"}
+"""Rounding may send a token to another expert, and packed experts have no graph."""
+OTHERS: dict[str, dict[str, object]] = {
+    kind: {"model_type": kind, **SIZES, "head_dim": 16, "num_hidden_layers": 3, **changed}
+    for kind, changed in KNOWN.items()
+    if kind not in FAMILY
+}
+OPENED = [
+    *product(FAMILY, ("bf16", "fp16"), ("float", *PACKED)),
+    *((kind, "bf16", weights) for kind in OTHERS for weights in ("float", "int4")[: 1 if kind in MIXTURES else 2]),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", ["float", "int4", "fp8", "w8a8"])
-@pytest.mark.parametrize("mode", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", FAMILY)
+@pytest.mark.parametrize(("kind", "mode", "weights"), OPENED)
 def test_the_graph_says_what_the_model_says(
     kind: str, mode: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(CONFIGS, kind, FAMILY[kind])
+    monkeypatch.setitem(CONFIGS, kind, (FAMILY | OTHERS)[kind])
     directory = save_tiny_model(kind, tmp_path / "model")
     if stage := PACKED.get(weights):
         quantized = tmp_path / "packed"
@@ -268,10 +281,13 @@ def test_the_graph_says_what_the_model_says(
         written = graph.generate(tokens, 30)  # type: ignore[union-attr]
         decoder = graph._decoder  # type: ignore[union-attr]
         logits = decoder._idle.logits  # type: ignore[union-attr]
+        if cap := getattr(decoder.model.config, "final_logit_softcapping", None):
+            logits = cap * torch.tanh(logits / cap)
         reference = exact.logits(written[:, :-1])[:, -1]  # type: ignore[union-attr]
         usual = own.logits(written[:, :-1])[:, -1]  # type: ignore[union-attr]
         assert written.shape == (batch, prompt + 30)
-        assert difference(logits, reference.double()) < 2 * difference(usual, reference.double()) + 1e-3
+        allowed = 2 * difference(usual, reference.double()) + (0.05 if kind in MIXTURES else 1e-3)
+        assert difference(logits, reference.double()) < allowed
         assert written[:, -1].equal(logits.argmax(-1))
         first = own.logits(tokens)[:, -1].double()  # type: ignore[union-attr]
         short = first.amax(-1) - first.gather(1, written[:, prompt, None])[:, 0]

@@ -102,6 +102,26 @@ def test_each_expert_sees_only_its_tokens() -> None:
     assert seen == {0: 2, 1: 0, 2: 3, 3: 1}
 
 
+@torch.no_grad()
+def test_what_is_compiled_around_experts_serves_every_choice_of_them() -> None:
+    class Step(nn.Module):
+        def __init__(self, experts: nn.Module) -> None:
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, hidden: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+            return self.experts(hidden * 2, chosen, torch.full(chosen.shape, 0.5)) + hidden
+
+    model = make("mixtral", KINDS["mixtral"][0])
+    unfuse_experts_(model)
+    step, graphs = Step(next(module for module in model.modules() if isinstance(module, Experts))), []
+    compiled = torch.compile(step, backend=lambda graph, _: graphs.append(graph) or graph)
+    for choice in ([[0, 2], [2, 0]], [[1, 2], [3, 0]], [[1, 1], [1, 1]]):
+        given = torch.randn(2, 32), torch.tensor(choice)
+        assert compiled(*given).equal(step(*given))
+    assert len(graphs) == 2, "what is before and behind the experts"
+
+
 def test_experts_that_cannot_be_taken_apart_are_reported(tiny_model) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model("gpt_oss"))
     before = set(model.state_dict())

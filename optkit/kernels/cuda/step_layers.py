@@ -20,6 +20,7 @@ from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.eight_bit_linear import EightBitLinear
 from optkit.kernels.float8_linear import Float8Linear
 from optkit.kernels.shares import local_part, split_dimension
+from optkit.model.experts import experts_in
 from optkit.model.split_plan import BY_INPUTS
 
 HEAD_STEP, LARGEST_HEAD = 16, 256
@@ -242,6 +243,8 @@ def _why_not_block(block: Any, config: Any) -> str | None:
     attention = getattr(block, "self_attn", None)
     if attention is None or mlp_of(block) is None:
         return f"{type(block).__name__} is not attention and an MLP, with norms before and behind them"
+    if experts_in(mlp_of(block)):
+        return "its packed experts lie one by one, and Python asks the GPU at each step which of them have tokens"
     own = {name for name, _ in attention.named_children()} | {
         name for name, _ in attention.named_parameters(recurse=False)
     }
