@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 EFFORTS: Mapping[str, Mapping[str, Any]] = {
     "fast": {},
     "balanced": {"earlier_errors": 0.5},
-    "best": {"learn": "blocks", "earlier_errors": 0.5},
+    "best": {"learn": "blocks"},
 }
 STEPS = {"learning_steps": 120, "scale_steps": 64}
 LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
@@ -63,7 +63,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
     kind: ClassVar[str] = "gptq"
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
-    version: ClassVar[int] = 9
+    version: ClassVar[int] = 10
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
@@ -80,7 +80,7 @@ class Gptq(GptqFields, SharedText, Backed):
     to twice the time on a GPU and up to three times on a CPU. 0.5 serves best; 1 follows what is noise.
     """
     effort: Literal["fast", "balanced", "best"] = Field(default="fast", exclude=True)
-    """Picks fields that are not written: `fast` none, `balanced` `earlier_errors: 0.5`, `best` `learn: blocks` too."""
+    """Picks fields that are not written: `fast` none, `balanced` `earlier_errors: 0.5`, `best` `learn: blocks`."""
     learn: Literal["blocks"] | None = Field(default=None, exclude_if=lambda value: value is None)
     """`blocks`: train the codes and scales of each block, so that it returns what the unmodified model has there.
     It takes several times as long."""
@@ -105,7 +105,7 @@ class Gptq(GptqFields, SharedText, Backed):
             raise ValueError("learning_steps and scale_steps are 0: nothing would learn. Raise one, or leave out learn")
         if self.earlier_errors and self.true_sequential is False and not self._offer:
             raise ValueError(
-                "earlier_errors, which effort: balanced and best pick, rounds layers one after another, so "
+                "earlier_errors, which effort: balanced picks, rounds layers one after another, so "
                 "true_sequential: false would not be read. Leave it out"
             )
         if (field := self._beside_unmodified) and self.devices > 1:

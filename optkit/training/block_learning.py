@@ -1,23 +1,20 @@
 """Learn the codes and scales of one decoder block at a time, so that it returns what the unmodified
 model has there.
 
-    minimize the mean over tokens of |N(B(x; codes, scales)) - N(y)|^2 / |N(y)|^2
+    minimize the mean over tokens and readings R of |R(B(x; codes, scales)) - R(y)|^2 / |R(y)|^2
 
 x is what the quantized model has in front of the block, and y what the unmodified model has behind
-it. So a block makes up for the errors of those before it (GPTAQ, arXiv:2504.02692). N is the norm by
-which the next block reads them: elements of Gemma's hidden states differ a thousandfold, and their
-largest are hardly read. Each token counts the same. Gradients go straight through the rounding, as
-in `fake_quantization` (Block-AP of EfficientQAT, arXiv:2407.11062); a step moves a weight by a share
-of its layer's mean scale, so one learning rate serves all layers and bits (SignRound,
-arXiv:2309.05516). What is kept is a mean over the last steps.
+it. So a block makes up for the errors of those before it (GPTAQ, arXiv:2504.02692). R are the norm
+of the next block and the gains of all later ones (`readings`). Each token counts the same. Gradients
+go straight through the rounding, as in `fake_quantization` (Block-AP of EfficientQAT,
+arXiv:2407.11062); a step moves a weight by a share of its layer's mean scale, so one learning rate
+serves all layers and bits (SignRound, arXiv:2309.05516). What is kept is a mean over the last steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from copy import deepcopy
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +22,8 @@ from torch import Tensor, nn
 from optkit.algorithms.grid import Grid, QuantizedWeight
 from optkit.model.blocks import Batch, BlockInputs, Call
 from optkit.model.memory import room_for_states
-from optkit.model.replaced_forward import hooked, replaced_forward
+from optkit.model.readings import readings
+from optkit.model.replaced_forward import replaced_forward
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.training.fake_quantization import FakeQuantized
@@ -54,7 +52,7 @@ class BlockLearner:
         self.weights: dict[str, Tensor] = {}
         """Of the layers of the block that was entered last, float32 [out, in]."""
         self._entered = 0
-        self._read: Callable[[Tensor], Tensor] = nn.Identity()
+        self._readings: Sequence[Callable[[Tensor], Tensor]] = ()
 
     def enter_(self, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]) -> None:
         """Keep what a loaded block with its float weights returns, and the weights of its layers.
@@ -88,7 +86,7 @@ class BlockLearner:
         for name in zeros_stay:
             layers[name].weight.register_hook(ZerosStay(layers[name].weight))
         first = inputs.batches[0]
-        self._read = reading(self.skeleton, index, inputs.hidden[first.rows], first.calls[index])
+        self._readings = readings(self.skeleton, index, inputs.hidden[first.rows], first.calls[index])
         with replaced_forward({modules[name]: layer.forward for name, layer in layers.items()}):
             before = self._mean_loss(index, inputs)
             self._train_(index, inputs, layers)
@@ -128,13 +126,11 @@ class BlockLearner:
             each.detach().copy_(mean)
 
     def _loss(self, index: int, call: Call, hidden: Tensor, wanted: Tensor) -> Tensor:
-        """Return the mean squared error of each token relative to its mean square, as the next block reads it."""
+        """Return the mean squared error of each token relative to its mean square, as later blocks read it."""
         block, half = self.skeleton.blocks[index].module, self.skeleton.dtype is not torch.float32
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=half):
             found = call.graph(block, hidden).float()
-        read = self._read(wanted.float())
-        size = read.square().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
-        return ((self._read(found) - read).square().mean(-1) / size).mean()
+        return torch.stack([_error(read(found), read(wanted.float())) for read in self._readings]).mean()
 
     @torch.no_grad()
     def _mean_loss(self, index: int, inputs: BlockInputs) -> float:
@@ -145,42 +141,9 @@ class BlockLearner:
         return float(torch.stack(losses).mean())
 
 
-def reading(skeleton: Skeleton, index: int, hidden: Tensor, call: Call) -> Callable[[Tensor], Tensor]:
-    """Return the norm by which the block behind a loaded one reads hidden states, in float32; for the last
-    block its own. Blocks that begin with none (OLMo 2) read them as they are.
-
-    Found by running the block: its norm is given what the block is. The next one has its own there.
-    """
-    block = skeleton.blocks[index]
-    entering = hidden if call.added is None else hidden + call.added
-    found: list[str] = []
-
-    def look(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def observe(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            given = arguments[0] if arguments else None
-            if isinstance(given, Tensor) and given.shape == entering.shape and bool((given == entering).all()):
-                found.append(name)
-
-        return observe
-
-    norms = {name: module for name, module in block.module.named_modules() if _is_norm(module)}
-    with hooked(module.register_forward_pre_hook(look(name)) for name, module in norms.items()):
-        skeleton.run_block(index, hidden, call)
-    if not found:
-        return nn.Identity()
-    norm: nn.Module = deepcopy(norms[found[0]]).float().requires_grad_(False)
-    behind = skeleton.blocks[min(index + 1, len(skeleton.blocks) - 1)]
-    for leaf, parameter in norm.named_parameters():
-        stored = skeleton.tensor_names.get(f"{behind.name}.{found[0]}.{leaf}")
-        if stored:
-            parameter.copy_(skeleton.checkpoint.read_finite(stored))
-    return norm
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Say whether a module has a weight for each element of what it is given, and no part."""
-    weights = list(module.parameters())
-    return bool(weights) and not list(module.children()) and all(weight.dim() == 1 for weight in weights)
+def _error(found: Tensor, wanted: Tensor) -> Tensor:
+    size = wanted.square().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((found - wanted).square().mean(-1) / size).mean()
 
 
 def drawn(batches: Sequence[Batch], steps: int, seed: int) -> Iterator[Batch]:
