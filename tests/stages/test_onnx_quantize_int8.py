@@ -38,7 +38,7 @@ def quantize(source: Path, target: Path, **fields: Any) -> Report:
 
 
 def in_int8(
-    x: NDArray[np.float32], weight: NDArray[np.float32], low: float, high: float, per_channel: bool
+    x: NDArray[np.float32], weight: NDArray[np.float32], low: float, high: float, per_channel: bool, top: int = 127
 ) -> NDArray[np.float32]:
     """x @ weight with uint8 inputs of one scale, which reaches from low to high, and int8 weights."""
     low, high = min(low, 0.0), max(high, 0.0)
@@ -46,22 +46,23 @@ def in_int8(
     zero = np.rint(-low / scale)
     codes = np.clip(np.rint(x / scale) + zero, 0, 255)
     largest = np.abs(weight).max(0 if per_channel else None)
-    rounded = np.rint(weight / (largest / 127)) * (largest / 127)
+    rounded = np.rint(weight / (largest / top)) * (largest / top)
     return ((codes - zero) * scale @ rounded).astype(np.float32)
 
 
-@pytest.mark.parametrize("per_channel", [True, False])
-def test_dynamic_says_what_numpy_says(product: Path, target: Path, per_channel: bool) -> None:
-    report = quantize(product, target, method="dynamic", per_channel=per_channel)
+@pytest.mark.parametrize(("per_channel", "top"), [(True, 127), (False, 127), (True, 64)])
+def test_dynamic_says_what_numpy_says(product: Path, target: Path, per_channel: bool, top: int) -> None:
+    report = quantize(product, target, method="dynamic", per_channel=per_channel, reduce_range=top == 64)
     assert report.details["quantized"] == {"MatMul, int8, dynamic": {"count": 1, "nodes": ["product"]}}
     assert report.calibrated_on == ()
     x = np.random.default_rng(1).normal(size=(5, 48)).astype(np.float32)
-    want = in_int8(x, constants(loaded(product))["w"], x.min(), x.max(), per_channel)
+    want = in_int8(x, constants(loaded(product))["w"], x.min(), x.max(), per_channel, top)
     np.testing.assert_allclose(outputs(target, {"x": x}), want, atol=2e-4)
     weight = next(
         array for name, array in constants(loaded(target)).items() if array.dtype == np.int8 and array.size > 24
     )
     assert weight.shape == (48, 24)
+    assert abs(weight).max() == top
     scales = next(array for name, array in constants(loaded(target)).items() if name.endswith("_scale"))
     assert scales.size == (24 if per_channel else 1)
 

@@ -23,7 +23,7 @@ from optkit.progress import SilentProgress
 from optkit.training import checkpoints
 from optkit.training.loop import Loop
 from optkit.training.objective import Objective
-from optkit.training.optimizer import learning_rate
+from optkit.training.optimizer import learning_rate, make_optimizer
 from optkit.training.student import open_student
 from tests.support.small_training import CROSS_ENTROPY, OPTIONS, run, some_data
 
@@ -248,3 +248,16 @@ def test_state_is_json(tiny_model, tmp_path):
     run(tiny_model("llama"), place=tmp_path)
     state = json.loads((tmp_path / "step-00000009" / "state.json").read_text())
     assert state["facts"]["step"] == 9
+
+
+def test_matrices_alone_decay():
+    layer = torch.nn.Linear(4, 3)
+    before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    optimizer = make_optimizer(layer, "adamw", 0.5)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), before["weight"] * (1 - 0.1 * 0.5))
+    assert torch.equal(layer.bias, before["bias"])
