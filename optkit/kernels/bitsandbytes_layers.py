@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optkit.kernels.stored_layer import QuantizedLayer, StoredLayer, plain_layer
+from optkit.kernels.stored_layer import QuantizedLayer, plain_layer
 from optkit.model.checkpoint import Checkpoint
 
 STATE = ".weight.quant_state.bitsandbytes__"
@@ -25,7 +25,7 @@ def four_bit_layers(checkpoint: Checkpoint) -> Mapping[str, QuantizedLayer]:
     return {name: FourBitLayer(checkpoint, name, {"type": kind}) for name, _, kind in found}
 
 
-class FourBitLayer(StoredLayer):
+class FourBitLayer(QuantizedLayer):
     """A layer in NF4 or FP4."""
 
     leaves = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")

@@ -5,7 +5,7 @@ A group's `format` says what its tensors mean.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from optkit.errors import SourceError
 from optkit.kernels.eight_bit import FloatQuantizedLayer, IntQuantizedLayer
@@ -14,28 +14,8 @@ from optkit.kernels.microscaled import MicroscaledLayer
 from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.schemes import best_target
-from optkit.model.shape import TensorInfo
 
-
-class LayerClass(Protocol):
-    """What a format's class offers before there is a layer."""
-
-    def reads(self, scheme: Mapping[str, Any]) -> bool:
-        """Whether the class knows all of a group of `config_groups`; transformers opens others."""
-        ...
-
-    def reads_weights(self, scheme: Mapping[str, Any]) -> bool:
-        """Whether the class knows what a group says of weights."""
-        ...
-
-    def is_weight(self, leaf: str, info: TensorInfo) -> bool:
-        """Whether a tensor is the weight of a layer in this format."""
-        ...
-
-    def __call__(self, checkpoint: Checkpoint, name: str, scheme: Mapping[str, Any]) -> QuantizedLayer: ...
-
-
-FORMATS: dict[str, LayerClass] = {
+FORMATS: dict[str, type[QuantizedLayer]] = {
     "float-quantized": FloatQuantizedLayer,
     "int-quantized": IntQuantizedLayer,
     "naive-quantized": BytesLayer,
@@ -68,7 +48,7 @@ def groups_of(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def layers_in_groups(
-    checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], formats: Mapping[str, LayerClass]
+    checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]], formats: Mapping[str, type[QuantizedLayer]]
 ) -> list[QuantizedLayer]:
     """Return a checkpoint's layers whose groups have these formats.
     Raises SourceError for a layer that no group names.

@@ -15,7 +15,7 @@ from optkit.algorithms.eight_bit import dequantize
 from optkit.errors import SourceError
 from optkit.kernels.float8_linear import Float8Linear, WidenedLinear, why_not_scaled
 from optkit.kernels.int8_linear import Int8Linear, why_not_integers
-from optkit.kernels.stored_layer import StoredLayer
+from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.progress import ToActOn
 
 
@@ -30,7 +30,7 @@ class _Parts:
     input_scale: Tensor | None
 
 
-class _EightBitLayer(StoredLayer):
+class _EightBitLayer(QuantizedLayer):
     """What both formats share."""
 
     leaves = ("weight", "weight_scale", "input_scale")

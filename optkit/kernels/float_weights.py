@@ -30,7 +30,7 @@ from optkit.kernels.compressed_tensors_groups import BEYOND, FORMATS, groups_of,
 from optkit.kernels.eight_bit import FloatQuantizedLayer, IntQuantizedLayer
 from optkit.kernels.integer_layers import BytesLayer, awq_layers, gptq_layers
 from optkit.kernels.microscaled import MicroscaledLinear
-from optkit.kernels.stored_layer import StoredLayer
+from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import CONV1D_MODELS
 from optkit.model.output_layer import HEAD
@@ -61,7 +61,7 @@ class Transposed:
         return self.layer.dequantize(dtype, device).T
 
 
-class TiledLayer(StoredLayer):
+class TiledLayer(QuantizedLayer):
     """A layer of 8-bit floats with a scale for each tile: fp8, and mxfp8 of compressed-tensors."""
 
     leaves = ("weight", "weight_scale_inv", "weight_scale")
@@ -101,7 +101,7 @@ class TiledLayer(StoredLayer):
         return int(rows), int(columns)
 
 
-class DoublyScaledLayer(StoredLayer):
+class DoublyScaledLayer(QuantizedLayer):
     """A layer of NVFP4 as ModelOpt stores it."""
 
     leaves = ("weight", "weight_scale", "weight_scale_2")
@@ -119,12 +119,12 @@ class DoublyScaledLayer(StoredLayer):
         return dequantize(values, scales.float() * parts["weight_scale_2"].float(), (1, 16)).to(dtype)
 
 
-class NaiveLayer(StoredLayer):
+class NaiveLayer(QuantizedLayer):
     """naive-quantized of compressed-tensors: integers in groups, or float-quantized or int-quantized, as it says."""
 
     leaves = BytesLayer.leaves
     dtypes = FloatQuantizedLayer.dtypes | IntQuantizedLayer.dtypes
-    classes: ClassVar[tuple[Any, ...]] = (BytesLayer, IntQuantizedLayer, FloatQuantizedLayer)
+    classes: ClassVar[tuple[type[QuantizedLayer], ...]] = (BytesLayer, IntQuantizedLayer, FloatQuantizedLayer)
 
     @classmethod
     def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:
@@ -133,11 +133,10 @@ class NaiveLayer(StoredLayer):
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
         """Return float [out, in]."""
         kind = next(each for each in self.classes if each.reads_weights(self.scheme))
-        floats: Tensor = kind(self.checkpoint, self.name, self.scheme).dequantize(dtype, device)
-        return floats
+        return kind(self.checkpoint, self.name, self.scheme).dequantize(dtype, device)
 
 
-class EightBitRowsLayer(StoredLayer):
+class EightBitRowsLayer(QuantizedLayer):
     """A layer of bitsandbytes' 8-bit integers with the largest weight of each output."""
 
     leaves = ("SCB", "weight", "weight_format")
@@ -273,7 +272,7 @@ def _mxfp4(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Sequence[Any]:
     return [MicroscaledExperts(checkpoint, name, config) for name in packed_floats(checkpoint.shape)]
 
 
-WEIGHTS: dict[str, Any] = {**FORMATS, "mxfp8-quantized": TiledLayer, "naive-quantized": NaiveLayer}
+WEIGHTS: dict[str, type[QuantizedLayer]] = {**FORMATS, "mxfp8-quantized": TiledLayer, "naive-quantized": NaiveLayer}
 """Format of compressed-tensors -> its class."""
 READERS: dict[str, Callable[[Checkpoint, Mapping[str, Any]], Sequence[Any] | None]] = {
     "compressed-tensors": _compressed_tensors,

@@ -17,14 +17,14 @@ from optkit.kernels.cuda.matrix import tiled, why_not_tiled
 from optkit.kernels.cuda.tiled_linear import TiledLinear
 from optkit.kernels.embedding_bag_linear import BagLinear, why_not_bag
 from optkit.kernels.packed_linear import PackedLinear, PackedWeight
-from optkit.kernels.stored_layer import StoredLayer
+from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.progress import ToActOn
 
 BITS = (2, 3, 4, 8, 5, 6)
 """Rare ones last: few inputs take as many words in several of them."""
 
 
-class IntegerLayer(StoredLayer):
+class IntegerLayer(QuantizedLayer):
     """A layer whose weight is codes in groups of inputs: a format says how they lie."""
 
     @abstractmethod

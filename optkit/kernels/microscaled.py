@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from optkit.algorithms.microscaling import E2M1, exponent_scales, rounded_inputs
 from optkit.errors import SourceError
 from optkit.kernels.linear_layer import hold_
-from optkit.kernels.stored_layer import StoredLayer
+from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.progress import ToActOn
 
 NAMES = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
@@ -72,7 +72,7 @@ class MicroscaledLinear(nn.Module):
         return F.linear(inputs, self.dequantize(), self.bias)
 
 
-class MicroscaledLayer(StoredLayer):
+class MicroscaledLayer(QuantizedLayer):
     """A layer in one of the two formats."""
 
     leaves = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,59 +15,13 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import TensorInfo
 
 
-class QuantizedLayer(Protocol):
-    """What opening a model asks of each quantized layer; one class for each format."""
-
-    @property
-    def name(self) -> str:
-        """The layer's name in the checkpoint, e.g. `model.layers.0.mlp.up_proj`."""
-        ...
-
-    @property
-    def where(self) -> str:
-        """Directory and layer, for errors."""
-        ...
-
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors that its weight is made of."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
-        ...
-
-    def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the module on the device, and what computes in it.
-        For example `int4: {layers} use ...`, with `{layers}` to be filled with a count.
-
-        Raises SourceError if its tensors do not fit each other.
-        """
-        ...
-
-    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
-        """Return its weights, float [out, in]: computed in float32 and rounded once.
-
-        Raises SourceError if its tensors do not fit each other.
-        """
-        ...
-
-    def integers(self, device: str) -> PackedWeight | None:
-        """Return its codes, scales and zero points on the device.
-        None for a format without integer codes in groups of inputs.
-
-        Raises SourceError if its tensors do not fit each other.
-        """
-        ...
-
-
 @dataclass(frozen=True)
-class StoredLayer:
-    """The tensors of one layer: what every format's class stands on."""
+class QuantizedLayer:
+    """The tensors of one layer; each format is a class of its own."""
 
     checkpoint: Checkpoint
     name: str
+    """In the checkpoint, e.g. `model.layers.0.mlp.up_proj`."""
     scheme: Mapping[str, Any]
     """What the `quantization_config` says about it."""
     leaves: ClassVar[tuple[str, ...]]
@@ -98,14 +52,35 @@ class StoredLayer:
 
     @property
     def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors that its weight is made of."""
         return self.present(self.leaves)
 
     @property
     def where(self) -> str:
+        """Directory and layer, for errors."""
         return f"{self.checkpoint.directory}: {self.name}"
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        raise NotImplementedError
+
+    def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
+        """Return the module on the device, and what computes in it, e.g. `int4: {layers} use ...`, with
+        `{layers}` to be filled with a count. Raises SourceError if its tensors do not fit each other.
+        """
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
+        """Return its weights, float [out, in]: computed in float32 and rounded once.
+        Raises SourceError if its tensors do not fit each other.
+        """
+        raise NotImplementedError
+
     def integers(self, device: str) -> PackedWeight | None:
-        """Return None: a format that has integer codes says so itself."""
+        """Return its codes, scales and zero points on the device.
+        None for a format without integer codes in groups of inputs. Raises SourceError as `dequantize`.
+        """
         return None
 
     def info(self, leaf: str) -> TensorInfo | None:
