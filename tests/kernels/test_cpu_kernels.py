@@ -78,6 +78,19 @@ def test_codes_against_float64(bits: int, symmetric: bool, outputs: int, inputs:
 
 
 @compiled
+def test_a_variable_keeps_activations_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, _ = example(48, 256, 64, 4, False)
+    layer, rows = CodedLinear(weight, None, torch.float32), torch.randn(STEP_ROWS + 1, 256)
+    with exact_products():
+        exact, said = layer(rows), native.precision()
+    monkeypatch.setenv(native.EXACT, "1")
+    assert torch.equal(layer(rows), exact)
+    assert native.precision() == said == "float32"
+    monkeypatch.setenv(native.EXACT, "0")
+    assert native.precision() == f"float32 (x86: 16 bits above {STEP_ROWS} rows)"
+
+
+@compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_activations_of_all_dtypes(dtype: torch.dtype) -> None:
     weight, dense = example(48, 256, 64, 4, False)

@@ -13,13 +13,6 @@ namespace {
 
 constexpr int64_t STRIP = 64, PARTS = STRIP / WIDTH;  // outputs that are walked together
 
-inline WideFloats some(const float* from, int64_t count) {
-  if (count >= WIDTH) return load<WideFloats>(from);
-  WideFloats found{};
-  std::memcpy(&found, from, std::max<int64_t>(count, 0) * sizeof(float));
-  return found;
-}
-
 inline void store_some(float* to, WideFloats held, int64_t count) {
   if (count >= WIDTH) store(to, held);
   else std::memcpy(to, &held, std::max<int64_t>(count, 0) * sizeof(float));

@@ -47,6 +47,23 @@ inline float dot(const float* left, const float* right, int64_t size) {
   return total(sum);
 }
 
+// Softmax of `length` scores, which are multiplied by `scaling`; 0 behind them, up to `padded`. Return 1 / their sum.
+inline float soften(float* scores, int64_t length, int64_t padded, float scaling) {
+  for (int64_t at = length; at < padded; at++) scores[at] = -INFINITY;
+  Floats most = Floats{} - INFINITY, sum{};
+  for (int64_t at = 0; at < padded; at += LANES) {
+    const Floats held = load<Floats>(scores + at);
+    most = held > most ? held : most;
+  }
+  const float highest = largest_of(most);
+  for (int64_t at = 0; at < padded; at += LANES) {
+    const Floats held = load<Floats>(scores + at), weight = exponential((held - highest) * scaling);
+    store(scores + at, weight), sum += weight;
+  }
+  for (int64_t at = length; at < padded; at++) scores[at] = 0;
+  return 1 / total(sum);
+}
+
 // x / sqrt(mean(x^2) + epsilon) * weight; `size` is a multiple of 16.
 inline void normalize(const float* from, const float* weight, int64_t size, float epsilon, float* to) {
   const float factor = 1.0f / std::sqrt(dot(from, from, size) / size + epsilon);

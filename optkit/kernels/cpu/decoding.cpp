@@ -6,21 +6,12 @@ namespace {
 
 // Softmax of the products with `length` keys, times the values, for one head.
 inline void attend(const Model& model, const float* query, const float* keys, const float* values, int64_t length, float* scores, float* to) {
-  float most = -INFINITY;
-  for (int64_t at = 0; at < length; at++) {
-    scores[at] = dot(query, keys + at * model.size, model.size) * model.scaling;
-    most = std::max(most, scores[at]);
-  }
-  float sum = 0;
-  for (int64_t at = 0; at < length; at += LANES) {
-    const Floats weights = exponential(load<Floats>(scores + at) - most);
-    store(scores + at, weights);
-  }
-  for (int64_t at = 0; at < length; at++) sum += scores[at];
+  for (int64_t at = 0; at < length; at++) scores[at] = dot(query, keys + at * model.size, model.size);
+  const float factor = soften(scores, length, (length + LANES - 1) / LANES * LANES, model.scaling);
   for (int64_t lane = 0; lane < model.size; lane += LANES) {
     Floats mixed{};
     for (int64_t at = 0; at < length; at++) mixed += scores[at] * load<Floats>(values + at * model.size + lane);
-    store(to + lane, mixed / sum);
+    store(to + lane, mixed * factor);
   }
 }
 
@@ -49,7 +40,7 @@ void multiply_together(const std::vector<const Matrix*>& matrices, const float* 
   });
 }
 
-// silu(gate) * up; TOGETHER: both take as many rows together.
+// silu(gate) * up.
 void multiply_gated(const Matrix& gate, const Matrix& up, const float* rows, int64_t count, float* products) {
   multiply_into(gate, rows, count, products);
   multiply(up, rows, count, [&](int64_t block, int64_t row, int64_t taken, const Floats* found) {
@@ -76,8 +67,7 @@ int64_t largest(const float* logits, int64_t count) {
     const Floats held = load<Floats>(logits + at);
     most = held > most ? held : most;
   }
-  float best = -INFINITY;
-  for (int lane = 0; lane < LANES; lane++) best = std::max(best, most[lane]);
+  float best = largest_of(most);
   for (; at < count; at++) best = std::max(best, logits[at]);
   return std::min<int64_t>(std::find(logits, logits + count, best) - logits, count - 1);
 }

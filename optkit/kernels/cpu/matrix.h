@@ -54,21 +54,13 @@ void codes_times(const Matrix& matrix, int64_t block, int64_t first, const float
   for (int row = 0; row < ROWS; row++) store(products + row * LANES, product[row]);
 }
 
-template <int BITS>
-void codes_times(const Matrix& matrix, int64_t block, const float* rows, const float* sums, int64_t count, Floats* products) {
-  for (int64_t first = 0; first < LANES; first += WIDTH) {
-    float* to = reinterpret_cast<float*>(products) + first;
-    switch (count) {
-      case 1: codes_times<BITS, 1>(matrix, block, first, rows, sums, to); break;
-      case 2: codes_times<BITS, 2>(matrix, block, first, rows, sums, to); break;
-      case 3: codes_times<BITS, 3>(matrix, block, first, rows, sums, to); break;
-      case 4: codes_times<BITS, 4>(matrix, block, first, rows, sums, to); break;
-      case 5: codes_times<BITS, 5>(matrix, block, first, rows, sums, to); break;
-      case 6: codes_times<BITS, 6>(matrix, block, first, rows, sums, to); break;
-      case 7: codes_times<BITS, 7>(matrix, block, first, rows, sums, to); break;
-      default: codes_times<BITS, 8>(matrix, block, first, rows, sums, to);
-    }
-  }
+// The same for a whole block and up to ROWS rows.
+template <int BITS, int ROWS = MOST_ROWS>
+void block_of_codes_times(const Matrix& matrix, int64_t block, const float* rows, const float* sums, int64_t count, Floats* products) {
+  if constexpr (ROWS > 1)
+    if (count < ROWS) return block_of_codes_times<BITS, ROWS - 1>(matrix, block, rows, sums, count, products);
+  for (int64_t first = 0; first < LANES; first += WIDTH)
+    codes_times<BITS, ROWS>(matrix, block, first, rows, sums, reinterpret_cast<float*>(products) + first);
 }
 
 inline Floats widened(const float* from) { return load<Floats>(from); }
@@ -101,16 +93,8 @@ void floats_times(const Matrix& matrix, int64_t block, const float* rows, Floats
 
 template <class Weight>
 void floats_times(const Matrix& matrix, int64_t block, const float* rows, int64_t count, Floats* products) {
-  for (int64_t row = 0; row < count; row++, products++) {
-    *products = Floats{};
-    const float* from = rows + row * matrix.inputs;
-    if (count - row >= 4) {
-      floats_times<Weight, 4>(matrix, block, from, products);
-      row += 3, products += 3;
-    } else {
-      floats_times<Weight, 1>(matrix, block, from, products);
-    }
-  }
+  for (; count >= 4; count -= 4, rows += 4 * matrix.inputs, products += 4) floats_times<Weight, 4>(matrix, block, rows, products);
+  for (; count > 0; count--, rows += matrix.inputs, products++) floats_times<Weight, 1>(matrix, block, rows, products);
 }
 
 // Rows of activations as a matrix multiplies them: many in 16 bits if it holds codes, in tiles if it holds float32, else as they are.
@@ -176,16 +160,15 @@ inline int64_t block_times(const Activations& given, const std::vector<float>& c
     tile_times(rows, given.stride, count, columns.data(), LANES, matrix.inputs, products);
   } else {
     switch (matrix.bits) {
-      case 2: codes_times<2>(matrix, block, rows, sums, count, products); break;
-      case 4: codes_times<4>(matrix, block, rows, sums, count, products); break;
-      case 8: codes_times<8>(matrix, block, rows, sums, count, products); break;
+      case 2: block_of_codes_times<2>(matrix, block, rows, sums, count, products); break;
+      case 4: block_of_codes_times<4>(matrix, block, rows, sums, count, products); break;
+      case 8: block_of_codes_times<8>(matrix, block, rows, sums, count, products); break;
       case 16: floats_times<BFloat16>(matrix, block, rows, count, products); break;
       default: floats_times<float>(matrix, block, rows, count, products);
     }
   }
   if (!matrix.bias) return count;
-  Floats bias{};
-  std::memcpy(&bias, matrix.bias + block * LANES, std::min(LANES, matrix.outputs - block * LANES) * sizeof(float));
+  const auto bias = some<Floats>(matrix.bias + block * LANES, matrix.outputs - block * LANES);
   for (int64_t each = 0; each < count; each++) products[each] += bias;
   return count;
 }

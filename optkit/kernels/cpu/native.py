@@ -29,6 +29,8 @@ HEADERS = ("decoder.h", "matrix.h", "pairs.h", "tiles.h", "vectors.h")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared")
 ARCHITECTURE = "OPTKIT_CPU_ARCH"
 """Names what the compiler's `-march` is instead of `native`, e.g. x86-64-v3 for AVX2 alone."""
+EXACT = "OPTKIT_CPU_EXACT"
+"""Set to 1 it keeps all activations in float32."""
 LINKED_BY_NAME = "-Wl,-undefined,dynamic_lookup"
 """What macOS needs beside `FLAGS`: torch's functions are found when the library is loaded."""
 TIME_LIMIT_S = 300
@@ -75,7 +77,7 @@ def packed_linear(
     scales: float32 [blocks, groups, 16]; shifts: int8, zero point - 2^(bits - 1), None if all of
     them are 0.
     """
-    if _exact and len(rows) > STEP_ROWS:
+    if len(rows) > STEP_ROWS and is_exact():
         return torch.cat([packed_linear(few, codes, scales, shifts, bits, outputs) for few in rows.split(STEP_ROWS)])
     return torch.ops.optkit_cpu.packed_linear(rows, codes, scales, shifts, bits, outputs)  # type: ignore[no-any-return]
 
@@ -91,9 +93,14 @@ def exact_products() -> Iterator[None]:
         _exact = before
 
 
+def is_exact() -> bool:
+    """Return whether no activations are rounded: within `exact_products`, and if the user asks for it."""
+    return _exact or os.environ.get(EXACT) == "1"
+
+
 def precision() -> str:
     """Return in what `packed_linear` computes here, in words."""
-    return "float32" if _exact else f"float32 (x86: 16 bits above {STEP_ROWS} rows)"
+    return "float32" if is_exact() else f"float32 (x86: 16 bits above {STEP_ROWS} rows)"
 
 
 def dense_linear(rows: Tensor, weight: Tensor) -> Tensor:

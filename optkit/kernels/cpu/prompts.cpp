@@ -2,27 +2,6 @@
 
 #include "decoder.h"
 
-namespace {
-
-// Softmax of `length` scores, which are multiplied by `scaling`; 0 behind them, up to `padded`. Return 1 / their sum.
-float soften(float* scores, int64_t length, int64_t padded, float scaling) {
-  for (int64_t at = length; at < padded; at++) scores[at] = -INFINITY;
-  Floats most = Floats{} - INFINITY, sum{};
-  for (int64_t at = 0; at < padded; at += LANES) {
-    const Floats held = load<Floats>(scores + at);
-    most = held > most ? held : most;
-  }
-  const float highest = largest_of(most);
-  for (int64_t at = 0; at < padded; at += LANES) {
-    const Floats held = load<Floats>(scores + at), weight = exponential((held - highest) * scaling);
-    store(scores + at, weight), sum += weight;
-  }
-  for (int64_t at = length; at < padded; at++) scores[at] = 0;
-  return 1 / total(sum);
-}
-
-}  // namespace
-
 // hidden [rows, width] -> normed; `last`: by the norm in front of the MLP.
 extern "C" void optkit_prompt_norm(const Model* model, int64_t layer, int64_t last, const float* hidden, int64_t rows, float* normed) {
   const int64_t width = model->embedding.inputs;

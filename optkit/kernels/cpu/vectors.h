@@ -63,6 +63,15 @@ inline void store(Scalar* to, Vector vector) {
   std::memcpy(to, &vector, sizeof(Vector));
 }
 
+// The first `count` numbers of a vector, zeros in those beyond.
+template <class Vector = WideFloats>
+inline Vector some(const float* from, int64_t count) {
+  if (count >= static_cast<int64_t>(sizeof(Vector) / sizeof(float))) return load<Vector>(from);
+  Vector found{};
+  std::memcpy(&found, from, std::max<int64_t>(count, 0) * sizeof(float));
+  return found;
+}
+
 // Whole numbers of 8 bits in 32; GCC converts such vectors number by number.
 inline WideIntegers widened(const int8_t* from) {
 #if defined(__AVX512BW__)
