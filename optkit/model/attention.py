@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optkit.errors import StageError
+from optkit.model.config_defaults import defaults_of
 from optkit.model.shape import WIDTHS
 from optkit.model.state_kernels import keeps_keys_and_values, keeps_states, takes_steps
 from optkit.model.text_config import first_number, text_config
@@ -101,7 +102,9 @@ def _layer(text: Mapping[str, Any], heads: int, width: int, kind: str) -> Attent
     window = _window(text) if kind != "full_attention" else None
     # multi-head latent attention (DeepSeek): the cache keeps the latent and one rotary key
     if latent := text.get("kv_lora_rank"):
-        rotary, plain, value = (int(text[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        said = {**defaults_of(str(text.get("model_type"))), **text}
+        sizes = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        rotary, plain, value = (int(said.get(key) or width // heads) for key in sizes)
         return AttentionLayer(heads * (rotary + plain), heads * value, int(latent) + rotary, window)
     size = int(text.get("head_dim") or width // heads)
     return AttentionLayer(heads * size, heads * size, 2 * key_heads(text, heads) * size, window)

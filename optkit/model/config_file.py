@@ -7,6 +7,7 @@ layers are built one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ SIZES = {
 }  # fmt: skip
 """Whole numbers above 0 and below a bound that no model is near, if they are there."""
 LISTED_SIZES = {
-    "num_key_value_heads": WIDTH, "head_dim": WIDTH, "intermediate_size": WIDTH, "ffn_dim": WIDTH,
+    "num_key_value_heads": WIDTH, "num_kv_heads": WIDTH, "num_heads": WIDTH, "n_heads": WIDTH,
+    "intermediate_size": WIDTH, "ffn_dim": WIDTH,
     "moe_intermediate_size": WIDTH,
     "num_experts": WIDTH, "num_local_experts": WIDTH, "n_routed_experts": WIDTH, "num_experts_per_tok": WIDTH,
 }  # fmt: skip
@@ -36,15 +38,25 @@ FROM_ZERO = (
     "num_experts_per_tok",
 )  # fmt: skip
 """Some models have none of these."""
-POSITIONS = ("max_position_embeddings", "n_positions", "sliding_window", "original_max_position_embeddings")
-NAMES = ("model_type", "dtype", "torch_dtype")
+ONE_SIZE = (
+    "head_dim", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_inner",
+    "d_kv", "d_ff",
+)  # fmt: skip
+"""One for all layers, or null; 0 is none too."""
+POSITIONS = (
+    "max_position_embeddings", "n_positions", "sliding_window", "original_max_position_embeddings",
+    "max_source_positions", "max_target_positions",
+)  # fmt: skip
+NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "factor")
+KINDS = ("layer_types", "layers_block_type", "block_types")
+NAMES = ("model_type", "dtype", "torch_dtype", "hybrid_override_pattern")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PARTS = (
     "text_config", "vision_config", "audio_config", "quantization_config", "rope_scaling", "rope_parameters",
     "auto_map", "encoder",
 )  # fmt: skip
 """Objects, if they are there and not null."""
-NESTED = ("text_config",)
+NESTED = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 BESIDE = "hf_quant_config.json"
 HEAD_WIDTHS = ("head_dim", "kv_channels", "d_kv", "attention_head_size")
 """How keys end that say how wide a head is; without any, the heads divide the hidden size."""
@@ -83,7 +95,7 @@ def _wrong(config: Mapping[str, Any]) -> Iterator[str]:
             yield _no_size(key, config[key], 1, most)
     for key, most in LISTED_SIZES.items():
         least = 0 if key in FROM_ZERO else 1
-        if not all(each is None or _is_size(each, least, most) for each in _each(config.get(key))):
+        if config.get(key) is not None and not all(_is_size(each, least, most) for each in _each(config[key])):
             yield _no_size(key, config[key], least, most)
     for key in POSITIONS:
         if config.get(key) is not None and not _is_size(config[key], -1, LENGTH):
@@ -121,7 +133,9 @@ def _are_tokens(value: Any) -> bool:
 
 FORMS: tuple[tuple[Collection[str], Callable[[Any], bool], str], ...] = (
     (PARTS, lambda value: isinstance(value, Mapping | None), "an object"),
-    (("architectures",), _are_names, "a list of names"),
+    (("architectures", *KINDS), _are_names, "a list of names"),
+    (ONE_SIZE, lambda value: value is None or _is_size(value, 0, WIDTH), "a whole number from 0 up"),
+    (NUMBERS, lambda value: value is None or (type(value) in (int, float) and isfinite(value)), "a number"),
     (NAMES, lambda value: isinstance(value, str | None), "a name"),
     (TOKENS, _are_tokens, "the number of a token"),
 )

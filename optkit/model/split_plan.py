@@ -44,7 +44,7 @@ def plan_of(shape: ModelShape) -> Mapping[str, str] | None:
     A tied embedding is split like it; it is whole beside packed weights. Empty if there is none,
     None if nobody can tell.
     """
-    plan = stored_plan(text_config(shape.config).get("model_type", ""))
+    plan = stored_plan(str(text_config(shape.config).get("model_type")))
     tied = shape.config.get("tie_word_embeddings") or not any(name.endswith("lm_head.weight") for name in shape.tensors)
     ends = {"lm_head": "colwise"} | ({"embed_tokens": "colwise"} if tied else {})
     return {**plan, **({} if tied and shape.config.get("quantization_config") else ends)} if plan else plan

@@ -80,6 +80,14 @@ def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
         ({"num_key_value_heads": 3}, "3 heads of keys and values do not divide the 4 heads"),
         ({"attn_layer_period": 0}, "`attn_layer_period` in config.json is 0, not a whole number above 0"),
         ({"expert_layer_period": None}, "`expert_layer_period` in config.json is null, not a whole number above 0"),
+        ({"layer_types": 3}, "`layer_types` in config.json is 3, not a list of names"),
+        ({"head_dim": [16, 16]}, r"`head_dim` in config.json is \[16, 16\], not a whole number from 0 up"),
+        (
+            {"intermediate_size": [None]},
+            r"`intermediate_size` in config.json is \[null\], not a whole number from 0 up",
+        ),
+        ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` in config.json is NaN, not a number"),
+        ({"rope_parameters": {"rope_theta": "x"}}, 'rope_parameters: `rope_theta` in config.json is "x", not a number'),
         ({"hidden_size": "64"}, '`hidden_size` in config.json is "64", not a whole number above 0'),
         (
             {"vocab_size": 10**15},
