@@ -19,11 +19,13 @@ from optkit.common.out_of_resources import is_out_of_memory
 from optkit.devices.cpu_watch import PASSIVE, WAIT_POLICY, crowd
 from optkit.devices.memory_watch import OPEN, MemoryTrace, MemoryWatch, PhasedProgress
 from optkit.devices.nvml import WAITING
+from optkit.environment import describe_environment
 from optkit.errors import EvalError, OptkitError, ResourceError
-from optkit.measure import Eval, EvalContext, Found
+from optkit.measure import Eval, EvalContext, Found, Opened, Turn
 from optkit.processes.child import Child
 from optkit.processes.commands import python_environment
 from optkit.processes.crashes import ChildEndedError
+from optkit.progress import asking
 from optkit.stage import Setting
 
 MODULE = "optkit.measuring.fresh_process_worker"
@@ -44,13 +46,16 @@ class Answer:
     """Those of the notes that ask someone to act."""
     memory: tuple[MemoryTrace, ...] = ()
     """Of the process that measured, in the first turn; of several evals the first has it."""
+    seconds: float = 0.0
+    """Of the turn, shared among its evals."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         said = {"notes": self.notes, "session_notes": self.session_notes, "warnings": self.warnings}
         notes = {name: list(lines) for name, lines in said.items()}
         memory = [trace.model_dump(mode="json") for trace in self.memory]
-        return {**self.found.to_json(), **notes, "environment": dict(self.environment), "memory": memory}
+        others = {"environment": dict(self.environment), "memory": memory, "seconds": self.seconds}
+        return {**self.found.to_json(), **notes, **others}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Answer:
@@ -62,7 +67,19 @@ class Answer:
             environment=said["environment"],
             warnings=tuple(said.get("warnings", ())),
             memory=tuple(map(MemoryTrace.model_validate, said.get("memory", ()))),
+            seconds=said.get("seconds", 0.0),
         )
+
+
+def answers(session: Opened, evals: Sequence[Eval], context: EvalContext, device: str, index: int) -> list[Answer]:
+    """Run the turn `index` of each eval on an opened model, one after another."""
+    found = []
+    for each in evals:
+        its = replace(context, turn=Turn(index, each.turns()), notes=[], warnings=[])
+        results = Found.of(each, session, its)
+        warnings = (*asking(session.notes), *its.warnings)
+        found.append(Answer(results, tuple(its.notes), session.notes, describe_environment(device), warnings))
+    return found
 
 
 def measure_apart(

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from optkit.common.frozen import restored
-from optkit.environment import describe_environment
-from optkit.measure import EvalContext, Found, Turn
-from optkit.measuring.fresh_process import Answer
+from optkit.measure import EvalContext
+from optkit.measuring.fresh_process import answers
 from optkit.processes.child_program import Parent
-from optkit.progress import Progress, asking
+from optkit.progress import Progress
 from optkit.session import open_session
 
 
@@ -33,21 +32,14 @@ def run(order: Mapping[str, Any], progress: Progress) -> list[dict[str, Any]]:
     session = open_session(
         Path(order["directory"]), settings, device=order["device"], progress=progress, trust_remote_code=trusted
     )
-    found = []
+    context = EvalContext(
+        seed=order["seed"],
+        progress=progress,
+        data=None if order["data"] is None else Path(order["data"]),
+        calibrated_on=tuple(order["calibrated_on"]),
+    )
     try:
-        for each in map(restored, order["evals"]):
-            context = EvalContext(
-                seed=order["seed"],
-                progress=progress,
-                data=None if order["data"] is None else Path(order["data"]),
-                calibrated_on=tuple(order["calibrated_on"]),
-                turn=Turn(order["turn"], each.turns()),
-            )
-            results = Found.of(each, session, context)
-            environment = describe_environment(order["device"])
-            warnings = (*asking(session.notes), *context.warnings)
-            said = tuple(context.notes), session.notes, environment, warnings
-            found.append(Answer(results, *said).to_json())
+        found = answers(session, [*map(restored, order["evals"])], context, order["device"], order["turn"])
     finally:
         session.close()
-    return found
+    return [each.to_json() for each in found]

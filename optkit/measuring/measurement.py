@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from optkit.devices.memory_watch import MemoryTrace
 from optkit.environment import describe_environment
 from optkit.errors import EvalError, OptkitError, ResourceError
 from optkit.measure import Attachment, EvalContext, Found, Metric
-from optkit.measuring.bench import Bench, Subject, Wanted, known
+from optkit.measuring.bench import Bench, Subject, known
 from optkit.measuring.turns import TimedModel, time_in_turns
 from optkit.plan import Plan, PlannedEval
 from optkit.progress import Progress
@@ -42,15 +42,6 @@ class Measurement:
     """Name and numbers of each further model; no numbers if it could not be timed."""
 
 
-@dataclass(frozen=True)
-class Further:
-    """A further model that is timed in turns with the unmodified one and the artifact."""
-
-    name: str
-    subject: Subject
-    wanted: Wanted
-
-
 def measure(
     plan: Plan,
     artifact: Subject,
@@ -61,7 +52,7 @@ def measure(
     progress: Progress,
     calibrated_on: tuple[dict[str, str], ...] = (),
     retime: bool = False,
-    further: Sequence[Further] = (),
+    further: Sequence[TimedModel] = (),
     since: str | None = None,
 ) -> Measurement:
     """Return all metrics. Timings are measured first, while the memory is clean, then everything
@@ -151,12 +142,11 @@ def measure(
     )
 
 
-def _to_time(further: Sequence[Further], timed: Sequence[PlannedEval]) -> list[TimedModel]:
+def _to_time(further: Sequence[TimedModel], timed: Sequence[PlannedEval]) -> list[TimedModel]:
     """Return the further models, each with those of its evals that are timed."""
     keys = {each.key for each in timed}
     found = [
-        TimedModel(model.subject, [(key, each) for key, each in model.wanted if each.key in keys], model.name)
-        for model in further
+        replace(model, wanted=[(key, each) for key, each in model.wanted if each.key in keys]) for model in further
     ]
     return [model for model in found if model.wanted]
 
@@ -182,7 +172,7 @@ def leave_out(bench: Bench, model: TimedModel, error: Exception) -> None:
             bench.keep(key, each, Found(()), [str(error)], 0.0)
 
 
-def _numbers(model: Further, store: Store) -> tuple[Metric, ...]:
+def _numbers(model: TimedModel, store: Store) -> tuple[Metric, ...]:
     found = (store.get_json(key) for key, _ in model.wanted)
     return tuple(metric for entry in found if entry for metric in Found.from_json(entry).metrics)
 

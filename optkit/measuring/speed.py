@@ -15,7 +15,8 @@ from optkit.kernels.cpu.families import DECODES, why_not_family
 from optkit.keys import make_metric_key, settings_identity
 from optkit.measure import Metric
 from optkit.measuring.bench import Subject, Wanted, known
-from optkit.measuring.measurement import Further, Measurement
+from optkit.measuring.measurement import Measurement
+from optkit.measuring.turns import TimedModel
 from optkit.plan import Plan, PlannedEval, Step
 from optkit.recipe.gates import parse_gate
 from optkit.recipe.recipe import EvalEntry, SettingEntry
@@ -63,9 +64,9 @@ class SpeedRungs:
         """The keys of all their numbers."""
         return [key for rung in self.rungs for key, _ in rung.wanted]
 
-    def further(self, plan: Plan, store: Store, context: Context) -> list[Further]:
+    def further(self, plan: Plan, store: Store, context: Context) -> list[TimedModel]:
         """Return them as models to be timed."""
-        return [Further(rung.name, _subject(rung, plan, store, context), rung.wanted) for rung in self.rungs]
+        return [TimedModel(_subject(rung, plan, store, context), rung.wanted, rung.name) for rung in self.rungs]
 
     def same_engine(self, measured: Measurement) -> Sequence[Metric] | None:
         """Return the numbers of the unmodified model in the artifact's engine and settings.

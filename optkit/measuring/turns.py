@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from optkit.common.atomic import write_text_atomically
 from optkit.common.spans import span
-from optkit.environment import describe_environment
 from optkit.errors import EvalError
-from optkit.measure import Eval, EvalContext, Found, Metric, Turn
+from optkit.measure import Eval, Found
 from optkit.measuring.bench import Bench, Subject, Wanted
-from optkit.measuring.fresh_process import Answer, measure_apart
+from optkit.measuring.fresh_process import Answer, answers, measure_apart
 from optkit.plan import PlannedEval
 from optkit.processes import signals
-from optkit.progress import OneModel, Progress, asking
+from optkit.progress import OneModel, Progress
 
 LOST = "the rounds of an earlier sitting were damaged, and were taken again"
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -36,43 +34,6 @@ class TimedModel:
     """What bars and warnings call it."""
 
 
-@dataclass(frozen=True)
-class TimedRun:
-    """What the turns of one model said so far."""
-
-    answers: list[Answer] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def turns(self) -> list[Sequence[Metric]]:
-        """The metrics of each turn."""
-        return [answer.found.metrics for answer in self.answers]
-
-    @property
-    def notes(self) -> list[str]:
-        """What all turns said beside the numbers."""
-        return [note for answer in self.answers for note in answer.notes]
-
-    @property
-    def warnings(self) -> list[str]:
-        """Those of the notes that ask someone to act."""
-        return [warning for answer in self.answers for warning in answer.warnings]
-
-    @property
-    def session_notes(self) -> list[str]:
-        """What the sessions said, each thing once."""
-        return list(dict.fromkeys(note for answer in self.answers for note in answer.session_notes))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return {"answers": [answer.to_json() for answer in self.answers], "seconds": self.seconds}
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> TimedRun:
-        """Return what `to_json` described."""
-        return cls([Answer.from_json(each) for each in said["answers"]], list(said["seconds"]))
-
-
 @dataclass
 class Rounds:
     """The rounds that are over, each with one turn of every model; kept in a file if there is one.
@@ -84,8 +45,8 @@ class Rounds:
     over: int = 0
     sittings: int = 1
     """How many processes took them."""
-    runs: dict[str, TimedRun] = field(default_factory=dict)
-    """The key of an eval's numbers of one model -> its turns."""
+    runs: dict[str, list[Answer]] = field(default_factory=dict)
+    """The key of an eval's numbers of one model -> what was measured in its turns."""
     left: dict[str, str] = field(default_factory=dict)
     """The keys of models that failed, and why: they take no more turns."""
     lost: bool = False
@@ -100,7 +61,7 @@ class Rounds:
             return cls(file)
         try:
             said = json.loads(file.read_text(encoding="utf-8"))
-            runs = {key: TimedRun.from_json(run) for key, run in said["runs"].items()}
+            runs = {key: [*map(Answer.from_json, run)] for key, run in said["runs"].items()}
             left, lost = dict(said["left"]), bool(said.get("lost"))
             if {*keys} <= runs.keys() | left.keys():
                 return cls(file, int(said["over"]), int(said["sittings"]) + 1, runs, left, lost)
@@ -112,7 +73,7 @@ class Rounds:
         """Note that one more round is over."""
         self.over += 1
         if self.file:
-            runs = {key: run.to_json() for key, run in self.runs.items()}
+            runs = {key: [answer.to_json() for answer in run] for key, run in self.runs.items()}
             said = {"over": self.over, "sittings": self.sittings, "runs": runs, "left": self.left, "lost": self.lost}
             write_text_atomically(self.file, json.dumps(said, allow_nan=False))
 
@@ -213,35 +174,39 @@ def _warning_once(bench: Bench, model: str) -> Bench:
     return replace(bench, context=replace(bench.context, progress=_WarningOnce(bench.context.progress, model)))
 
 
-def _take(bench: Bench, model: TimedModel, index: int, runs: dict[str, TimedRun]) -> None:
+def _take(bench: Bench, model: TimedModel, index: int, runs: dict[str, list[Answer]]) -> None:
     """Take one turn of a model, and note what it said when all of it is done."""
     signals.check()
-    said = []
+    said = list[tuple[str, Answer]]()
     for measured, apart in ((_apart, True), (_here, False)):
         some = [(key, each) for key, each in model.wanted if each.eval.apart() == apart and index < each.eval.turns()]
         if some:
             start = time.perf_counter()
             kinds, keys = (", ".join(words) for words in ([each.kind for _, each in some], [key for key, _ in some]))
             with span(f"eval {kinds}", kind=kinds, key=keys, turn=index + 1, status="measured") as told:
-                answers = measured(bench, model.subject, index, [each.eval for _, each in some])
-                told(seconds=time.perf_counter() - start)
-            seconds = (time.perf_counter() - start) / len(some)
-            said += [(key, answer, seconds) for (key, _), answer in zip(some, answers, strict=True)]
-    for key, answer, seconds in said:
-        run = runs.setdefault(key, TimedRun())
-        run.answers.append(answer)
-        run.seconds.append(seconds)
+                found = measured(bench, model.subject, index, [each.eval for _, each in some])
+                told(seconds=(seconds := time.perf_counter() - start))
+            shares = (replace(answer, seconds=seconds / len(some)) for answer in found)
+            said += zip((key for key, _ in some), shares, strict=True)
+    for key, answer in said:
+        runs.setdefault(key, []).append(answer)
 
 
 def _pool(bench: Bench, key: str, planned: PlannedEval, rounds: Rounds) -> None:
     """Keep the numbers of all turns of a model as those of one measurement."""
     run = rounds.runs[key]
-    context = replace(bench.context, notes=together(run.notes), warnings=together(run.warnings))
-    pooled = Found(tuple(planned.eval.pool(run.turns, context)), run.answers[-1].found.attachments)
+    context = replace(
+        bench.context,
+        notes=together([line for each in run for line in each.notes]),
+        warnings=together([line for each in run for line in each.warnings]),
+    )
+    pooled = Found(tuple(planned.eval.pool([each.found.metrics for each in run], context)), run[-1].found.attachments)
     stopped = [f"{planned.kind}: its turns were taken in {rounds.sittings} sittings"] if rounds.sittings > 1 else []
     lost = [f"{planned.kind}: {LOST}"] if rounds.lost else []
-    notes, first = [*run.session_notes, *context.notes, *stopped, *lost], run.answers[0]
-    bench.keep(key, planned, pooled, notes, sum(run.seconds), first.environment, context.warnings, first.memory)
+    of_sessions = dict.fromkeys(note for each in run for note in each.session_notes)
+    said = [*of_sessions, *context.notes, *stopped, *lost]
+    seconds, first = sum(each.seconds for each in run), run[0]
+    bench.keep(key, planned, pooled, said, seconds, first.environment, context.warnings, first.memory)
 
 
 def _apart(bench: Bench, subject: Subject, index: int, evals: Sequence[Eval]) -> list[Answer]:
@@ -253,12 +218,5 @@ def _apart(bench: Bench, subject: Subject, index: int, evals: Sequence[Eval]) ->
 
 def _here(bench: Bench, subject: Subject, index: int, evals: Sequence[Eval]) -> list[Answer]:
     """Run a turn of timed evals in this process."""
-    answers = []
     with bench.opened(subject) as session:
-        for each in evals:
-            context: EvalContext = replace(bench.context, turn=Turn(index, each.turns()), notes=[], warnings=[])
-            found = Found.of(each, session, context)
-            environment = describe_environment(bench.device)
-            warnings = (*asking(session.notes), *context.warnings)
-            answers.append(Answer(found, tuple(context.notes), session.notes, environment, warnings))
-    return answers
+        return answers(session, evals, bench.context, bench.device, index)

@@ -111,7 +111,7 @@ def _further(plans: Mapping[str, Plan], store: Store, data: Path | None, progres
     found = {}
     for plan in plans.values():
         for each in speed_rungs(plan, stages=True).further(plan, store, context_of(plan, progress, data)):
-            found[tuple(key for key, _ in each.wanted)] = TimedModel(each.subject, each.wanted, each.name)
+            found[tuple(key for key, _ in each.wanted)] = each
     return list(found.values())
 
 
