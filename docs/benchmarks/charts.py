@@ -34,15 +34,15 @@ FAMILIES: tuple[tuple[range, str, Colour, float, str], ...] = (
 """Whole bits, words and colour of methods; at how many bits their labels stand, and by which end."""
 LABEL = 15
 """Pixels from one label to the next."""
-ROWS: tuple[tuple[str, str, str, Colour], ...] = (
-    ("`cuda_graphs`", "bfloat16", "optkit", "blue"),
-    ("`cuda_graphs`", "INT4", "optkit", "green"),
-    ("`cuda_graphs`", "FP8", "optkit", "purple"),
-    ("vLLM 0.22.0", "bfloat16", "vLLM 0.22.0", "vermillion"),
-    ("vLLM 0.22.0", "INT4", "vLLM 0.22.0", "orange"),
-    ("transformers", "bfloat16", "transformers, eager", "grey"),
+ENGINES: tuple[tuple[str, str, Colour], ...] = (
+    ("optkit", "bfloat16", "blue"),
+    ("optkit", "INT4", "green"),
+    ("optkit", "FP8", "purple"),
+    ("vLLM 0.22.0", "bfloat16", "vermillion"),
+    ("vLLM 0.22.0", "INT4", "orange"),
+    ("vLLM 0.22.0", "FP8", "sky"),
 )
-"""What is drawn of decode_h200: name, weights, words and colour."""
+"""What is drawn of beside_vllm: name, weights and colour."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Figure:
 def figures() -> dict[str, Figure]:
     """Return all figures by name; each is the file figures/NAME.svg."""
     results, sweep, card = read_results(), compare(sorted(SWEEP.glob("*.json"))), read_json(CARD)
-    decode, roof = results["decode_h200"], results["roofline_h200"]
-    decoded = _made(decode, "optkit", "wide", "vllm")
+    decode, roof = results["beside_vllm"], results["roofline_h200"]
+    decoded = _made(decode, "run")
     compress, machine = results["compress_cpu"], _measured(card)
     by_size, by_speed = tradeoffs(sweep, sweep.groups[0], "pareto")
     charts = {
@@ -178,8 +178,10 @@ def _mean(values: Sequence[float]) -> float:
 
 def _decode_by_batch(result: Result) -> Chart:
     marks, batches = [], []
-    for row, weights, _, colour in ROWS:
-        points = [{"batch": str(each.values["batch"]), "rate": rate} for each, rate in _decoded(result, row, weights)]
+    for engine, weights, colour in ENGINES:
+        points = [
+            {"batch": str(each.values["batch"]), "rate": rate} for each, rate in _decoded(result, engine, weights)
+        ]
         batches += [each["batch"] for each in points]
         marks += [
             Mark("lineY", points, {"x": "batch", "y": "rate", "stroke": paint(colour), "strokeWidth": 2}),
@@ -191,14 +193,14 @@ def _decode_by_batch(result: Result) -> Chart:
         marks,
         {"type": "point", "label": "sequences in the batch", "domain": list(dict.fromkeys(batches))},
         {"type": "log", "label": "tokens per second", "grid": True, "tickFormat": "~s"},
-        keys=[Key(f"{words}, {weights}", colour, "line") for _, weights, words, colour in ROWS],
+        keys=[Key(f"{engine}, {weights}", colour, "line") for engine, weights, colour in ENGINES],
         height=380,
     )
 
 
 def _decoded(result: Result, name: str, weights: str) -> Iterator[tuple[Row, float]]:
     for row in result.rows:
-        if (row.name, row.values["weights"], row.values["prompt"]) == (name, weights, 512):
+        if (row.name, row.values["weights"]) == (name, weights):
             yield row, _number(row, "decode")
 
 
@@ -210,15 +212,15 @@ def _roofline(decode: Result, roof: Result) -> Chart:
     edge = most / bandwidth
     line = [{"x": x, "y": y} for x, y in ((0.7, 0.7 * bandwidth), (edge, most), (1500, most))]
     marks = [Mark("lineY", line, {"x": "x", "y": "y", "stroke": paint("ink"), "strokeWidth": 2})]
-    drawn = [each for each in ROWS if each[1] in BYTES]
-    for row, weights, _, colour in drawn:
+    drawn = [each for each in ENGINES if each[1] in BYTES]
+    for engine, weights, colour in drawn:
         read = LAYERS * BYTES[weights] + 2 * HEAD
         points = [
             {"x": _number(each, "batch") * work / read, "y": rate * work / 1e12, "batch": str(each.values["batch"])}
-            for each, rate in _decoded(decode, row, weights)
+            for each, rate in _decoded(decode, engine, weights)
         ]
         marks.append(Mark("dot", points, {"x": "x", "y": "y", "fill": paint(colour), "r": 5}))
-        if row == "`cuda_graphs`":
+        if engine == "optkit":
             marks.append(Mark("text", points, {"x": "x", "y": "y", "text": "batch", "dx": 18, "fill": paint("ink")}))
     return Chart(
         "roofline",
@@ -228,7 +230,7 @@ def _roofline(decode: Result, roof: Result) -> Chart:
         {"type": "log", "label": "TFLOP/s", "grid": True, "tickFormat": "~g"},
         keys=[
             Key("what reading and bfloat16 products allow", "ink", "line"),
-            *(Key(f"{words}, {weights}", colour) for _, weights, words, colour in drawn),
+            *(Key(f"{engine}, {weights}", colour) for engine, weights, colour in drawn),
         ],
         height=380,
     )
