@@ -53,18 +53,20 @@ class Progress(Protocol):
         ...
 
 
-class OneModel:
-    """Reports to another, and names the model that is worked on in bars and warnings."""
+class Named:
+    """Reports to another, and names the one of several models or recipes that is worked on."""
 
-    def __init__(self, progress: Progress, model: str) -> None:
-        self.say, self._task, self._warn = progress.say, progress.task, progress.warn
-        self._of = f"{model}: " if model else ""
+    def __init__(self, progress: Progress, name: str) -> None:
+        self._to, self._of = progress, f"{name}: " if name else ""
 
     def task(self, label: str, total: int, unit: str = "") -> Task:
-        return self._task(self._of + label, total, unit)
+        return self._to.task(self._of + label, total, unit)
+
+    def say(self, line: str) -> None:
+        self._to.say(self._of + line)
 
     def warn(self, line: str) -> None:
-        self._warn(self._of + line)
+        self._to.warn(self._of + line)
 
 
 class SilentTask:

@@ -66,7 +66,7 @@ def command(
     choice: dict[str, Any] = {"require": require, "best": best, "axes": axes}
     with only_the_result_on_stdout(), watching() as (watcher, progress):
         made_by = executor_of(executor, address=address, slurm=dict(each.split("=", 1) for each in slurm))
-        done = sweep(recipe, executor=made_by, watcher=watcher, progress=progress, **choice, **asked)
+        done = sweep(recipe, executor=made_by, watcher=watcher.show, progress=progress, **choice, **asked)
     status = exit_status(done.record)
     document = {**done.record.model_dump(mode="json"), "directory": str(done.directory), "exit_status": status}
     print_result(document, lambda: closing_view(done.record, done.directory, **choice))

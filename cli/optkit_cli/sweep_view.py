@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -18,14 +18,11 @@ from optkit.sweep.record import Entry, Status, SweepRecord
 from optkit_cli.progress import Pace, SafePoints, line_progress
 from optkit_cli.tables import duration_text, plain_table, verdict_text
 
-if TYPE_CHECKING:
-    from optkit.sweep.record import Watcher
-
 STYLES = {Status.WAITING: "dim", Status.MADE: "yellow", Status.DONE: "green", Status.FAILED: "bold red"}
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[tuple[Watcher, Progress]]:
+def watching() -> Iterator[tuple[Lines | LiveTable, Progress]]:
     """Give who draws a sweep on stderr, and its progress: a live table on a terminal, else lines."""
     if progress := line_progress():
         yield Lines(progress), SafePoints(progress)

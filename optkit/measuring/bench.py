@@ -20,7 +20,7 @@ from optkit.model.config_file import read_config
 from optkit.model.task import Task, task_of
 from optkit.plan import PlannedEval
 from optkit.processes import signals
-from optkit.progress import OneModel, asking
+from optkit.progress import Named, asking
 from optkit.stage import Setting
 from optkit.store.durations import Durations
 from optkit.store.store import Store
@@ -71,7 +71,7 @@ class Bench:
         """Run evals on one opened model, and keep each under its key.
         Those that compare have the baseline `beside` it. Progress says whose evals they are, if `of` does.
         """
-        progress = OneModel(self.context.progress, of) if of else self.context.progress
+        progress = Named(self.context.progress, of)
         for key, each in wanted:
             signals.check()
             compared = beside if each.eval.compares else None

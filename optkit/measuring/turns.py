@@ -18,7 +18,7 @@ from optkit.measuring.bench import Bench, Subject, Wanted
 from optkit.measuring.fresh_process import Answer, answers, measure_apart
 from optkit.plan import PlannedEval
 from optkit.processes import signals
-from optkit.progress import OneModel, Progress
+from optkit.progress import Named, Progress
 
 LOST = "the rounds of an earlier sitting were damaged, and were taken again"
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -157,11 +157,11 @@ def _with_all_numbers(lines: Sequence[str]) -> str:
     return f"{configuration}{colon}{NUMBER.sub(lambda _: next(numbers), said)}"
 
 
-class _WarningOnce(OneModel):
+class _WarningOnce(Named):
     """Gives each warning once, whatever its numbers are."""
 
-    def __init__(self, progress: Progress, model: str) -> None:
-        super().__init__(progress, model)
+    def __init__(self, progress: Progress, name: str) -> None:
+        super().__init__(progress, name)
         self._warned = set[str]()
 
     def warn(self, line: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from optkit import __version__
 from optkit.artifact import is_artifact
@@ -21,6 +21,8 @@ from optkit.store.store import explain_os_error
 RECORD = "sweep.json"
 LOCK = ".sweep.lock"
 SCHEMA = 1
+Watcher = Callable[["SweepRecord", Collection[str]], None]
+"""Hears how far each combination is, and which are at work, or `timings`."""
 REMEDY = "Delete it: the artifacts beside it stay, and are found again"
 
 
@@ -96,19 +98,8 @@ class SweepRecord(Frozen):
             raise explain_os_error(error, RECORD, directory) from error
 
 
-class Watcher(Protocol):
-    """Who looks on while a sweep runs."""
-
-    def show(self, record: SweepRecord, now: Collection[str]) -> None:
-        """Draw how far each combination is; `now` has those at work, or `timings`."""
-        ...
-
-
-class NoWatcher:
-    """Draws nothing."""
-
-    def show(self, record: SweepRecord, now: Collection[str]) -> None:
-        return None
+def unwatched(record: SweepRecord, now: Collection[str]) -> None:
+    """Draw nothing."""
 
 
 def new_record(name: str) -> SweepRecord:

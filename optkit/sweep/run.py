@@ -28,7 +28,7 @@ from optkit.sweep.executors.base import Executor, Needs, Order, Outcome, reason_
 from optkit.sweep.executors.local import LocalExecutor
 from optkit.sweep.keep import delete_weights, parse_keep, to_delete
 from optkit.sweep.order import nearest, ready
-from optkit.sweep.record import Entry, NoWatcher, Status, SweepRecord, Watcher, held, new_record, read_record
+from optkit.sweep.record import Entry, Status, SweepRecord, Watcher, held, new_record, read_record, unwatched
 from optkit.sweep.search import Search, chosen
 from optkit.sweep.timing import Timed, take_turns, timed_groups
 
@@ -48,7 +48,7 @@ class Sweep:
     progress: Progress
     data: Path | None = None
     executor: Executor = field(default_factory=LocalExecutor)
-    watcher: Watcher = field(default_factory=NoWatcher)
+    watcher: Watcher = unwatched
     against: str | None = None
     """An earlier release, its artifact or scorecard.json, that gates are relative to."""
     retry: bool = False
@@ -84,7 +84,7 @@ class Sweep:
             self.record.write(self.directory)
             self._time()
             self._delete_weights()
-            self.watcher.show(self.record, ())
+            self.watcher(self.record, ())
             return self.record
 
     def place(self, name: str) -> Path:
@@ -146,7 +146,7 @@ class Sweep:
                 return
             for name in self._next(waiting, at_work):
                 at_work.append(name)
-                self.watcher.show(self.record, at_work)
+                self.watcher(self.record, at_work)
                 self.executor.begin(self._order(name))
             limit_s = min(left, LOOK_S) if self.executor.together and len(at_work) < len(waiting) else left
             for name, outcome in self.executor.ended(
@@ -154,7 +154,7 @@ class Sweep:
             ).items():
                 at_work.remove(name)
                 self._note(name, outcome)
-                self.watcher.show(self.record, at_work)
+                self.watcher(self.record, at_work)
 
     def _next(self, waiting: Mapping[str, Plan], at_work: Collection[str]) -> list[str]:
         """Return the combinations to begin now."""
@@ -224,7 +224,7 @@ class Sweep:
             groups = self._groups([entry for entry in there if entry.weights])
         for group in groups:
             if any(self._lacks_timings(name, group) for name in group.plans):
-                self.watcher.show(self.record, ("timings",))
+                self.watcher(self.record, ("timings",))
                 self._time_group(group)
 
     def _groups(self, entries: Sequence[Entry]) -> tuple[Timed, ...]:
@@ -258,7 +258,7 @@ class Sweep:
 
     def _failed_timing(self, name: str, error: Exception) -> None:
         self._change(name, status=Status.FAILED, reason=f"its timings failed: {reason_of(error)}")
-        self.watcher.show(self.record, ("timings",))
+        self.watcher(self.record, ("timings",))
 
     def _complete(self, name: str, group: Timed, earlier: Scorecard | None) -> None:
         plan = group.plans[name]
@@ -298,7 +298,7 @@ def sweep(
     sampler: str | None = None,
     seed: int = 0,
     executor: Executor | None = None,
-    watcher: Watcher | None = None,
+    watcher: Watcher = unwatched,
     progress: Progress | None = None,
 ) -> Sweep:
     """Make, measure and time every combination of a recipe's matrix below `out` (`artifacts/NAME`).
@@ -332,7 +332,7 @@ def sweep(
         data=data,
         against=None if against is None else str(against),
         executor=executor or LocalExecutor(),
-        watcher=watcher or NoWatcher(),
+        watcher=watcher,
         retry=retry,
         retime=retime,
         keep=None if keep is None else parse_keep(keep),

@@ -9,7 +9,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from optkit.pipeline import run
 from optkit.processes import signals
 from optkit.processes.child import Bars
 from optkit.processes.crashes import error_of
-from optkit.progress import Progress, Task
+from optkit.progress import Named, Progress
 from optkit.store.shared import VARIABLE
 from optkit.sweep.executors.base import LOGS, Executor, Order, Outcome, reason_of
 
@@ -123,7 +123,7 @@ class NodesExecutor(Executor):
                 against=order.against,
                 timings=False,
                 since=order.since,
-                progress=Named(name, progress),
+                progress=Named(progress, name),
             )
         except OptkitError as error:
             return Outcome(None, reason_of(error), result["seconds"])
@@ -136,7 +136,7 @@ class NodesExecutor(Executor):
             if kind == "begin":  # again, if the node before was lost
                 if bars := self._bars.pop(name, None):
                     bars.__exit__(None, None, None)
-                self._bars[name] = Bars(Named(name, progress))
+                self._bars[name] = Bars(Named(progress, name))
             elif name in self._bars:
                 self._bars[name].draw(kind, message)
 
@@ -146,23 +146,3 @@ class NodesExecutor(Executor):
         if os.environ.get(VARIABLE):
             return ""
         return self._open.enter_context(tempfile.NamedTemporaryFile(dir=store, prefix=".sweep-")).name
-
-
-@dataclass(frozen=True)
-class Named:
-    """The progress of one of several recipes."""
-
-    name: str
-    to: Progress
-
-    def task(self, label: str, total: int, unit: str = "") -> Task:
-        """Open a bar with the name before it."""
-        return self.to.task(f"{self.name}: {label}", total, unit)
-
-    def say(self, line: str) -> None:
-        """Print a line with the name before it."""
-        self.to.say(f"{self.name}: {line}")
-
-    def warn(self, line: str) -> None:
-        """Print a warning with the name before it."""
-        self.to.warn(f"{self.name}: {line}")
