@@ -189,8 +189,8 @@ def make_plan(
     unpacks = format is Format.QUANTIZED and reads_floats(recipe.stages, shape.quant_method)
     given = Format.CHECKPOINT if unpacks else format
     _check_rules(recipe, Start.of(recipe.model.name, shape, given), device)
-    if recipe.transforms and recipe.transforms[0].kind != "cast":
-        refuse_unsaid_codes(shape, recipe.model.name)
+    if recipe.transforms and format is not Format.ONNX:
+        refuse_unsaid_codes(shape, recipe.model.name, recipe.transforms[0].kind == "cast")
     refuse_unfound(shape, next((entry.kind for entry in recipe.transforms if entry.value.finds_parts), ""))
     if recipe.evals:
         refuse_unopened(shape, recipe.model.name)

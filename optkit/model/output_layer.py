@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from optkit.errors import SourceError
 from optkit.model.linear_layers import Layer, matrices_of
 from optkit.model.read_weights import reads_of
 from optkit.model.shape import ModelShape
@@ -31,7 +32,8 @@ def tied_embedding(shape: ModelShape) -> str:
 
 def head_of(shape: ModelShape) -> dict[str, Layer]:
     """Return the output layer by its name, by names and shapes; nothing if there is none, or if
-    other parts of the model than the embedding of its decoder may share it.
+    other parts of the model than the embedding of its decoder may share it. Raises SourceError if
+    it is no matrix.
     """
     if shape.task not in (None, Task.GENERATION, Task.UNKNOWN):
         return {}
@@ -40,7 +42,13 @@ def head_of(shape: ModelShape) -> dict[str, Layer]:
     )
     if not name:
         return {}
-    outputs, inputs = shape.tensors[name].shape
+    if len(size := shape.tensors[name].shape) != 2:
+        raise SourceError(
+            f"{name} has the shape {[*size]}",
+            why="The output layer is a matrix",
+            remedy="Take the checkpoint from its source again",
+        )
+    outputs, inputs = size
     return {HEAD: Layer(HEAD, outputs, inputs, transposed=False, reads=reads_of(shape.config)(HEAD))}
 
 

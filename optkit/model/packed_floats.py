@@ -86,25 +86,33 @@ def without_packing(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     }
 
 
-def refuse_unsaid_codes(shape: ModelShape, where: str) -> None:
-    """Raise SourceError for codes of which config.json says nothing."""
+def refuse_unsaid_codes(shape: ModelShape, where: str, cast: bool = False) -> None:
+    """Raise SourceError for codes of which config.json says nothing, and for weights of a dtype that stages do
+    not read. `cast`: the first stage makes others of floats.
+    """
     if shape.config.get("quantization_config"):
         return
     beside = next((name for name in shape.tensors if name.rpartition(".")[2] in (*CODES, *SCALES_OF_CODES)), "")
-    codes = next((name for name, info in shape.tensors.items() if info.dtype.startswith(("F8", "F4"))), "")
-    if beside:
+    if beside and not cast:
         raise SourceError(
             f"{beside} belongs to packed weights, and config.json has no quantization_config",
             where=where,
             why="What the codes stand for is not known without it",
             remedy="Take config.json from the model's source again",
         )
-    if codes:
+    for name, info in shape.tensors.items():
+        is_float, is_code = info.dtype.startswith("F"), info.dtype.startswith(("F8", "F4"))
+        if info.dtype in FLOATS or (cast and is_float) or not (is_code or name.endswith(".weight")):
+            continue
+        without = " without scales, and config.json has no quantization_config" if is_code else ""
+        fitting = (
+            f"If the weights are meant as they are, put `- {'bf16' if is_code else 'cast: float32'}` before the other"
+        )
         raise SourceError(
-            f"{codes} is in {shape.tensors[codes].dtype} without scales, and config.json has no quantization_config",
+            f"{name} is in {info.dtype}{without}",
             where=where,
-            why="Stages read weights of 16 bits or more",
-            remedy="If the weights are meant as they are, put `- bf16` before the other stages",
+            why="Stages read float weights of 16 or 32 bits",
+            remedy=f"{fitting} stages" if is_float else "Take the checkpoint from its source again",
         )
 
 

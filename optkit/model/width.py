@@ -102,7 +102,7 @@ def _ffn_size(shape: ModelShape) -> int:
         blocks.add(shape.block(name))
         if "expert" in name:
             return 0
-        if module != name and _known(module) == _OUT_OF:
+        if module != name and _known(module) == _OUT_OF and len(info.shape) == 2:
             found.add((shape.block(name), info.shape[0 if _is_transposed(module, shape) else 1]))
     sizes = {size for _, size in found}
     return sizes.pop() if len(sizes) == 1 and len(found) == len(blocks) else 0

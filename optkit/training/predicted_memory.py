@@ -325,5 +325,7 @@ def _largest_block(shape: ModelShape) -> int:
 def vocabulary_of(shape: ModelShape) -> int:
     """Return how many logits a model has for a position."""
     config = text_config(shape.config)
-    tables = [info.shape[0] for name, info in shape.tensors.items() if any(word in name for word in TABLES)]
+    tables = [
+        each.shape[0] for name, each in shape.tensors.items() if each.shape and any(word in name for word in TABLES)
+    ]
     return int(config.get("vocab_size") or max(tables, default=1))

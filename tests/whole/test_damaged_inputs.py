@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from optkit.errors import RecipeError, SourceError
 from optkit.model.safetensors_file import read_header
+from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.source.directory import check_directory
 from optkit.source.models import ModelSource, pin_model
 from optkit.source.texts import TextSource
+from optkit.store.store import Store
 from tests.conftest import TinyModel
 
 
@@ -118,6 +122,25 @@ def test_what_is_wrong_with_a_config_is_said(model: Path, changes: dict[str, Any
     (model / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
     with pytest.raises(SourceError, match=said):
         check_directory(model, trust_remote_code=False)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "said"),
+    [
+        ("rtn", torch.float64, r"down_proj.weight is in F64\. .* put `- cast: float32` before the other stages"),
+        ("bf16", torch.int64, r"down_proj.weight is in I64\. Stages read float .* from its source again"),
+        ("fp8", torch.bool, r"down_proj.weight is in BOOL\. Stages read float weights of 16 or 32 bits\."),
+        ("rtn", None, r"lm_head.weight has the shape \[\]\. The output layer is a matrix\. Take the checkpoint"),
+    ],
+)
+def test_a_weight_that_stages_do_not_read(model: Path, stage: str, dtype: torch.dtype | None, said: str) -> None:
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight" if dtype else "lm_head.weight"
+    tensors[name] = tensors[name].to(dtype) if dtype else torch.tensor(1.0)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    recipe = load_recipe({"name": "r", "model": str(model), "stages": [stage]})
+    with pytest.raises(SourceError, match=said):
+        make_plan(recipe.pinned(None), Store(model / "store"), "cpu")
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "notes"])
