@@ -61,8 +61,6 @@ class CutText(TextSource):
         """Return the tokens of a text.
         `bos_token` is used if `bos` asks for one that the tokenizer does not add. Raises
         SourceError if there is none.
-
-        Raises SourceError if there is none.
         """
         lead, body = apart(encode, text)
         return Stream(self.lead(lead, bos_token), [*lead, *body] if self.bos == "text" else body, self.where)
