@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as functional
 from safetensors.torch import load_file
 
+from optkit.algorithms import column_kernels
 from optkit.errors import StageError
+from optkit.kernels.cpu.native import why_not_native
 from optkit.model.blocks import BlockInputs
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
@@ -19,6 +21,7 @@ from optkit.session import open_session
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.gptq import Gptq
+from optkit.stages.quantizing import hessians
 from optkit.stages.quantizing.earlier_errors import EarlierErrors, added_to
 from optkit.stages.quantizing.overrides import Override
 from optkit.stages.rtn import Rtn
@@ -81,6 +84,19 @@ def test_a_weight_stays_where_both_models_are_the_same(tiny_model: TinyModel) ->
     assert q is k is not o
     assert q.tokens == 96
     assert all(torch.equal(module.weight, before[name]) for name, module in modules.items())
+
+
+def test_the_first_block_of_a_process_has_the_kernels_of_all(
+    tiny_model: TinyModel, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why_not_native()
+    operators = column_kernels._compiled
+    quantize(tiny_model("llama"), tmp_path / "later", text, effort="balanced")
+    monkeypatch.setattr(column_kernels, "_compiled", None)
+    monkeypatch.setattr(hessians, "why_not_native", lambda: column_kernels.use_compiled(operators))
+    quantize(tiny_model("llama"), tmp_path / "first", text, effort="balanced")
+    later, first = (load_file(tmp_path / name / "model.safetensors") for name in ("later", "first"))
+    assert all(torch.equal(tensor, first[name]) for name, tensor in later.items())
 
 
 def test_a_run_that_goes_on_gives_the_same_weights(

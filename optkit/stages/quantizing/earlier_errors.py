@@ -19,7 +19,7 @@ from optkit.model.replaced_forward import hooked, replaced_forward
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_, weight_of
 from optkit.stages.quantizing.calibration_products import bfloat16_forwards
-from optkit.stages.quantizing.hessians import AllSeenError, collect_hessians, refuse_infinite, turns_of
+from optkit.stages.quantizing.hessians import AllSeenError, collect_hessians, load_kernels, refuse_infinite, turns_of
 from optkit.stages.quantizing.pruned_zeros import held_zeros
 
 Forwards = dict[nn.Module, Callable[[Tensor], Tensor]]
@@ -47,6 +47,7 @@ class EarlierErrors:
         """`inputs`: what goes into the first block of both models; `stays`: whether a layer is to be
         rounded to nearest, as it is.
         """
+        load_kernels(inputs.hidden.device.type)
         self.skeleton, self.share, self.damping = skeleton, share, damping
         self.equal_tokens, self.keep_zeros, self.stays = equal_tokens, keep_zeros, stays
         self.hidden = room_for_states(inputs.hidden, inputs.hidden.shape).copy_(inputs.hidden)

@@ -70,6 +70,14 @@ class AllSeenError(Exception):
     """Ends the run of a block once every layer has its input: nothing after the last one is needed."""
 
 
+def load_kernels(device: str) -> None:
+    """Load what sums and rounds on a CPU, if need be compile it. Whoever sums does so before, so that the first
+    block of a process has the kernels of all others: a run that goes on gives the same bytes.
+    """
+    if device == "cpu":
+        why_not_native()
+
+
 def collect_hessians(
     skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module], equal_tokens: bool
 ) -> dict[str, Hessian]:
@@ -79,8 +87,7 @@ def collect_hessians(
     The very same Hessian is returned for layers that were given the same tensor (q, k and v;
     gate and up).
     """
-    if inputs.hidden.device.type == "cpu":
-        why_not_native()  # compiles what sums and rounds on CPUs
+    load_kernels(inputs.hidden.device.type)
 
     def start(given: Tensor) -> Hessian:
         return Hessian(given.shape[-1], given.device, equal_tokens, rounded=True)
@@ -263,8 +270,7 @@ def head_hessian(job: QuantizationJob, equal_tokens: bool) -> Hessian:
     It has no tokens if nothing was kept.
     """
     device, together = job.context.device, job.together
-    if device == "cpu":
-        why_not_native()  # a run that goes on behind the last block has collected nothing
+    load_kernels(device)  # a run that goes on behind the last block has collected nothing
     hessian = Hessian(job.selection.layers[HEAD].inputs, device, equal_tokens, rounded=True)
     inputs, job.inputs = job.inputs, None
     if inputs is not None:
