@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -49,13 +50,13 @@ def work(parent: Parent) -> None:
 def run(job: Job, parent: Parent) -> Report:
     """Join the others and run the stage; the first process tells its progress."""
     device = "cpu" if job.device == "cpu" else f"cuda:{job.rank}"
-    with importing():
+    with importing(), ThreadPoolExecutor(1) as beside:
         from torch import distributed
 
         from optkit.devices.process_group import join
 
-        import_module("optkit.model.skeleton")  # every stage needs it, and transformers with it
-    join(device, job.rank, job.ranks, str(job.meeting), TIMEOUT_S)
+        beside.submit(import_module, "optkit.model.skeleton")  # every stage needs it, and transformers with it
+        join(device, job.rank, job.ranks, str(job.meeting), TIMEOUT_S)
     paths = {name: value and Path(value) for name, value in job.context.items() if name in PATHS}
     progress = parent if job.rank == 0 else SilentProgress()
     context = Context(**{**job.context, **paths, "device": device, "progress": progress})
