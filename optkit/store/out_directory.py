@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,12 @@ from optkit.store.store import explain_os_error
 
 def settle(out: Path) -> Path:
     """Return the directory that a path to write to means. Links, `.` and `..` are followed."""
-    return out.resolve() if out.is_symlink() or out.name in ("", "..") else out
+    return real(out) if out.is_symlink() or out.name in ("", "..") else out
+
+
+def real(path: Path) -> Path:
+    """Return where a path leads. `Path.resolve` raises RuntimeError for links that lead back to themselves."""
+    return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
@@ -45,9 +51,10 @@ def reserve(out: Path, store: Path) -> Iterator[None]:
 
 
 def _check_place(out: Path, store: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise StoreError("is a file", where=str(out), remedy="Name a directory with --out")
-    place, shelf = out.resolve(), store.resolve()
+    place, shelf = real(out), real(store)
+    if place.is_symlink() or (out.exists() and not out.is_dir()):
+        what = "is a link that leads back to itself" if place.is_symlink() else "is a file"
+        raise StoreError(what, where=str(out), remedy="Name a directory with --out")
     if place.is_relative_to(shelf) or shelf.is_relative_to(place):
         inside = "is the store itself" if place == shelf else "lies in the store"
         how = inside if place.is_relative_to(shelf) else "holds the store"

@@ -132,6 +132,9 @@ def test_a_directory_with_other_files_is_refused(tmp_path):
 
 def test_a_file_as_output_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(StoreError, match="circle: is a link that leads back to itself. Name a directory"):
+        reserve(settle(tmp_path / "circle"), tmp_path / "store").__enter__()
     with pytest.raises(StoreError, match="is a file"), reserve(tmp_path / "out", tmp_path / "store"):
         pass
 
@@ -139,7 +142,7 @@ def test_a_file_as_output_is_refused(tmp_path):
 HOLDS = """
 import sys, time
 from pathlib import Path
-from optkit.store.out_directory import reserve
+from optkit.store.out_directory import reserve, settle
 with reserve(Path(sys.argv[1]), Path(sys.argv[2])):
     print("holds", flush=True)
     time.sleep(60)
@@ -176,7 +179,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from optkit.artifact import publish
-from optkit.store.out_directory import reserve
+from optkit.store.out_directory import reserve, settle
 from optkit.store.store import Store
 from tests.run.test_artifact import RECORD_FIELDS
 out, store = Path(sys.argv[2]), Store(Path(sys.argv[3]))
