@@ -30,9 +30,16 @@ def _sentence(text: str) -> str:
     return text if not text or text[-1] in ".?!:" or "\n" in text else text + "."
 
 
+BARE = LookupError, TypeError, AttributeError
+"""Exceptions of code that met a value that it does not expect; what they say is little more than the value."""
+
+
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says, the exception itself if it says nothing."""
-    return next(iter(str(error).strip().splitlines()), repr(error))
+    """Return the first line of what an exception says. That of `BARE` ones stands behind their names; one that
+    says nothing is returned itself.
+    """
+    said = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {said}" if said and isinstance(error, BARE) else said or repr(error)
 
 
 class OptkitError(Exception):

@@ -28,6 +28,8 @@ BLOCK = 128
 TRIANGLE = 512
 """Rows of a triangle that is inverted row by row."""
 HARDEST_DAMPING = 10.0
+NO_INPUT = 1e-20
+"""A mean square of inputs that is as good as 0, which a layer behind a pruned one sees."""
 HELD_STEP = 1e20
 """The scale of a weight that stays 0: so wide a step that whatever is left of the weight rounds to
 the zero point.
@@ -158,9 +160,9 @@ def rounding_order(hessian: Tensor, options: GptqOptions) -> Tensor:
 
 
 def damped_hessian(hessian: Tensor, damping: float) -> Tensor:
-    """Return a Hessian with a fraction of its mean diagonal added to the diagonal."""
+    """Return a Hessian with a fraction of its mean diagonal, or of `NO_INPUT`, added to the diagonal."""
     damped = hessian.clone()
-    damped.diagonal().add_(damping * hessian.diagonal().mean())
+    damped.diagonal().add_(damping * hessian.diagonal().mean().clamp_min(NO_INPUT))
     return damped
 
 

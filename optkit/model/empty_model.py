@@ -10,9 +10,10 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, PreTrainedModel
 
 from optkit.common.out_of_resources import is_out_of_memory
-from optkit.errors import SourceError, first_line
+from optkit.errors import BARE, SourceError, first_line
 from optkit.model.attention_choice import attention_options
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.config_file import AGAIN
 from optkit.model.experts import put_apart_
 from optkit.model.shape import FLOAT_NAMES
 from optkit.model.state_kernels import silence_fallbacks_
@@ -43,9 +44,9 @@ def empty_model(
         if is_out_of_memory(error):
             raise
         needs_code = "auto_map" in checkpoint.config and not trust_remote_code
-        remedy = (
-            "Read the code in it, then set `trust_remote_code: true` in the recipe's `model:`" if needs_code else ""
-        )
+        remedy = AGAIN if isinstance(error, BARE) else ""
+        if needs_code:
+            remedy = "Read the code in it, then set `trust_remote_code: true` in the recipe's `model:`"
         raise SourceError(
             f"transformers cannot build {architectures_of(checkpoint.config)}",
             where=where,

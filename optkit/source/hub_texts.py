@@ -50,7 +50,7 @@ def read_hub_rows(
             raise SourceError(
                 "the data set cannot be read",
                 where=where,
-                why=f"{type(error).__name__}: {first_line(error)}",
+                why=first_line(error),
                 remedy="Check split and configuration (org/name:configuration) at "
                 f"https://huggingface.co/datasets/{identifier}",
             ) from error

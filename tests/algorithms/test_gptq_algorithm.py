@@ -237,7 +237,11 @@ def test_an_input_that_was_always_zero_is_rounded_to_nearest() -> None:
     hessian[5], hessian[:, 5] = 0, 0
     quantized = gptq(weight, hessian, Grid(4, 32, True), GptqOptions(scale_search="minmax", refinements=0)).weight
     grid = Grid(4, 32, True)
-    assert torch.equal(quantized.codes[:, 5], round_to_nearest(weight, *minmax_scales(weight, grid), grid).codes[:, 5])
+    nearest = round_to_nearest(weight, *minmax_scales(weight, grid), grid).codes
+    assert torch.equal(quantized.codes[:, 5], nearest[:, 5])
+    none = gptq(weight, torch.zeros(160, 160), grid, GptqOptions(scale_search="minmax", refinements=0))
+    assert torch.equal(none.weight.codes, nearest)
+    assert none.damping == GptqOptions().damping
 
 
 def test_damping_is_raised_and_told_where_the_hessian_needs_it() -> None:

@@ -153,6 +153,14 @@ def test_an_architecture_that_transformers_does_not_know(tiny_model, tmp_path: P
         Skeleton(Checkpoint(directory))
 
 
+def test_a_value_that_transformers_does_not_know(tiny_model, tmp_path: Path) -> None:
+    directory = changed_copy(tiny_model("llama"), tmp_path, hidden_act="nosuch")
+    with pytest.raises(
+        SourceError, match=r"cannot build LlamaForCausalLM\. KeyError: 'nosuch'\. Take config.json from"
+    ):
+        Skeleton(Checkpoint(directory))
+
+
 def test_weights_that_transformers_rewrites_are_refused(tiny_model, tmp_path: Path) -> None:
     rule = WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [Transpose(0, 1)])
     register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule], overwrite=True)

@@ -321,7 +321,7 @@ class TestHub:
         [
             (
                 {"split": "nowhere"},
-                r"org/name \(nowhere\): the data set cannot be read. ValueError: Unknown split .* Check split",
+                r"org/name \(nowhere\): the data set cannot be read. Unknown split .* Check split",
             ),
             ({"field": "txt"}, r"org/name \(test\): there is no field 'txt'. Did you mean 'text'\? Set `field:`"),
             ({"field": "label"}, r"org/name \(test\): the field 'label' is not a text but 0"),

@@ -11,6 +11,7 @@ from torch.nn.functional import kl_div
 from transformers.pytorch_utils import Conv1D
 
 from optkit.algorithms.grid import Grid, round_to_nearest
+from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.scale_search import search_scales
 from optkit.algorithms.sensitivity import fisher_probe
 from optkit.errors import StageError
@@ -107,7 +108,7 @@ def test_layers_that_text_does_not_reach_are_refused(tiny_model: Callable[[str],
     [
         (
             "gptq",
-            0.0,
+            1.0,
             "the Hessian is not positive definite, even with damping 10.0. Exclude the layer, round to "
             "nearest (rtn), or take more text.",
         ),
@@ -121,8 +122,16 @@ def test_layers_that_text_does_not_reach_are_refused(tiny_model: Callable[[str],
     ],
 )
 def test_a_layer_that_cannot_be_judged_is_named(
-    tiny_model: TinyModel, tmp_path: Path, rounding: Rounding, factor: float, said: str
+    tiny_model: TinyModel,
+    tmp_path: Path,
+    rounding: Rounding,
+    factor: float,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if rounding == "gptq":
+        whole = Hessian.matrix
+        monkeypatch.setattr(Hessian, "matrix", lambda self: -whole(self))
     changed = [f"model.layers.2.mlp.{leaf}_proj.weight" for leaf in ("gate", "up")]
     source = changed_copy(
         tiny_model("llama"), tmp_path, lambda tensors: tensors | {name: tensors[name] * factor for name in changed}
