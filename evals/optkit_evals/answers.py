@@ -16,7 +16,7 @@ from optkit.model.task import ENCODER_DECODERS, Task
 from optkit.source.conditioned import ConditionedText
 from optkit.source.text_place import TextPlace
 from optkit_evals.meanings import row
-from optkit_evals.windows import refuse_calibrated, short_revision
+from optkit_evals.windows import named, refuse_calibrated
 
 NO_WORD = re.compile(r"[^\w\s']+")
 
@@ -76,9 +76,8 @@ class Answers(ConditionedText, Eval):
         share = len(errors) / sum(map(len, wanted))
         rates = [error * share for error in errors]  # their mean is the rate of all words
         protocol = (
-            f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')}), first {len(examples)} "
-            f"pairs, {self.field} behind {self.input}, greedy answers of up to {self.new_tokens} tokens by "
-            f"transformers' generate, compared {COMPARED[self.normalize]}"
+            f"{named(text)}, first {len(examples)} pairs, {self.field} behind {self.input}, greedy answers of up to"
+            f" {self.new_tokens} tokens by transformers' generate, compared {COMPARED[self.normalize]}"
         )
         share_right = share_estimate(same, [1] * len(same))
         yield row(self, "exact_match", share_right, protocol, same, pairing="paired_mean")

@@ -16,7 +16,7 @@ from optkit.source.text_place import TextPlace
 from optkit.source.texts import TextSource
 from optkit.source.token_counts import TokenCounts
 from optkit.source.training_text import TrainingText
-from optkit_evals.windows import MOST_CHECKED, refuse_calibrated, short_revision
+from optkit_evals.windows import MOST_CHECKED, named, refuse_calibrated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,10 +78,8 @@ class SentenceText(TextSource):
             ids.update(tokens.numpy().tobytes())
         return Sentences(
             batches,
-            f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')}), {self.sentences} "
-            "different sentences of"
-            f" {FEWEST_WORDS} to {MOST_WORDS} words evenly from all over it, in padded batches of {self.batch},"
-            f" sentences and token ids {ids.hexdigest()[:12]}",
+            f"{named(text)}, {self.sentences} different sentences of {FEWEST_WORDS} to {MOST_WORDS} words evenly"
+            f" from all over it, in padded batches of {self.batch}, sentences and token ids {ids.hexdigest()[:12]}",
         )
 
 

@@ -13,14 +13,13 @@ from optkit.common.field_types import AtLeastOne, BatchSize, Count, Duration, Le
 from optkit.common.statistics import mean, standard_error
 from optkit.devices.gpu_watch import GpuWatch, devices_of
 from optkit.environment import device_name
-from optkit.errors import EvalError
 from optkit.measure import EvalContext, Metric, ProposingSession, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
 from optkit.model.task import GENERATING, Task
 from optkit_evals.configurations import measure_each
 from optkit_evals.meanings import row
 from optkit_evals.repeats import CALM, MOST_REPEATS, Cell, Effort, Repeats, repeat
-from optkit_evals.timing import SETTLED, device_text
+from optkit_evals.timing import SETTLED, check_room, device_text
 from optkit_evals.vllm import UnderVllm, vllm_text
 
 WIDE_SPREAD = 0.10
@@ -131,11 +130,8 @@ class Throughput(TimedEval):
         Raises EvalError if the model has too few positions, ResourceError if memory runs out
         in every configuration.
         """
-        if self.longest_sequence() > session.positions:
-            longest = max(self.cells(), key=lambda cell: cell.prompt + cell.new_tokens)
-            asked = f"a prompt of {longest.prompt} and {longest.new_tokens} new tokens are {self.longest_sequence()}"
-            what, remedy = f"{asked}, and the model has {session.positions} positions", "Shorten prompts or new_tokens"
-            raise EvalError(what, where="throughput", remedy=remedy)
+        longest = max(self.cells(), key=lambda cell: cell.prompt + cell.new_tokens)
+        check_room(session, longest.prompt, longest.new_tokens, "throughput", "Shorten prompts or new_tokens")
         watch = GpuWatch.of_all(devices_of(session))
         if others := watch.others():
             context.warn(f"throughput: {others}, and the numbers are shared with it")

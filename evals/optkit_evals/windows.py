@@ -191,10 +191,8 @@ class WindowedText(ConditionedText):
         ids = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:12]
         return Windows(
             tokens=tokens,
-            protocol=f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')}), documents joined,"
-            f" first {count} windows of {self.window} tokens without overlap, {bos}, "
-            f"{count * (self.window - 1)} tokens counted,"
-            f" token ids {ids}",
+            protocol=f"{named(text)}, documents joined, first {count} windows of {self.window} tokens without overlap,"
+            f" {bos}, {count * (self.window - 1)} tokens counted, token ids {ids}",
         )
 
     def _targets(self, session: Any, context: EvalContext) -> Windows:
@@ -209,9 +207,8 @@ class WindowedText(ConditionedText):
         ids = hashlib.sha256(b"".join(each.numpy().tobytes() for each in tokens)).hexdigest()[:12]
         return Windows(
             torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=-1),
-            f"{self.dataset} {self.split} (revision {short_revision(self.revision or '')}), first {len(taken)} pairs,"
-            f" {self.field} behind {self.input}, targets of up to {self.window} tokens alike in weight, "
-            f"{sum(len(each) - 1 for each in tokens)} tokens counted, token ids {ids}",
+            f"{named(self)}, first {len(taken)} pairs, {self.field} behind {self.input}, targets of up to {self.window}"
+            f" tokens alike in weight, {sum(len(each) - 1 for each in tokens)} tokens counted, token ids {ids}",
             tuple(pair.source for pair in taken),
         )
 
@@ -273,7 +270,7 @@ class PromptedText(ImageText, WindowedText):
         if len(prompts) < FEWEST:
             raise self._too_short(f"{len(prompts)} records and {FEWEST} are needed")
         refuse_calibrated(text, [pair.text for pair in prompts.pairs], context, self.asks_draft)
-        return Answers(prompts, f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')})")
+        return Answers(prompts, named(text))
 
 
 def refuse_calibrated(
@@ -300,6 +297,11 @@ def other_tokens(where: str) -> EvalError:
     """Return the error of a model that reads the text as other tokens than the baseline."""
     what, why = "the model and the baseline read the text as different tokens", "Their tokenizers differ"
     return EvalError(what, where=where, why=why, remedy="Give both the same tokenizer files")
+
+
+def named(text: TextSource) -> str:
+    """Return the data set, split and revision of a text, which its protocol begins with."""
+    return f"{text.dataset} {text.split} (revision {short_revision(text.revision or '')})"
 
 
 def short_revision(revision: str) -> str:

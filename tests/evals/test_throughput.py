@@ -111,7 +111,7 @@ def test_the_prompt_is_seeded_and_within_the_vocabulary(session):
 
 
 def test_more_tokens_than_positions(session):
-    with pytest.raises(EvalError, match="a prompt of 60 and 5 new tokens are 65, and the model has 64 positions"):
+    with pytest.raises(EvalError, match="a prompt of 60 and 5 new tokens are more than the model's 64 positions"):
         Throughput(prompts=(4, 60), new_tokens=5).run(session, EvalContext())
 
 
