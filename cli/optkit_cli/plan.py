@@ -26,7 +26,7 @@ def command(
     from optkit import pipeline
     from optkit.recipe.matrix_reading import load_matrix
     from optkit_cli.output import print_result
-    from optkit_cli.plan_view import plan_view
+    from optkit_cli.plan_view import plan_view, sweep_plan_view
     from optkit_cli.progress import open_progress
 
     matrix = load_matrix(recipe, overrides, model)
@@ -36,7 +36,6 @@ def command(
     combinations = [each.trusting(trust_remote_code) for each in found]
     if matrix.varied:
         from optkit.sweep.plan import plan_sweep
-        from optkit_cli.sweep_plan_view import sweep_plan_view
 
         sweep = plan_sweep(matrix.name, combinations, progress=open_progress(), **place)
         print_result(sweep, lambda: sweep_plan_view(sweep))

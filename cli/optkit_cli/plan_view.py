@@ -1,6 +1,8 @@
-"""A plan on the terminal: each step and measurement, done or to do, and what the rest will need."""
+"""A plan, or that of a sweep, on the terminal: what is done, what is to do, and what the rest will need."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -9,6 +11,9 @@ from rich.text import Text
 from optkit.environment import visible_gpus
 from optkit.plan import Plan
 from optkit_cli.tables import duration_text, plain_table, size_text
+
+if TYPE_CHECKING:
+    from optkit.sweep.plan import Planned, SweepPlan
 
 
 def plan_view(plan: Plan) -> list[RenderableType]:
@@ -78,15 +83,41 @@ def cost_line(plan: Plan) -> Text:
     if not (plan.pending or unmeasured or fetched):
         return Text("nothing to do: a run ends at once")
     steps = f"{len(plan.pending)} of {len(plan.steps)} steps and {unmeasured} of {len(evals)} evals to do"
-    needs = {
+    steps += f", {size_text(fetched)} to fetch from the shared store" if fetched else ""
+    kept = max((step.cost.kept_bytes for step in plan.pending), default=0)
+    times = [*(step.seconds for step in plan.pending), *(each.seconds for each in evals if each.pending)]
+    return _needs(steps, plan, kept, sum(filter(None, times)), times.count(None))
+
+
+def sweep_plan_view(plan: SweepPlan) -> list[RenderableType]:
+    """Return what to print of a sweep, top to bottom: its combinations, what they share, and what they will need."""
+    table = plain_table("combination", "steps", ">size")
+    for each in plan.combinations:
+        size = each.plan.steps[-1].size_bytes if each.plan else 0
+        table.add_row(Text(each.name), _combined(each), Text(size_text(size)))
+    title = Text.assemble((plan.name, "bold"), (f"  {len(plan.combinations)} combinations · {plan.device}", "dim"))
+    steps = f"{plan.pending} of {plan.steps} steps to do, steps shared {plan.shared} times"
+    closing = _needs(steps, plan, 0, plan.seconds, plan.unknown)
+    return [part for section in (title, table, closing) for part in (Text(""), section)]
+
+
+def _combined(planned: Planned) -> Text:
+    if planned.plan is None:
+        return Text(f"fails: {planned.reason}", style="bold red")
+    pending = {step.key for step in planned.plan.pending}
+    said = [(step.kind, "yellow" if step.key in pending else "green") for step in planned.plan.steps]
+    said += [(entry.kind, "dim") for entry in planned.plan.recipe.settings]
+    return Text(", ").join(Text(kind, style=style) for kind, style in said)
+
+
+def _needs(steps: str, plan: Plan | SweepPlan, kept_bytes: int, seconds: float, unknown: int) -> Text:
+    sizes = {
         "on disk": plan.disk_bytes,
-        "more until a step ends": max((step.cost.kept_bytes for step in plan.pending), default=0),
+        "more until a step ends": kept_bytes,
         "of RAM at most beside Python and torch": plan.ram_bytes,
         "of GPU memory at most": plan.gpu_bytes,
     }
-    known = [*(step.seconds for step in plan.pending), *(each.seconds for each in evals if each.pending)]
-    unknown = known.count(None)
-    times = [f"about {duration_text(sum(filter(None, known)))}"] if unknown < len(known) else []
-    times += [f"the time of {unknown} is unknown (not measured here yet)"] if unknown else []
-    steps += f", {size_text(fetched)} to fetch from the shared store" if fetched else ""
-    return Text(", ".join([steps, *(f"{size_text(size)} {what}" for what, size in needs.items() if size), *times]))
+    parts = [steps, *(f"{size_text(size)} {what}" for what, size in sizes.items() if size)]
+    parts += [f"about {duration_text(seconds)}"] if seconds else []
+    parts += [f"the time of {unknown} is unknown (not measured here yet)"] if unknown else []
+    return Text(", ".join(parts))

@@ -13,7 +13,7 @@ from optkit.common.statistics import Estimate, mean, mean_estimate, share_estima
 from optkit.errors import EvalError, SourceError
 from optkit.measure import Attachment, Eval, EvalContext, Found, Metric, Session
 from optkit.model.session_memory import SessionMemory
-from optkit.source.digests import PREFIX
+from optkit.source.digests import PREFIX, require_revision
 from optkit.source.text_files import read_records
 from optkit_evals.meanings import row
 
@@ -64,13 +64,7 @@ class Generation(Eval):
     def pinned(self, data: Path | None) -> Self:
         """Return the eval with the digest of its prompts; raises SourceError if they were changed."""
         revision = PREFIX + sha256_of(self._path())
-        if self.revision not in (None, revision):
-            raise SourceError(
-                f"the prompts are {revision} and not {self.revision}",
-                where=self.prompts,
-                why="They were changed",
-                remedy="Restore them, or leave out `revision`",
-            )
+        require_revision("the file of prompts", revision, self.revision, self.prompts)
         self._read()
         return self.model_copy(update={"revision": revision})
 

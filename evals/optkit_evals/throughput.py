@@ -20,7 +20,7 @@ from optkit_evals.configurations import measure_each
 from optkit_evals.meanings import row
 from optkit_evals.repeats import CALM, MOST_REPEATS, Cell, Effort, Repeats, repeat
 from optkit_evals.timing import SETTLED, check_room, device_text
-from optkit_evals.vllm import UnderVllm, vllm_text
+from optkit_evals.vllm import Asked, UnderVllm, check_vllm, time_vllm, vllm_text, vllm_versions
 
 WIDE_SPREAD = 0.10
 """Standard deviation over mean of the repeats, from which on the user is warned."""
@@ -87,8 +87,6 @@ class Throughput(TimedEval):
         """Return, of another engine, the Python that has it and its versions there."""
         if self.engine == "optkit":
             return {}
-        from optkit_evals.vllm import vllm_versions
-
         python, versions = vllm_versions()
         return {"python": python, **versions}
 
@@ -99,8 +97,6 @@ class Throughput(TimedEval):
     def check(self, device: str) -> None:
         """Raise MissingPackageError, before anything runs, if the engine is not installed."""
         if self.engine == "vllm":
-            from optkit_evals.vllm import check_vllm
-
             check_vllm(device)
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
@@ -154,8 +150,6 @@ class Throughput(TimedEval):
 
     def _run_vllm(self, session: Session, context: EvalContext, protocol: str) -> list[Metric]:
         """Measure all configurations with one engine of vLLM; raises EvalError with its last words."""
-        from optkit_evals.vllm_throughput import Asked, time_vllm
-
         cells = self.cells()
         asked = Asked(
             cells=[(cell.batch, cell.prompt, cell.new_tokens) for cell in cells],

@@ -34,6 +34,14 @@ def parse_requirement(text: str, option: str = "--require") -> Gate:
         raise UsageError(str(error), where=option) from error
 
 
+def parse_metric(text: str, option: str) -> Gate:
+    """Return what names a metric, `name` or `name[label=value]`; raises UsageError."""
+    try:
+        return parse_gate(text, "> 0")
+    except ValueError as error:
+        raise UsageError(str(error), where=option) from error
+
+
 def check_names(gates: Sequence[Gate], table: Table) -> None:
     """Raise UsageError for a limit to a metric that no scorecard has."""
     for gate in gates:
@@ -42,10 +50,7 @@ def check_names(gates: Sequence[Gate], table: Table) -> None:
 
 def named_columns(table: Table, text: str, option: str) -> list[Column]:
     """Return the columns that `name` or `name[label=value]` names; raises UsageError for none."""
-    try:
-        gate = parse_gate(text, "> 0")
-    except ValueError as error:
-        raise UsageError(str(error), where=option) from error
+    gate = parse_metric(text, option)
     found = [each for each in table.columns if each.name == gate.name and gate.labels.items() <= each.labels.items()]
     if not found:
         known = list(dict.fromkeys(column.key for column in table.columns if " #" not in column.key))

@@ -15,11 +15,13 @@ from optkit.model.attention import forgetting_layers
 from optkit.model.shape import ModelShape
 from optkit.source.models import ModelSource, model_shape, require_directory
 from optkit.source.places import pin_and_remember
-from optkit.source.tokenizer import other_token
+from optkit.source.tokenizer import refuse_other_tokens
 from optkit.stage import Setting
 
 if TYPE_CHECKING:
     from optkit.session.speculation import Proposer
+
+SAME_FAMILY = "Take a smaller model of the same family, or prompt_lookup"
 
 
 class Speculative(Setting):
@@ -85,10 +87,10 @@ class Speculative(Setting):
                 f"the draft {self.draft.name} has a vocabulary of {theirs} tokens and the model one of {ours}",
                 where="speculative",
                 why="What it proposes would be other tokens",
-                remedy="Take a smaller model of the same family, or prompt_lookup",
+                remedy=SAME_FAMILY,
             )
         if directory:
-            check_tokens(place, directory)
+            refuse_other_tokens("draft", place, "model", directory, "speculative", SAME_FAMILY)
 
     def on_open(self, session: Any) -> Any:
         """Return the session, which checks what is proposed from now on.
@@ -110,13 +112,13 @@ class Speculative(Setting):
             check_layers(self.early_exit, session.model.config.get_text_config(decoder=True).num_hidden_layers)
             return EarlyExit(session.model, self.early_exit, session.step, session.new_state())
         place = self.draft_directory()
-        check_tokens(place, session.directory)
+        refuse_other_tokens("draft", place, "model", session.directory, "speculative", SAME_FAMILY)
         draft = open_session(place, (), session.device)
         if not isinstance(draft, TorchSession) or draft.vocabulary != session.vocabulary:
             raise StageError(
                 f"the draft {place} is no torch model with a vocabulary of {session.vocabulary}",
                 where="speculative",
-                remedy="Take a smaller model of the same family, or prompt_lookup",
+                remedy=SAME_FAMILY,
             )
         return DraftModel(draft.step, draft.new_state, draft.decode_bytes)
 
@@ -142,18 +144,4 @@ def check_layers(layers: int, count: int) -> None:
             where="speculative",
             why="The first layers propose, and all of them check",
             remedy=f"Set early_exit to 1 to {count - 1}" if count > 1 else "Take a draft model, or prompt_lookup",
-        )
-
-
-def check_tokens(draft: Path, model: Path) -> None:
-    """Raise StageError if the tokenizers of two directories give a token other ids.
-    Nothing is said if one has no tokenizer.json.
-    """
-    if other := other_token(draft, model):
-        token, theirs, ours = other
-        raise StageError(
-            f"the draft's tokenizer is another one: {token!r} is {theirs} to it and {ours} to the model",
-            where="speculative",
-            why="What it proposes would be other tokens",
-            remedy="Take a smaller model of the same family, or prompt_lookup",
         )

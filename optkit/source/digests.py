@@ -13,6 +13,7 @@ from typing import Any
 from optkit.common.atomic import remember
 from optkit.common.files import object_if_any, sha256_of
 from optkit.environment import cpu_threads
+from optkit.errors import SourceError
 from optkit.progress import Progress, SilentTask
 
 REMEMBERED_BYTES = 1 << 20
@@ -20,6 +21,17 @@ REMEMBERED_BYTES = 1 << 20
 WORTH_SAYING_BYTES = 1 << 30
 """Fewer are read before anyone would ask."""
 PREFIX = "sha256:"
+
+
+def require_revision(what: str, found: str, wanted: str | None, where: str) -> None:
+    """Raise SourceError if what a recipe pins is something else by now."""
+    if wanted not in (None, found):
+        raise SourceError(
+            f"{what} is {found} and not {wanted}",
+            where=where,
+            why="It was changed, or comes from another version of its source",
+            remedy="Restore it, or leave out `revision`",
+        )
 
 
 class FileDigests:

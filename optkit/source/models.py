@@ -30,7 +30,7 @@ from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.model.writer import SHARD_BYTES, link_or_copy
 from optkit.progress import Progress
-from optkit.source.digests import PREFIX, FileDigests
+from optkit.source.digests import PREFIX, FileDigests, require_revision
 from optkit.source.directory import TOKENIZERS, check_config, check_directory, directory_revision
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import checkpoint_shape, imports
@@ -138,13 +138,7 @@ def pin_model(source: ModelSource, cache: Path | None = None, progress: Progress
     else:
         checkpoint_shape(read_gguf(place))
         revision = PREFIX + digests.of_all([place], progress)[0]
-    if source.revision not in (None, revision):
-        raise SourceError(
-            f"the model is {revision} and not {source.revision}",
-            where=source.name,
-            why="It was changed since, or is another one",
-            remedy="Restore it, or leave out `revision`",
-        )
+    require_revision("the model", revision, source.revision, source.name)
     name = source.name if source.name in BUILT_IN else str(place.absolute())
     return source.model_copy(update={"name": name, "revision": revision})
 

@@ -20,7 +20,7 @@ from optkit.common.files import read_text
 from optkit.common.frozen import Frozen
 from optkit.errors import SourceError, did_you_mean
 from optkit.source import python_reference
-from optkit.source.digests import PREFIX
+from optkit.source.digests import PREFIX, require_revision
 from optkit.source.hub import HubRepo
 from optkit.source.hub_texts import read_hub_rows
 from optkit.source.text_files import SUFFIXES, read_records, read_rows, text_of
@@ -155,13 +155,8 @@ class TextSource(Frozen):
         documents = self._read(data)
         if not any(document.strip() for document in documents):
             raise SourceError("the text is empty", where=self.where, remedy="Name another data set, split or field")
-        if self.revision and self.is_local(data) and (found := _digest(documents)) != self.revision:
-            raise SourceError(
-                f"the text is {found} and not {self.revision}",
-                where=self.where,
-                why="It was changed, or comes from another version of its source",
-                remedy="Restore it, or leave out `revision`",
-            )
+        if self.revision and self.is_local(data):
+            require_revision("the text", _digest(documents), self.revision, self.where)
         return documents
 
     def joined(self, data: Path | None) -> str:

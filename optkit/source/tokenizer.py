@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.files import read_object, reading
-from optkit.errors import SourceError
+from optkit.errors import SourceError, StageError
 from optkit.source.directory import TOKENIZERS
 from optkit.source.quiet import quiet_transformers
 
@@ -33,16 +33,21 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
             return tokenizer
 
 
-def other_token(theirs: Path, ours: Path) -> tuple[str, int | str, int] | None:
-    """Return the first token that two tokenizer.json number differently, and both numbers.
-
-    None if there is no such token, or a directory has no tokenizer.json.
+def refuse_other_tokens(role: str, theirs: Path, beside: str, ours: Path, where: str, remedy: str) -> None:
+    """Raise StageError if the tokenizer of a model that plays a role gives a token another number.
+    Nothing is said if a directory has no tokenizer.json.
     """
     first, second = _vocabulary(theirs), _vocabulary(ours)
     if first is None or second is None:
-        return None
-    other = next((token for token in second if first.get(token) != second[token]), None)
-    return None if other is None else (other, first.get(other, "unknown"), second[other])
+        return
+    if other := next((token for token in second if first.get(token) != second[token]), None):
+        raise StageError(
+            f"the {role}'s tokenizer is another one: {other!r} is {first.get(other, 'unknown')} to it and "
+            f"{second[other]} to the {beside}",
+            where=where,
+            why="What it says would be about other tokens",
+            remedy=remedy,
+        )
 
 
 def _vocabulary(directory: Path) -> Mapping[str, int] | None:

@@ -34,17 +34,25 @@ def reserve(out: Path, store: Path) -> Iterator[None]:
     written.
     """
     _check_place(out, store)
-    lock = out.with_name(f".{out.name}.lock")
+    with locked(out, out.with_name(f".{out.name}.lock"), "another optkit run is writing there", "the artifact"):
+        settle_beside(out)
+        yield
+
+
+@contextlib.contextmanager
+def locked(out: Path, lock: Path, busy: str, what: str) -> Iterator[None]:
+    """Hold the lock of a directory that a run writes to. Raises StoreError if another run holds it: `busy`;
+    or if the lock cannot be written.
+    """
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        lock.parent.mkdir(parents=True, exist_ok=True)
         held = hold(lock)
     except BlockingIOError as error:
         remedy = "Wait for it, or name another directory with --out"
-        raise StoreError("another optkit run is writing there", where=str(out), remedy=remedy) from error
+        raise StoreError(busy, where=str(out), remedy=remedy) from error
     except OSError as error:
-        raise explain_os_error(error, "the artifact", out.parent) from error
+        raise explain_os_error(error, what, lock.parent) from error
     try:
-        settle_beside(out)
         yield
     finally:
         release(held, lock)

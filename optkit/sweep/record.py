@@ -14,8 +14,8 @@ from optkit.artifact import is_artifact
 from optkit.common.atomic import write_text_atomically
 from optkit.common.files import read_object, reading
 from optkit.common.frozen import Frozen
-from optkit.common.held_files import hold, release
 from optkit.errors import StoreError
+from optkit.store.out_directory import locked
 from optkit.store.store import explain_os_error
 
 RECORD = "sweep.json"
@@ -127,18 +127,8 @@ def held(directory: Path) -> Iterator[None]:
     Raises StoreError if another run holds it, or if there is something else.
     """
     _check_place(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = hold(directory / LOCK)
-    except BlockingIOError as error:
-        remedy = "Wait for it, or name another directory with --out"
-        raise StoreError("another sweep is at work there", where=str(directory), remedy=remedy) from error
-    except OSError as error:
-        raise explain_os_error(error, "the sweep", directory) from error
-    try:
+    with locked(directory, directory / LOCK, "another sweep is at work there", "the sweep"):
         yield
-    finally:
-        release(lock, directory / LOCK)
 
 
 def _check_place(directory: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from optkit.comparison.choice import parse_requirement
+from optkit.comparison.choice import parse_metric, parse_requirement
 from optkit.errors import RecipeError, UsageError, needing
 from optkit.measure import Eval
 from optkit.progress import Progress
@@ -150,8 +150,8 @@ def chosen(
         found = matrix.first(trials) if how == "grid" else matrix.some(trials, seed)
     evals = {repr(entry.value): entry.value for each in found for entry in each.recipe.evals}
     for option, gates in (
-        ("--best", [_metric(best, "--best")] if best else []),
-        ("--axis", [_metric(text, "--axis") for text in axes]),
+        ("--best", [parse_metric(best, "--best")] if best else []),
+        ("--axis", [parse_metric(text, "--axis") for text in axes]),
         ("--require", [parse_requirement(text) for text in require]),
     ):
         for gate in gates:
@@ -223,17 +223,9 @@ def _is_measured(gate: Gate, recipe: Recipe, option: str) -> bool:
     return bool(_rows(gate, [entry.value for entry in recipe.untimed().evals]))
 
 
-def _metric(text: str, option: str) -> Gate:
-    """Return what names a metric; raises UsageError."""
-    try:
-        return parse_gate(text, "> 0")
-    except ValueError as error:
-        raise UsageError(str(error), where=option) from error
-
-
 def _objective(text: str, recipe: Recipe, option: str) -> Gate:
     """Return the row that a text names."""
-    gate = _metric(text, option)
+    gate = parse_metric(text, option)
     evals = [entry.value for entry in recipe.untimed().evals]
     if not _is_measured(gate, recipe, option):
         others = list(dict.fromkeys(next(iter(each.metrics)) for each in evals if each.metrics))

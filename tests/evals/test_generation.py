@@ -126,5 +126,5 @@ def test_prompts_that_were_changed_are_refused(prompts):
     assert pinned.pinned(None) == pinned
     with open(prompts, "a") as file:  # noqa: PTH123
         file.write("One more\n")
-    with pytest.raises(SourceError, match=r"the prompts are sha256:.* and not sha256:.*They were changed"):
+    with pytest.raises(SourceError, match=r"the file of prompts is sha256:.* and not sha256:.*It was changed"):
         pinned.pinned(None)

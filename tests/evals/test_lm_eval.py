@@ -170,7 +170,7 @@ def test_a_definition_is_pinned_with_its_data(tasks, tmp_path):
     assert pinned.revision.startswith("sha256:")
     assert pinned.pinned(None) == pinned
     (tmp_path / "colours.jsonl").write_text('{"question": "?", "choices": ["a", "b"], "gold": 0}\n')
-    with pytest.raises(SourceError, match=r"task and data are sha256:.* and not .*Restore them"):
+    with pytest.raises(SourceError, match=r"the task with its data is sha256:.* and not .*Restore it"):
         pinned.pinned(None)
     (tmp_path / "colours.jsonl").unlink()
     with pytest.raises(SourceError, match=r"colours: its file colours\.jsonl is not there"):

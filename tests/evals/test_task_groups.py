@@ -172,7 +172,7 @@ def test_a_group_is_pinned_with_all_of_its_data(folder):
     assert pinned.pinned(None) == pinned
     with (folder / "odd.jsonl").open("a") as file:
         file.write('{"question": "?", "choices": ["a", "b"], "gold": 0}\n')
-    with pytest.raises(SourceError, match="task and data are sha256:.* and not "):
+    with pytest.raises(SourceError, match="the task with its data is sha256:.* and not "):
         pinned.pinned(None)
     again = named.pinned(None)
     (folder / "paints.yaml").write_text(OUTER.replace("weight_by_size: true", "weight_by_size: false"))

@@ -21,7 +21,8 @@ from optkit.session.speculation import PromptLookup
 from optkit.session.torch_session import TorchSession
 from optkit.settings.compile import Compile
 from optkit.settings.kv_cache import KvCache
-from optkit.settings.speculative import Speculative, check_tokens
+from optkit.settings.speculative import Speculative
+from optkit.source.tokenizer import refuse_other_tokens
 from optkit.store.store import Store
 from tests.conftest import TinyModel
 
@@ -204,7 +205,7 @@ def test_a_draft_with_another_tokenizer_is_refused_before_anything_runs(
     assert said.startswith(f"speculative: the draft's tokenizer is another one: {names[7]!r} is ")
     file.write_text(json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0], ["b", -1.0]]}}))
     with pytest.raises(StageError, match="is unknown to it and "):
-        check_tokens(pruned, tiny_model("llama"))
+        refuse_other_tokens("draft", pruned, "model", tiny_model("llama"), "speculative", "")
 
 
 def test_a_draft_that_is_no_directory(tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from optkit.recipe.recipe import load_recipe
 from optkit.source.calibration import load_tokenizer
 from optkit.source.directory import check_directory
 from optkit.source.gguf_llama import checkpoint_shape
-from optkit.source.tokenizer import other_token
+from optkit.source.tokenizer import refuse_other_tokens
 from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.support import mutations
@@ -150,7 +150,7 @@ def test_tokenizers(model: Path, tiny_model: TinyModel, draw: Random) -> None:
     valid = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
     with Changed(model / "tokenizer.json", mutations.damaged_json_text(valid, draw)):
         read_or_refused(lambda: load_tokenizer(model)("a text"))
-        read_or_refused(lambda: other_token(model, tiny_model("llama")))
+        read_or_refused(lambda: refuse_other_tokens("draft", model, "model", tiny_model("llama"), "", ""))
 
 
 METADATA = [

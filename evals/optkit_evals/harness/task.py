@@ -13,7 +13,7 @@ from optkit.common.files import sha256_of
 from optkit.common.frozen import Frozen, digest
 from optkit.errors import SourceError
 from optkit.source import python_reference
-from optkit.source.digests import PREFIX
+from optkit.source.digests import PREFIX, require_revision
 from optkit.source.hub import HubRepo
 from optkit.source.texts import NAME_DATA
 from optkit_evals.harness.definitions import BUILT_IN, Definition, is_path, read_config
@@ -77,14 +77,8 @@ class HarnessTask(Frozen):
         first, *others = parts.values()
         alike = isinstance(first, str) and all(other == first for other in others)
         revision = first if isinstance(first, str) and alike else PREFIX + digest(_plain(content))
-        given = self.revision or revision
-        if given != revision and PREFIX in given + revision:
-            raise SourceError(
-                f"task and data are {revision} and not {self.revision}",
-                where=self.name,
-                why="They were changed, or come from another version of their source",
-                remedy="Restore them, or leave out `revision`",
-            )
+        if PREFIX in (self.revision or revision) + revision:
+            require_revision("the task with its data", revision, self.revision, self.name)
         return self.model_copy(update={"revision": revision})
 
     def part(self, definition: Definition, data: Path | None) -> str | Mapping[str, Any]:

@@ -19,7 +19,7 @@ from optkit.model.shape import ModelShape
 from optkit.model.text_config import text_config
 from optkit.source.models import ModelSource, model_shape, pin_model, require_directory
 from optkit.source.places import pin_and_remember
-from optkit.source.tokenizer import other_token
+from optkit.source.tokenizer import refuse_other_tokens
 from optkit.stage import Context, Transform
 
 if TYPE_CHECKING:
@@ -148,14 +148,7 @@ class StageWithTeacher(Transform):
         directory = require_directory(self.teacher, "teacher", self.kind) if self.teacher else context.origin
         if directory is None:
             raise StageError("there is no teacher", where=self.kind, remedy="Name one: `teacher: DIRECTORY`")
-        if other := other_token(directory, source):
-            token, theirs, ours = other
-            raise StageError(
-                f"the teacher's tokenizer is another one: {token!r} is {theirs} to it and {ours} to the student",
-                where=self.kind,
-                why="What it says would be about other tokens",
-                remedy="Take a teacher of the same family",
-            )
+        refuse_other_tokens("teacher", directory, "student", source, self.kind, "Take a teacher of the same family")
         return directory
 
     def _live_teacher(self, source: Path, context: Context) -> LiveTeacher:
