@@ -112,7 +112,8 @@ def read_text(path: Path, error: type[OptkitError] = SourceError, most_bytes: in
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as cause:
-        what, remedy = f"byte {cause.start:,} is not UTF-8", "Convert it: iconv -f latin1 -t utf-8 OLD > NEW"
+        likely = "utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
+        what, remedy = f"byte {cause.start:,} is not UTF-8", f"Convert it: iconv -f {likely} -t utf-8 OLD > NEW"
         raise error(what, where=str(path), why=cause.reason, remedy=remedy) from cause
 
 

@@ -226,13 +226,11 @@ class TestFiles:
         with pytest.raises(SourceError, match=message):
             TextSource(dataset=str(tmp_path / "mine.jsonl")).documents(None)
 
-    def test_not_utf8(self, tmp_path):
-        (tmp_path / "mine.txt").write_bytes(b"caf\xe9 au lait")
-        with pytest.raises(
-            SourceError,
-            match=r"mine.txt: byte 3 is not UTF-8. invalid "
-            r"continuation byte. Convert it: iconv",
-        ):
+    @pytest.mark.parametrize(("encoding", "place"), [("latin1", 3), ("utf-16", 0)])
+    def test_not_utf8(self, tmp_path, encoding, place):
+        (tmp_path / "mine.txt").write_bytes("caf\xe9 au lait".encode(encoding))
+        said = rf"mine.txt: byte {place} is not UTF-8. invalid \w* byte. Convert it: iconv -f {encoding} -t utf-8"
+        with pytest.raises(SourceError, match=said):
             TextSource(dataset=str(tmp_path / "mine.txt")).documents(None)
 
     def test_not_there(self, tmp_path):
