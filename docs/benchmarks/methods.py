@@ -97,9 +97,6 @@ for bits, group in ((bits, group) for group in (64, 96, 128, 192) for bits in (4
         f"gptq, {bits} bits of {group}": [stage("gptq", **grid)],
         f"gptq that learns, {bits} bits of {group}": [stage("gptq", effort="best", **grid)],
         f"gptq, earlier errors, {bits} bits of {group}": [stage("gptq", earlier_errors=0.5, **grid)],
-        f"gptq that learns, earlier errors, {bits} bits of {group}": [
-            stage("gptq", effort="best", earlier_errors=0.5, **grid)
-        ],
         f"gptqmodel, {bits} bits of {group}": [stage("gptq", backend="gptqmodel", **grid)],
         f"gptqmodel, GPTAQ 0.25, {bits} bits of {group}": [
             stage("gptq", backend="gptqmodel", earlier_errors=0.25, **grid)
