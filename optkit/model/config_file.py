@@ -28,7 +28,7 @@ SIZES = {
 """Whole numbers above 0 and below a bound that no model is near, if they are there."""
 LISTED_SIZES = {
     "num_key_value_heads": WIDTH, "num_kv_heads": WIDTH, "num_heads": WIDTH, "n_heads": WIDTH,
-    "intermediate_size": WIDTH, "ffn_dim": WIDTH,
+    "intermediate_size": WIDTH, "ffn_dim": WIDTH, "ffn_hidden_size": WIDTH,
     "moe_intermediate_size": WIDTH,
     "num_experts": WIDTH, "num_local_experts": WIDTH, "n_routed_experts": WIDTH, "num_experts_per_tok": WIDTH,
 }  # fmt: skip
@@ -45,10 +45,11 @@ ONE_SIZE = (
 """One for all layers, or null; 0 is none too."""
 POSITIONS = (
     "max_position_embeddings", "n_positions", "sliding_window", "original_max_position_embeddings",
-    "max_source_positions", "max_target_positions",
+    "max_source_positions", "max_target_positions", "attention_chunk_size",
 )  # fmt: skip
-NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "factor")
+NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "factor", "partial_rotary_factor")
 KINDS = ("layer_types", "layers_block_type", "block_types")
+BLOCKS = ("cross_attention_layers", "mlp_only_layers", "attn_layer_indices")
 NAMES = ("model_type", "dtype", "torch_dtype", "hybrid_override_pattern")
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PARTS = (
@@ -127,6 +128,10 @@ def _are_names(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value))
 
 
+def _are_blocks(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(_is_size(each, 0, LAYERS) for each in value))
+
+
 def _are_tokens(value: Any) -> bool:
     return all(each is None or _is_size(each, -1, VOCABULARY) for each in _each(value))
 
@@ -134,6 +139,7 @@ def _are_tokens(value: Any) -> bool:
 FORMS: tuple[tuple[Collection[str], Callable[[Any], bool], str], ...] = (
     (PARTS, lambda value: isinstance(value, Mapping | None), "an object"),
     (("architectures", *KINDS), _are_names, "a list of names"),
+    (BLOCKS, _are_blocks, "a list of numbers of blocks"),
     (ONE_SIZE, lambda value: value is None or _is_size(value, 0, WIDTH), "a whole number from 0 up"),
     (NUMBERS, lambda value: value is None or (type(value) in (int, float) and isfinite(value)), "a number"),
     (NAMES, lambda value: isinstance(value, str | None), "a name"),

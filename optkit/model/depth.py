@@ -120,7 +120,7 @@ def _shallower(text: Mapping[str, Any], kept: Sequence[int], resolved: Mapping[s
         if isinstance(found.get(key), int):
             found[key] = len(kept)
     for key, value in found.items():
-        if key == REPEATED and isinstance(value, list):
+        if key == REPEATED and value and isinstance(value, list):
             found[key] = [value[index % len(value)] for index in kept]
         elif is_per_block(key, value, blocks):
             of_kept = [value[index] for index in kept]

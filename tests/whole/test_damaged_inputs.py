@@ -84,6 +84,10 @@ def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
         ({"num_key_value_heads": 3}, "3 heads of keys and values do not divide the 4 heads"),
         ({"attn_layer_period": 0}, "`attn_layer_period` in config.json is 0, not a whole number above 0"),
         ({"expert_layer_period": None}, "`expert_layer_period` in config.json is null, not a whole number above 0"),
+        (
+            {"cross_attention_layers": -1},
+            "`cross_attention_layers` in config.json is -1, not a list of numbers of blocks",
+        ),
         ({"layer_types": 3}, "`layer_types` in config.json is 3, not a list of names"),
         ({"head_dim": [16, 16]}, r"`head_dim` in config.json is \[16, 16\], not a whole number from 0 up"),
         (
