@@ -2,7 +2,7 @@
 llama-cpp-python is named.
 
     python tests/benchmarks/cpu_decode.py --float MODEL... --artifacts ARTIFACT...
-        [--llama-cpp PYTHON --gguf FILE...]
+        [--llama-cpp PYTHON --gguf FILE...] [--arch x86-64-v3]
 
 Each has a process of its own. All are open, and one answers after the other in each round, so that
 a machine that slows down costs all alike: random token ids, greedy, no early stop, wall clock. What
@@ -39,11 +39,13 @@ def main() -> None:
     if arguments.worker:
         _work(arguments)
         return
-    contenders = [(kind, each) for each in arguments.float for kind in ("torch", OWN_STEP)]
-    contenders += [("torch", each) for each in arguments.artifacts]
-    contenders += [(TRANSFORMERS_STEP, each) for each in arguments.artifacts[:1]]
-    contenders += [("llama.cpp", each) for each in arguments.gguf]
-    workers = [_worker(arguments, kind, place) for kind, place in contenders]
+    own = [(OWN_STEP, each) for each in arguments.float] + [("torch", each) for each in arguments.artifacts]
+    others = [("torch", each) for each in arguments.float]
+    others += [(TRANSFORMERS_STEP, each) for each in arguments.artifacts[:1]]
+    others += [("llama.cpp", each) for each in arguments.gguf]
+    contenders = [(kind, place, "") for kind, place in others + own]
+    contenders += [(kind, place, name) for name in arguments.arch for kind, place in own]
+    workers = [_worker(arguments, *each) for each in contenders]
     facts = [_next(worker) for worker in workers]
     found: list[dict[int, list[Any]]] = [{length: [] for length in arguments.prompt} for _ in workers]
     for turn in range(arguments.rounds + 1):
@@ -53,7 +55,7 @@ def main() -> None:
                 answer = _next(worker)
                 if turn:
                     answers.append(answer)
-    names = [f"{kind}: {'/'.join(place.parts[-2:])}" for kind, place in contenders]
+    names = [f"{kind}{name and f', {name}'}: {'/'.join(place.parts[-2:])}" for kind, place, name in contenders]
     for line in _table(zip(names, facts, found, strict=True), arguments):
         print(line)
 
@@ -66,6 +68,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--artifacts", type=Path, nargs="*", default=[])
     parser.add_argument("--llama-cpp", type=Path, help="a Python that has llama-cpp-python")
     parser.add_argument("--gguf", type=Path, nargs="*", default=[])
+    parser.add_argument("--arch", nargs="*", default=[], help="for these, too, optkit's kernels are compiled")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--prompt", type=int, nargs="+", default=[128], help="lengths")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -77,12 +80,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _worker(arguments: argparse.Namespace, kind: str, place: Path) -> subprocess.Popen[str]:
+def _worker(arguments: argparse.Namespace, kind: str, place: Path, arch: str) -> subprocess.Popen[str]:
     """Start the process of one contender."""
     python = str(arguments.llama_cpp) if kind == "llama.cpp" else sys.executable
     sizes = [f"--threads={arguments.threads}", f"--new-tokens={arguments.new_tokens}", "--prompt"]
     sizes += [*map(str, arguments.prompt), *(["--cpu-time"] if arguments.cpu_time else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "HF_HUB_OFFLINE": "1"}
+    environment |= {"OPTKIT_CPU_ARCH": arch} if arch else {}
     if kind != "llama.cpp":
         environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in (".", "cli", "evals"))
     command = [python, __file__, *sizes, "--worker", kind, str(place)]

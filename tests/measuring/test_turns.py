@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +96,18 @@ def test_a_round_goes_there_and_the_next_one_back(bench: Bench) -> None:
     there, back = ["unmodified", "a", "b"], ["b", "a", "unmodified"]
     assert [name for name, _ in RAN] == [*there, *back, *there, *back]
     assert [samples(bench, name) for name in there] == [[1, 6, 7, 12], [2, 5, 8, 11], [3, 4, 9, 10]]
+
+
+def test_the_seconds_of_all_turns_are_kept_through_a_kill(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr("optkit.measuring.turns.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("tests.measuring.test_turns.STOPPING", ("a", 2))
+        time_in_turns(bench, models("unmodified", "a"), kept=tmp_path / "turns.json")
+    time_in_turns(bench, models("unmodified", "a"), kept=tmp_path / "turns.json")
+    assert bench.store.take_json(key("a"))["seconds"] == 4.0
 
 
 def test_a_turn_says_whose_it_is(bench: Bench) -> None:
