@@ -24,40 +24,43 @@ struct Model {
 };
 
 // e^x for x <= 0, to a relative error of 2e-7.
-inline Floats exponential(Floats x) {
-  x = x < -87.0f ? Floats{} - 87.0f : x;
-  const Integers power = __builtin_convertvector(x * 1.44269504f - 0.5f, Integers);
-  const Floats whole = __builtin_convertvector(power, Floats), rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  Floats sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+template <class Vector>
+inline Vector exponential(Vector x) {
+  using Whole = decltype(x < x);
+  x = x < -87.0f ? Vector{} - 87.0f : x;
+  const Whole power = __builtin_convertvector(x * 1.44269504f - 0.5f, Whole);
+  const Vector whole = __builtin_convertvector(power, Vector), rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  Vector sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
   sum = sum * rest + 8.3334519073e-3f;
   sum = sum * rest + 4.1665795894e-2f;
   sum = sum * rest + 1.6666665459e-1f;
   sum = sum * rest + 5.0000001201e-1f;
-  return (sum * rest * rest + rest + 1.0f) * (Floats)((power + 127) << 23);
+  return (sum * rest * rest + rest + 1.0f) * (Vector)((power + 127) << 23);
 }
 
-inline Floats silu(Floats x) {
-  const Floats small = exponential(x < 0.0f ? x : -x);  // never overflows
+template <class Vector>
+inline Vector silu(Vector x) {
+  const Vector small = exponential(x < 0.0f ? x : -x);  // never overflows
   return (x < 0.0f ? x * small : x) / (small + 1.0f);
 }
 
 inline float dot(const float* left, const float* right, int64_t size) {
-  Floats sum{};
-  for (int64_t at = 0; at < size; at += LANES) sum += load<Floats>(left + at) * load<Floats>(right + at);
+  WideFloats sum{};
+  for (int64_t at = 0; at < size; at += WIDTH) sum += load<WideFloats>(left + at) * load<WideFloats>(right + at);
   return total(sum);
 }
 
 // Softmax of `length` scores, which are multiplied by `scaling`; 0 behind them, up to `padded`. Return 1 / their sum.
 inline float soften(float* scores, int64_t length, int64_t padded, float scaling) {
   for (int64_t at = length; at < padded; at++) scores[at] = -INFINITY;
-  Floats most = Floats{} - INFINITY, sum{};
-  for (int64_t at = 0; at < padded; at += LANES) {
-    const Floats held = load<Floats>(scores + at);
+  WideFloats most = WideFloats{} - INFINITY, sum{};
+  for (int64_t at = 0; at < padded; at += WIDTH) {
+    const WideFloats held = load<WideFloats>(scores + at);
     most = held > most ? held : most;
   }
   const float highest = largest_of(most);
-  for (int64_t at = 0; at < padded; at += LANES) {
-    const Floats held = load<Floats>(scores + at), weight = exponential((held - highest) * scaling);
+  for (int64_t at = 0; at < padded; at += WIDTH) {
+    const WideFloats held = load<WideFloats>(scores + at), weight = exponential((held - highest) * scaling);
     store(scores + at, weight), sum += weight;
   }
   for (int64_t at = length; at < padded; at++) scores[at] = 0;
@@ -67,7 +70,7 @@ inline float soften(float* scores, int64_t length, int64_t padded, float scaling
 // x / sqrt(mean(x^2) + epsilon) * weight; `size` is a multiple of 16.
 inline void normalize(const float* from, const float* weight, int64_t size, float epsilon, float* to) {
   const float factor = 1.0f / std::sqrt(dot(from, from, size) / size + epsilon);
-  for (int64_t at = 0; at < size; at += LANES) store(to + at, load<Floats>(from + at) * factor * load<Floats>(weight + at));
+  for (int64_t at = 0; at < size; at += WIDTH) store(to + at, load<WideFloats>(from + at) * factor * load<WideFloats>(weight + at));
 }
 
 // Norm (where there is one) and rotation of one head.

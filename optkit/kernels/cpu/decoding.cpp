@@ -8,9 +8,9 @@ namespace {
 inline void attend(const Model& model, const float* query, const float* keys, const float* values, int64_t length, float* scores, float* to) {
   for (int64_t at = 0; at < length; at++) scores[at] = dot(query, keys + at * model.size, model.size);
   const float factor = soften(scores, length, (length + LANES - 1) / LANES * LANES, model.scaling);
-  for (int64_t lane = 0; lane < model.size; lane += LANES) {
-    Floats mixed{};
-    for (int64_t at = 0; at < length; at++) mixed += scores[at] * load<Floats>(values + at * model.size + lane);
+  for (int64_t lane = 0; lane < model.size; lane += WIDTH) {
+    WideFloats mixed{};
+    for (int64_t at = 0; at < length; at++) mixed += scores[at] * load<WideFloats>(values + at * model.size + lane);
     store(to + lane, mixed * factor);
   }
 }
@@ -61,10 +61,10 @@ void multiply_and_add(const Matrix& matrix, const float* rows, int64_t count, fl
 }
 
 int64_t largest(const float* logits, int64_t count) {
-  Floats most = Floats{} - INFINITY;
+  WideFloats most = WideFloats{} - INFINITY;
   int64_t at = 0;
-  for (; at + LANES <= count; at += LANES) {
-    const Floats held = load<Floats>(logits + at);
+  for (; at + WIDTH <= count; at += WIDTH) {
+    const WideFloats held = load<WideFloats>(logits + at);
     most = held > most ? held : most;
   }
   float best = largest_of(most);
@@ -74,7 +74,7 @@ int64_t largest(const float* logits, int64_t count) {
 
 void take_row(const Matrix& embedding, int64_t row, float* to) {
   const int64_t width = embedding.inputs;
-  for (int64_t at = 0; at < width; at += LANES)
+  for (int64_t at = 0; at < width; at += WIDTH)
     store(to + at, embedding.bits == 32 ? widened(static_cast<const float*>(embedding.weight) + row * width + at)
                                         : widened(static_cast<const BFloat16*>(embedding.weight) + row * width + at));
 }

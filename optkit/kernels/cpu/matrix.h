@@ -63,28 +63,26 @@ void block_of_codes_times(const Matrix& matrix, int64_t block, const float* rows
     codes_times<BITS, ROWS>(matrix, block, first, rows, sums, reinterpret_cast<float*>(products) + first);
 }
 
-inline Floats widened(const float* from) { return load<Floats>(from); }
-inline Floats widened(const BFloat16* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16); }
-
 // Up to 16 outputs for ROWS rows, one output after the other: the weight is read in the order in which it lies in memory.
 template <class Weight, int ROWS>
 void floats_times(const Matrix& matrix, int64_t block, const float* rows, Floats* products) {
-  constexpr int CHAINS = 4;
+  constexpr int CHAINS = (ROWS == 1 || WIDTH == 16 ? 64 : 16) / WIDTH;  // as many sums as registers hold
   const int64_t inputs = matrix.inputs, width = std::min(LANES, matrix.outputs - block * LANES);
   const auto* weight = static_cast<const Weight*>(matrix.weight) + block * LANES * inputs;
   for (int64_t output = 0; output < width; output++, weight += inputs) {
-    Floats sum[ROWS][CHAINS] = {};
+    WideFloats sum[ROWS][CHAINS] = {};
     int64_t input = 0;
-    for (; input + LANES * CHAINS <= inputs; input += LANES * CHAINS)
-#pragma GCC unroll 4
+    for (; input + WIDTH * CHAINS <= inputs; input += WIDTH * CHAINS)
+#pragma GCC unroll 8
       for (int chain = 0; chain < CHAINS; chain++) {
-        __builtin_prefetch(reinterpret_cast<const char*>(weight + input + chain * LANES) + 4 * AHEAD);
-        const Floats held = widened(weight + input + chain * LANES);
+        __builtin_prefetch(reinterpret_cast<const char*>(weight + input + chain * WIDTH) + 4 * AHEAD);
+        const WideFloats held = widened(weight + input + chain * WIDTH);
 #pragma GCC unroll 4
-        for (int row = 0; row < ROWS; row++) sum[row][chain] += held * load<Floats>(rows + row * inputs + input + chain * LANES);
+        for (int row = 0; row < ROWS; row++) sum[row][chain] += held * load<WideFloats>(rows + row * inputs + input + chain * WIDTH);
       }
     for (int row = 0; row < ROWS; row++) {
-      float product = total((sum[row][0] + sum[row][1]) + (sum[row][2] + sum[row][3]));
+      for (int chain = 1; chain < CHAINS; chain++) sum[row][0] += sum[row][chain];
+      float product = total(sum[row][0]);
       for (int64_t rest = input; rest < inputs; rest++) product += static_cast<float>(weight[rest]) * rows[row * inputs + rest];
       products[row][output] = product;
     }

@@ -61,15 +61,15 @@ struct PairedRows {
     float* scale = scales.data() + tile * inputs / chunk * PAIR_ROWS + place;
     for (const float* end = from + inputs; from < end; from += chunk, scale += PAIR_ROWS) {
       int32_t codes[MOST_TOGETHER + LANES];
-      Floats widest{}, zero{};  // not zero if an input is not finite, which spoils the chunk
-      for (int64_t at = 0; at < chunk; at += LANES) {
-        const Floats held = some<Floats>(from + at, chunk - at), size = held < 0.0f ? -held : held;
+      WideFloats widest{}, zero{};  // not zero if an input is not finite, which spoils the chunk
+      for (int64_t at = 0; at < chunk; at += WIDTH) {
+        const WideFloats held = some(from + at, chunk - at), size = held < 0.0f ? -held : held;
         widest = size > widest ? size : widest;
         zero += held * 0.0f;
       }
       const float most = largest_of(widest), inverse = most > 0 ? 32767 / most : 0;
-      for (int64_t at = 0; at < chunk; at += LANES)  // the sum rounds, and leaves the code in its low half
-        store(codes + at, (Integers)(some<Floats>(from + at, chunk - at) * inverse + 12582912.0f));
+      for (int64_t at = 0; at < chunk; at += WIDTH)  // the sum rounds, and leaves the code in its low half
+        store(codes + at, (WideIntegers)(some(from + at, chunk - at) * inverse + 12582912.0f));
       for (int64_t at = 0; at < chunk; at += WORD, to += PAIR_ROWS * HALF)
         for (int pair = 0; pair < HALF; pair++) to[pair] = (codes[at + pair] & 0xffff) | codes[at + HALF + pair] << 16;
       *scale = most / 32767 + total(zero);

@@ -13,8 +13,8 @@ extern "C" void optkit_prompt_norm(const Model* model, int64_t layer, int64_t la
 
 // gate, up [count]: silu(gate) * up, in the place of gate.
 extern "C" void optkit_prompt_gate(float* gate, const float* up, int64_t count) {
-  torch::stable::parallel_for(0, count / LANES, BYTES_OF_SHARE / LANES, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin * LANES; at < end * LANES; at += LANES) store(gate + at, silu(load<Floats>(gate + at)) * load<Floats>(up + at));
+  torch::stable::parallel_for(0, count / WIDTH, BYTES_OF_SHARE / WIDTH, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin * WIDTH; at < end * WIDTH; at += WIDTH) store(gate + at, silu(load<WideFloats>(gate + at)) * load<WideFloats>(up + at));
   });
 }
 

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -31,13 +32,12 @@ constexpr int64_t WIDTH = 8;
 #endif
 
 typedef float Floats __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef int32_t Integers __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef float Quarter __attribute__((vector_size(16)));
 typedef float WideFloats __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t WideWords __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t WideIntegers __attribute__((vector_size(4 * WIDTH)));
 typedef int8_t WideBytes __attribute__((vector_size(WIDTH)));
+typedef uint16_t WideHalves __attribute__((vector_size(2 * WIDTH)));
 
 // A linear layer's weight, as optkit/kernels/cpu/native.py lays it out.
 struct Matrix {
@@ -83,22 +83,32 @@ inline WideIntegers widened(const int8_t* from) {
 #endif
 }
 
-inline float total(Floats vector) {
-#ifdef __AVX512F__
-  return _mm512_reduce_add_ps((__m512)vector);
+inline WideFloats widened(const float* from) { return load<WideFloats>(from); }
+inline WideFloats widened(const BFloat16* from) {
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  return (WideFloats)((WideWords)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))) << 16);
 #else
-  float sum = 0;
-  for (int lane = 0; lane < LANES; lane++) sum += vector[lane];
-  return sum;
+  return (WideFloats)(__builtin_convertvector(load<WideHalves>(from), WideWords) << 16);
 #endif
 }
 
-inline float largest_of(Floats vector) {
+template <class Vector>
+inline float total(Vector vector) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(Vector) == 64) return _mm512_reduce_add_ps((__m512)vector);
+#endif
+  Quarter parts[sizeof(Vector) / sizeof(Quarter)];
+  std::memcpy(parts, &vector, sizeof(Vector));
+  for (size_t part = 1; part < std::size(parts); part++) parts[0] += parts[part];
+  return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
+}
+
+inline float largest_of(WideFloats vector) {
 #ifdef __AVX512F__
   return _mm512_reduce_max_ps((__m512)vector);
 #else
   float most = vector[0];
-  for (int lane = 1; lane < LANES; lane++) most = std::max(most, vector[lane]);
+  for (int lane = 1; lane < WIDTH; lane++) most = std::max(most, vector[lane]);
   return most;
 #endif
 }
