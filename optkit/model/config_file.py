@@ -7,8 +7,8 @@ layers are built one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from math import isfinite
 from pathlib import Path
+from sys import float_info
 from typing import Any
 
 from optkit.common.files import read_object, shown
@@ -47,7 +47,7 @@ POSITIONS = (
     "max_position_embeddings", "n_positions", "sliding_window", "original_max_position_embeddings",
     "max_source_positions", "max_target_positions", "attention_chunk_size",
 )  # fmt: skip
-NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "factor", "partial_rotary_factor")
+NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "factor", "partial_rotary_factor")
 KINDS = ("layer_types", "layers_block_type", "block_types")
 BLOCKS = ("cross_attention_layers", "mlp_only_layers", "attn_layer_indices")
 NAMES = ("model_type", "dtype", "torch_dtype", "hybrid_override_pattern")
@@ -124,6 +124,10 @@ def _is_size(value: Any, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= float_info.max
+
+
 def _are_names(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(isinstance(each, str) for each in value))
 
@@ -141,7 +145,12 @@ FORMS: tuple[tuple[Collection[str], Callable[[Any], bool], str], ...] = (
     (("architectures", *KINDS), _are_names, "a list of names"),
     (BLOCKS, _are_blocks, "a list of numbers of blocks"),
     (ONE_SIZE, lambda value: value is None or _is_size(value, 0, WIDTH), "a whole number from 0 up"),
-    (NUMBERS, lambda value: value is None or (type(value) in (int, float) and isfinite(value)), "a number"),
+    (NUMBERS, lambda value: value is None or _is_number(value), "a number"),
+    (
+        ("rope_theta",),
+        lambda value: value is None or all(map(_is_number, _each(value))),
+        "a number, or one for each block",
+    ),
     (NAMES, lambda value: isinstance(value, str | None), "a name"),
     (TOKENS, _are_tokens, "the number of a token"),
 )

@@ -95,6 +95,8 @@ def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
             r"`intermediate_size` in config.json is \[null\], not a whole number from 0 up",
         ),
         ({"rms_norm_eps": float("nan")}, "`rms_norm_eps` in config.json is NaN, not a number"),
+        ({"rms_norm_eps": 10**400}, "`rms_norm_eps` in config.json is 10{20}.*, not a number"),
+        ({"rope_theta": [1e4, "x"]}, r"`rope_theta` in config.json is \[10000.0, \"x\"\], not a number, or one for"),
         ({"rope_parameters": {"rope_theta": "x"}}, 'rope_parameters: `rope_theta` in config.json is "x", not a number'),
         ({"hidden_size": "64"}, '`hidden_size` in config.json is "64", not a whole number above 0'),
         (
@@ -126,6 +128,13 @@ def test_what_is_wrong_with_a_config_is_said(model: Path, changes: dict[str, Any
     (model / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
     with pytest.raises(SourceError, match=said):
         check_directory(model, trust_remote_code=False)
+
+
+def test_a_theta_for_each_block_is_taken(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    text = {"model_type": "step3p7_text", "rope_theta": [5e6, 1e4, 10000]}
+    (model / "config.json").write_text(json.dumps(config | text | {"text_config": text}), encoding="utf-8")
+    check_directory(model, trust_remote_code=False)
 
 
 @pytest.mark.parametrize(
