@@ -53,7 +53,8 @@ def readings(skeleton: Skeleton, index: int, hidden: Tensor, call: Call) -> list
     if not later:
         return [nn.Identity()]
     squares = torch.stack([_gains(each, hidden.shape[-1]).square() for each in later])
-    gains = (squares / squares.mean(1, keepdim=True)).mean(0).sqrt()
+    means = squares.mean(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)  # 0: it reads nothing
+    gains = (squares / means).mean(0).sqrt()
     return [later[0], lambda states: states * gains]
 
 

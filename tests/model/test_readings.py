@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -11,6 +14,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.readings import readings
 from optkit.model.skeleton import Skeleton
 from tests.conftest import TinyModel
+from tests.support.skeletons import changed_copy
 from tests.support.tiny_models import CONFIGS, SIZES
 
 
@@ -38,6 +42,19 @@ def test_the_next_norm_and_the_gains_of_all_later_ones(
         squares = torch.stack([(norm.weight.detach() + added).square() for norm in norms])
         expected = given * (squares / squares.mean(1, keepdim=True)).mean(0).sqrt()
         torch.testing.assert_close(by_gains(given), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_that_reads_nothing_adds_nothing(tiny_model: TinyModel, tmp_path: Path) -> None:
+    name = "model.layers.1.input_layernorm.weight"
+    source = changed_copy(tiny_model("llama"), tmp_path, lambda held: held | {name: torch.zeros_like(held[name])})
+    skeleton, norms = Skeleton(Checkpoint(source)), load_file(source / "model.safetensors")
+    inputs = skeleton.capture_inputs(torch.arange(16).view(2, 8), "cpu", 2)
+    with skeleton.loaded(skeleton.blocks[0], "cpu", ""):
+        as_next, by_gains = readings(skeleton, 0, inputs.hidden, inputs.batches[0].calls[0])
+    assert not as_next(inputs.hidden).any()
+    others = torch.stack([norms[f"model.{each}.weight"].square() for each in ("layers.2.input_layernorm", "norm")])
+    expected = (others / others.mean(1, keepdim=True)).sum(0).div(3).sqrt()
+    torch.testing.assert_close(by_gains(torch.ones_like(expected)), expected)
 
 
 def test_blocks_without_a_norm_in_front_read_them_as_they_are(
