@@ -142,7 +142,7 @@ def test_a_file_as_output_is_refused(tmp_path):
 HOLDS = """
 import sys, time
 from pathlib import Path
-from optkit.store.out_directory import reserve, settle
+from optkit.store.out_directory import reserve
 with reserve(Path(sys.argv[1]), Path(sys.argv[2])):
     print("holds", flush=True)
     time.sleep(60)
@@ -179,7 +179,7 @@ import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from optkit.artifact import publish
-from optkit.store.out_directory import reserve, settle
+from optkit.store.out_directory import reserve
 from optkit.store.store import Store
 from tests.run.test_artifact import RECORD_FIELDS
 out, store = Path(sys.argv[2]), Store(Path(sys.argv[3]))

@@ -93,9 +93,7 @@ def test_weights_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("method", ["compressed-tensors", "gptq"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_packed_sessions(
-    method: str, symmetric: bool, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_sessions(method: str, symmetric: bool, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     save_packed(tiny_model("qwen2"), tmp_path / "packed", tmp_path / "plain", method=method, symmetric=symmetric)
     session, plain = open_session(tmp_path / "packed"), open_session(tmp_path / "plain")
     assert isinstance(session, TorchSession)
@@ -112,9 +110,7 @@ def test_packed_sessions(
     session.close()
 
 
-def test_what_keeps_transformers_step(
-    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_keeps_transformers_step(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain")
     assert not any("decode" in note for note in open_session(tmp_path / "plain").notes)
     compiled = open_session(tmp_path / "packed", [Compile(devices=("cpu",))])

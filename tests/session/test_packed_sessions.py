@@ -24,7 +24,7 @@ from tests.support.packed_models import fp8, rewritten, save_packed
 
 @pytest.mark.parametrize(("kind", "method"), crossed(KINDS, ["compressed-tensors", "gptq"]))
 def test_packed_weights_give_the_logits_of_the_float_model(
-    kind: str, method: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, method: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     save_packed(tiny_model(kind), tmp_path / "packed", tmp_path / "plain", method=method)
     session, tokens = open_session(tmp_path / "packed"), prompt()
