@@ -99,7 +99,8 @@ def _wrong(config: Mapping[str, Any]) -> Iterator[str]:
         if config.get(key) is not None and not all(_is_size(each, least, most) for each in _each(config[key])):
             yield _no_size(key, config[key], least, most)
     for key in POSITIONS:
-        if config.get(key) is not None and not _is_size(config[key], -1, LENGTH):
+        whole = type(config.get(key)) is float and config[key].is_integer()  # transformers writes Music Flamingo's so
+        if config.get(key) is not None and not _is_size(int(config[key]) if whole else config[key], -1, LENGTH):
             yield _no_size(key, config[key], -1, LENGTH)
     yield from _wrong_heads(config)
     if isinstance(config.get("quantization_config"), Mapping):

@@ -130,10 +130,12 @@ def test_what_is_wrong_with_a_config_is_said(model: Path, changes: dict[str, Any
         check_directory(model, trust_remote_code=False)
 
 
-def test_a_theta_for_each_block_is_taken(model: Path) -> None:
+def test_what_transformers_takes_and_writes_is_taken(model: Path) -> None:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     text = {"model_type": "step3p7_text", "rope_theta": [5e6, 1e4, 10000]}
-    (model / "config.json").write_text(json.dumps(config | text | {"text_config": text}), encoding="utf-8")
+    (model / "config.json").write_text(
+        json.dumps(config | text | {"text_config": text, "max_position_embeddings": 1200.0}), encoding="utf-8"
+    )
     check_directory(model, trust_remote_code=False)
 
 
