@@ -207,6 +207,11 @@ def test_float_layers_take_the_kernel_where_it_is_faster(monkeypatch: pytest.Mon
     for count in (1, FEW_ROWS, FEW_ROWS + 1):
         rows = torch.randn(count, 64)
         check(model["head"](rows), rows, weight, model["head"].bias)
+    share = nn.Linear(64, 40, bias=False)
+    share.weight = nn.Parameter(weight[:20, :32].contiguous(), requires_grad=False)  # as a rank holds it
+    share.__class__ = FloatLinear
+    rows = torch.randn(2, 1, 32)
+    check(share(rows), rows, share.weight, None)
 
 
 @pytest.fixture

@@ -32,13 +32,14 @@ class FloatLinear(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """float [..., in] -> float [..., out]."""
-        rows = hidden.reshape(-1, self.in_features)
+        width, inputs = self.weight.shape  # of a rank, which may hold a part of the layer's
+        rows = hidden.reshape(-1, inputs)
         if len(rows) > FEW_ROWS:
             return F.linear(hidden, self.weight, self.bias)
         product = dense_linear(rows, self.weight)
         if self.bias is not None:
             product = product + self.bias
-        return product.view(*hidden.shape[:-1], self.out_features)
+        return product.view(*hidden.shape[:-1], width)
 
 
 def use_float_kernels_(model: nn.Module) -> list[str]:
