@@ -189,7 +189,7 @@ def make_plan(
     unpacks = format is Format.QUANTIZED and reads_floats(recipe.stages, shape.quant_method)
     given = Format.CHECKPOINT if unpacks else format
     _check_rules(recipe, Start.of(recipe.model.name, shape, given), device)
-    if recipe.transforms and format is not Format.ONNX:
+    if recipe.transforms and format in (Format.CHECKPOINT, Format.QUANTIZED):
         refuse_unsaid_codes(shape, recipe.model.name, recipe.transforms[0].kind == "cast")
     refuse_unfound(shape, next((entry.kind for entry in recipe.transforms if entry.value.finds_parts), ""))
     if recipe.evals:
