@@ -37,8 +37,7 @@ def scorecard_page() -> str:
     from optkit.scorecard.scorecard import SCHEMA, Scorecard
 
     return (
-        "# scorecard.json\n\n"
-        f"`schema` is {SCHEMA}; it is raised when the meaning of a field changes. "
+        f"# scorecard.json\n\n`schema` is {SCHEMA}; it is raised when the meaning of a field changes. "
         "`optkit schema scorecard` prints the JSON Schema.\n\n"
         f"{fields_of(Scorecard, 'scorecard.md')}\n\n{sections(inner_models(Scorecard), 'scorecard.md')}"
     )
@@ -76,8 +75,7 @@ def errors_page() -> str:
     """Return the classes of errors, and every message with its cause and its cure."""
     said = {error: list(group) for error, group in groupby(messages(), lambda message: message.error)}
     parts = [
-        "# Errors\n\n"
-        "A message says where, what, why and what to do. `‹name›` stands for a value.\n"
+        "# Errors\n\nA message says where, what, why and what to do. `‹name›` stands for a value.\n"
         "Search this page for the words of yours. `--debug` shows the traceback.\n"
     ]
     for each in error_classes():

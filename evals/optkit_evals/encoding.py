@@ -109,8 +109,7 @@ class Encoding(TimedEval):
                 if not encode.settles():
                     context.warn(
                         f"encoding, {cell}: after {GROUP * MOST_GROUPS} warm-up calls medians still differ "
-                        f"by more than {SETTLED:.0%};"
-                        " something else may be using the machine"
+                        f"by more than {SETTLED:.0%}; something else may be using the machine"
                     )
                 times: list[list[float]] = []
                 with watched_peak(session.device, session.hidden_memory) as peak:
@@ -132,8 +131,7 @@ class Encoding(TimedEval):
                 cell = Cell(int(metric.labels["batch"]), int(metric.labels["length"]))
                 context.warn(
                     f"encoding, {cell}: the medians of the turns are uncertain by "
-                    f"{(high - low) / 2 / metric.value:.0%};"
-                    " run again with --retime on a quiet machine"
+                    f"{(high - low) / 2 / metric.value:.0%}; run again with --retime on a quiet machine"
                 )
         return found
 
@@ -142,12 +140,10 @@ class Encoding(TimedEval):
         what = f"embeddings ({session.pooling})" if session.pooling else "logits"
         return (
             f"random token ids (seed {seed}) of one length, no padding, to {what} in main memory, tokenizing "
-            "not counted; warm-up calls"
-            f" until the medians of two groups of {GROUP} agree within {SETTLED:.0%}, then "
+            f"not counted; warm-up calls until the medians of two groups of {GROUP} agree within {SETTLED:.0%}, then "
             f"{math.ceil(self.repeats / self.turns())} repeats"
             f" of {self.calls} calls, one after the other: percentiles of each repeat, and their "
-            f"mean; {self.turns_text()};"
-            f" wall clock; memory is the largest"
+            f"mean; {self.turns_text()}; wall clock; memory is the largest"
             f" {'resident set of the process' if cpu else 'memory that torch allocated'} during the repeats;"
             f" {device_text(session.device)}"
         )

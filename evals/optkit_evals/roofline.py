@@ -31,8 +31,7 @@ FORMULAS = (
     " each forward pass, the bandwidth and the rates those of this very device, measured; of_limit: "
     "measured / limit; mfu: operations of"
     " matrices and causal attention / seconds / rate, matrix_mfu: those of matrices alone; bandwidth_used: "
-    "bytes of a step / seconds /"
-    " bandwidth"
+    "bytes of a step / seconds / bandwidth"
 )
 
 

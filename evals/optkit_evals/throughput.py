@@ -223,14 +223,12 @@ class Throughput(TimedEval):
             f" on CPUs no repeat during which others used more than {CALM:.0%} of the cores, where enough are left;"
             f" {clock}, each token computed from the one before; prefill is up to the first token, decode after it;"
             f" bytes are the fewest that a new token makes read, of a draft too;"
-            f" memory is the largest {memory} during the repeats{energy};"
-            f" {device_text(session.device)}"
+            f" memory is the largest {memory} during the repeats{energy}; {device_text(session.device)}"
         )
 
     def _vllm_protocol(self, seed: int, device: str) -> str:
         return (
-            f"{vllm_text()}; random token ids (seed {seed}), greedy, no early "
-            "stop, prefix caching off (and on"
+            f"{vllm_text()}; random token ids (seed {seed}), greedy, no early stop, prefix caching off (and on"
             f" CPUs its compiler); {self.turns_text()}; in each {self.warmup} warm-up runs and more until "
             "the mean of the last two moves by"
             f" less than {SETTLED:.0%}, then the mean of {math.ceil(self.repeats / self.turns())} repeats;"

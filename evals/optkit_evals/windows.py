@@ -231,8 +231,7 @@ class WindowedText(ConditionedText):
         if (kind := family_that_needs_bos(session.directory)) and not led:
             context.warn(
                 f"{self.where}: windows of a {kind} model begin without BOS, which its family needs: its "
-                "numbers are worse than the model is."
-                " Set bos: window"
+                "numbers are worse than the model is. Set bos: window"
             )
 
 

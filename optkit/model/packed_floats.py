@@ -145,8 +145,7 @@ def unreadable(words: Mapping[str, Any], where: str) -> SourceError:
         f"no float weights can be made of quant_method {words.get('quant_method')}{f' ({said})' if said else ''}",
         where=where,
         why=f"optkit reads {', '.join(METHODS)}; "
-        f"of compressed-tensors {', '.join(sorted(LAYOUTS.keys() - {'dense'}))}; "
-        f"of modelopt {', '.join(ALGORITHMS)}",
+        f"of compressed-tensors {', '.join(sorted(LAYOUTS.keys() - {'dense'}))}; of modelopt {', '.join(ALGORITHMS)}",
         remedy="Start from the model's float weights",
     )
 

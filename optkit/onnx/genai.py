@@ -49,8 +49,7 @@ class GenaiModel:
         runtime = import_runtime(self._where).__version__
         self.notes = (
             f"onnxruntime-genai {genai.__version__} on onnxruntime {runtime}: generates on "
-            f"{str(self._model.device_type).lower()};"
-            f" logits are computed by onnxruntime itself",
+            f"{str(self._model.device_type).lower()}; logits are computed by onnxruntime itself",
         )
         """What generates, and what it really computes on."""
 

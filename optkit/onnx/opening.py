@@ -198,9 +198,6 @@ def _reason(error: Exception) -> str:
     text = re.sub(r"\[ONNXRuntimeError\] : \d+ : \w+ : ", "", str(error)).strip()
     text = re.sub(r"/\S+\.(?:cc|h|cu):\d+ .*?\) (?=[A-Z])", "", text)
     text = re.sub(
-        r"^(?:Load model from .*? failed:|Error in execution: "
-        r"Non-zero status code returned while running )",
-        "",
-        text,
+        r"^(?:Load model from .*? failed:|Error in execution: Non-zero status code returned while running )", "", text
     )
     return " ".join(text.split())[:400] or type(error).__name__

@@ -39,8 +39,7 @@ def sections(scorecard: Scorecard) -> dict[str, str]:
         f"# {scorecard.name}": f"{verdict} · {scorecard.created} · artifact `{scorecard.artifact_key[:12]}`",
         "## Numbers": f"{markdown_table(('metric', 'baseline', 'artifact', 'ratio [95%]', 'gate'), rows)}\n\n"
         "Baseline: the unmodified model, measured by the same protocol. ±: half of the 95% interval; "
-        "[ ]: its ends. [n]: protocol."
-        f"{_previous(scorecard)}"
+        f"[ ]: its ends. [n]: protocol.{_previous(scorecard)}"
         if rows
         else "Nothing was measured.",
         "## To act on": _bullets(to_act_on(scorecard)),

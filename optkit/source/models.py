@@ -225,8 +225,7 @@ def unpacking_note(pinned: ModelSource, shape: ModelShape) -> str:
         return ""
     return (
         f"the file {place.name} itself has {size_text(place.stat().st_size)}; sizes and ratios are beside "
-        f"the {size_text(shape.size_bytes)}"
-        " of float32 that it is unpacked to"
+        f"the {size_text(shape.size_bytes)} of float32 that it is unpacked to"
     )
 
 

@@ -140,8 +140,7 @@ class Prune(SharedText):
         if low < 0 or high >= 1:
             raise ValueError(
                 f"layers of {low:g} to {high:g} zeros: set allocation_spread below "
-                f"{min(self._share, 1 - self._share):g} for"
-                f" sparsity {self._share:g}"
+                f"{min(self._share, 1 - self._share):g} for sparsity {self._share:g}"
             )
         return self
 
@@ -150,8 +149,7 @@ class Prune(SharedText):
         if pattern and self.sparsity not in (None, pattern.sparsity):
             raise ValueError(
                 f"sparsity {self.sparsity:g} contradicts pattern {self.pattern}, which makes "
-                f"{pattern.sparsity:g} of the weights 0:"
-                " leave sparsity out, or set pattern: unstructured"
+                f"{pattern.sparsity:g} of the weights 0: leave sparsity out, or set pattern: unstructured"
             )
         if self.sparsity is not None and self.sparsity >= 1:
             raise ValueError(

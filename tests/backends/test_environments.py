@@ -153,9 +153,7 @@ def test_errors_name_the_place(toys: Environments, tmp_path: Path) -> None:
         toys.remove("toy", SilentProgress())
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        OptkitError,
-        match=r"environments cannot be kept here. Not a "
-        r"directory. Name another place with \$OPTKIT_ENVS.$",
+        OptkitError, match=r"environments cannot be kept here. Not a directory. Name another place with \$OPTKIT_ENVS.$"
     ):
         Environments(tmp_path / "file" / "envs").build("toy", SilentProgress())
 

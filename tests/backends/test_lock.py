@@ -57,10 +57,8 @@ def test_the_locks_have_all_that_the_libraries_ask_for(name: str) -> None:
 
 def test_a_lock_is_read_as_uv_writes_it(locks: Path) -> None:
     (locks / "toy.txt").write_text(
-        "# a comment\n"
-        "Toy_Quantizer==1.0 ; sys_platform != 'none' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
-        "    # via something\n"
-        "other==2.0 ; sys_platform == 'none' \\\n    --hash=sha256:cc\n"
+        "# a comment\nToy_Quantizer==1.0 ; sys_platform != 'none' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
+        "    # via something\nother==2.0 ; sys_platform == 'none' \\\n    --hash=sha256:cc\n"
         "torch==1.0 --hash=sha256:dd\n"
     )
     found = lock.locked_for(TOY, SharedTorch())

@@ -133,10 +133,7 @@ def test_of_the_logs_of_runs_that_failed_the_newest_are_kept(toy: Toy) -> None:
             "os.kill(os.getpid(), 9)",
             r"was ended by SIGKILL \(the system ends a process so when memory runs out\) and without a result.",
         ),
-        (
-            "os.kill(os.getpid(), 11)",
-            "was ended by SIGSEGV and without a result. It said nothing. Its output is in ",
-        ),
+        ("os.kill(os.getpid(), 11)", "was ended by SIGSEGV and without a result. It said nothing. Its output is in "),
     ],
 )
 def test_a_worker_that_dies_says_how(toy: Toy, body: str, said: str) -> None:
@@ -155,9 +152,7 @@ def test_a_death_without_a_log_says_how(toy: Toy, tmp_path: Path) -> None:
 
 def test_an_exception_without_a_word_says_where(toy: Toy) -> None:
     with pytest.raises(
-        StageError,
-        match=r"AssertionError: assert job.blocks == 7 "
-        r"\(toy.py, line 3\). The library stopped there",
+        StageError, match=r"AssertionError: assert job.blocks == 7 \(toy.py, line 3\). The library stopped there"
     ):
         run(toy("assert job.blocks == 7"))
 

@@ -236,8 +236,7 @@ def _page(found: dict[str, Any], step_tokens: int, device: str) -> str:
         lines.append(
             f"| {way} | {rate:,.0f} | {rate / base:.2f}x | {scaled} | {each['curve'][0]:.4f} | {each['curve'][-1]:.4f}"
             f" | {each['held_out'][-1]:.4f} | {max(apart):.1e} | {statistics.mean(apart):.1e} | "
-            f"{(record['peak_bytes'] or 0) / 1e9:.2f} GB"
-            f" | {predicted / 1e9:.2f} GB | {each['wall_s']:.0f} s |"
+            f"{(record['peak_bytes'] or 0) / 1e9:.2f} GB | {predicted / 1e9:.2f} GB | {each['wall_s']:.0f} s |"
         )
     return "\n".join(
         [*lines, "", "Differences of losses are relative to those of `one`; `one, two passes` says what noise is.", ""]

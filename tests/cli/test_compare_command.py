@@ -126,8 +126,7 @@ def test_mistakes(
 
 def test_nothing_heavy_is_imported(folder: Path) -> None:
     code = (
-        "import sys; from optkit_cli.main import main; "
-        f"status = main(['compare', {str(folder)!r}]); "
+        f"import sys; from optkit_cli.main import main; status = main(['compare', {str(folder)!r}]); "
         "sys.exit(9 if {'torch', 'transformers'} & {*sys.modules} else status)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

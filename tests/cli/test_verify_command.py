@@ -128,8 +128,7 @@ def test_a_damaged_record(artifact: Path, capsys: pytest.CaptureFixture[str]) ->
     (artifact / "verification.json").write_text("{")
     with pytest.raises(
         ArtifactError,
-        match=r"verification\.json: cannot be read as JSON\. "
-        r".* Delete it and run `optkit verify` again\.$",
+        match=r"verification\.json: cannot be read as JSON\. .* Delete it and run `optkit verify` again\.$",
     ):
         read_loading(read_artifact(artifact))
     spoken(capsys, "show", "out", status=1)

@@ -137,9 +137,7 @@ def test_what_cannot_be_compared(text: str, ours: MadeUp, theirs: MadeUp, messag
 
 def test_a_text_without_enough_sentences(text: str) -> None:
     with pytest.raises(
-        EvalError,
-        match=r"the text has 30 different sentences and 99 are "
-        r"asked for. Counted are those of 5 to 60 words",
+        EvalError, match=r"the text has 30 different sentences and 99 are asked for. Counted are those of 5 to 60 words"
     ):
         Embedding(dataset=text, sentences=99).run(MadeUp(), EvalContext(baseline=MadeUp()))
     wanted = Embedding(dataset=text, sentences=12)

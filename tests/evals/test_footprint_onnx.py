@@ -169,8 +169,7 @@ def test_a_layout_that_is_not_known(tmp_path: Path) -> None:
     directory = write(tmp_path / "m", [node], {"w": zeros(np.uint8, 64, 64)})
     with pytest.raises(
         EvalError,
-        match=r"w, uint8 \[64, 64\], is read by MatMulSecret. "
-        r"Bits per weight can be recounted for MatMulNBits",
+        match=r"w, uint8 \[64, 64\], is read by MatMulSecret. Bits per weight can be recounted for MatMulNBits",
     ):
         measure(directory)
 

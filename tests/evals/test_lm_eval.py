@@ -122,8 +122,7 @@ def test_two_models_are_told_apart_by_what_turned(session, tasks, monkeypatch):
 
 def test_a_task_may_leave_items_out_of_a_number_and_name_one_without_aggregation(tiny_model, session, tasks, tmp_path):
     (tmp_path / "left_out.py").write_text(
-        "def results(doc, results):\n"
-        "    loss = results[0][0] - results[1][0]\n"
+        "def results(doc, results):\n    loss = results[0][0] - results[1][0]\n"
         "    return {'first': loss} | ({'acc': float(loss > 0)} if doc['gold'] else {})\n"
     )
     path = Path(tasks["colours"])

@@ -219,18 +219,14 @@ def test_settings_that_the_engine_would_leave_out_are_refused(
 ) -> None:
     session = open_session(tiny_model("llama"), settings)
     with pytest.raises(
-        EvalError,
-        match=r"^load: continuous batching does not apply to "
-        rf"this session\. {why}\. Set batching: static",
+        EvalError, match=rf"^load: continuous batching does not apply to this session\. {why}\. Set batching: static"
     ):
         Load(requests=2, prompt=4, new_tokens=2, batching="continuous").run(session, EvalContext())
 
 
 def test_paged_attention_without_a_soft_cap_is_refused(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(
-        EvalError,
-        match=r"The paged attention of transformers leaves "
-        r"out the soft cap of the scores\. Set batching",
+        EvalError, match=r"The paged attention of transformers leaves out the soft cap of the scores\. Set batching"
     ):
         serving.refuse_other_engines(open_session(tiny_model("gemma2")))
     for kind in ("llama", "gpt_oss"):
@@ -243,8 +239,7 @@ def test_models_that_keep_something_else_than_keys_and_values_are_refused(
 ) -> None:
     with pytest.raises(
         EvalError,
-        match=r"Its pages hold keys and values, and the model "
-        r"keeps a state of another kind\. Set batching: static",
+        match=r"Its pages hold keys and values, and the model keeps a state of another kind\. Set batching: static",
     ):
         serving.refuse_other_engines(open_session(tiny_model(kind)))
 
@@ -263,8 +258,7 @@ def test_an_engine_that_stops_is_an_error() -> None:
     status = SimpleNamespace(fatal_error=RuntimeError("no blocks"))
     with pytest.raises(
         EvalError,
-        match=r"transformers' continuous batching has stopped\. "
-        r"RuntimeError: no blocks\. Set batching: static",
+        match=r"transformers' continuous batching has stopped\. RuntimeError: no blocks\. Set batching: static",
     ):
         serving._check_running(SimpleNamespace(background_thread_status=status, is_running=lambda: True))
     ended = SimpleNamespace(background_thread_status=SimpleNamespace(fatal_error=None), is_running=lambda: False)

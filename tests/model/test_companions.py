@@ -140,8 +140,7 @@ class TestWeights:
         )
         with pytest.raises(
             SourceError,
-            match=r"modules\.json: is no list of modules\. "
-            r'"\.\./elsewhere" is no file inside the directory\.',
+            match=r'modules\.json: is no list of modules\. "\.\./elsewhere" is no file inside the directory\.',
         ):
             missing_modules(model)
 
@@ -155,9 +154,7 @@ class TestWeights:
         shutil.move(model / name, tmp_path / "elsewhere" / name)
         (model / name).symlink_to(tmp_path / "elsewhere" / name)
         with pytest.raises(
-            SourceError,
-            match=rf"{name} leads out of the directory\. "
-            r"A model's files lie in its directory",
+            SourceError, match=rf"{name} leads out of the directory\. A model's files lie in its directory"
         ):
             Checkpoint(model)
 

@@ -106,6 +106,5 @@ def test_a_model_that_does_not_hand_its_blocks_to_its_head_is_refused() -> None:
         logits_behind(model, blocks, torch.zeros(1, 3, 1))
     assert str(caught.value) == (
         "odd: unsupported architecture Odd: what stands behind its blocks cannot be run alone. the hidden "
-        "states that enter a block are not"
-        " those that the block before it returned."
+        "states that enter a block are not those that the block before it returned."
     )

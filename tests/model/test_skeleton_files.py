@@ -94,9 +94,7 @@ def test_an_expert_that_is_missing_is_named(tiny_model, tmp_path: Path) -> None:
     lost = "model.layers.1.mlp.experts.2.up_proj.weight"
     directory = changed_copy(tiny_model("qwen2_moe"), tmp_path, without(lost))
     with pytest.raises(
-        SourceError,
-        match=rf"parameters that the files lack: 1 \({lost}\); "
-        r"tensors that the model has no place for: 0",
+        SourceError, match=rf"parameters that the files lack: 1 \({lost}\); tensors that the model has no place for: 0"
     ):
         Skeleton(Checkpoint(directory))
 
@@ -110,9 +108,7 @@ def test_shapes_that_differ_from_the_config(tiny_model, tmp_path: Path) -> None:
 def test_a_tied_tensor_of_another_shape_is_named_once(tiny_model, tmp_path: Path) -> None:
     directory = changed_copy(tiny_model("llama"), tmp_path, vocab_size=600)
     with pytest.raises(
-        SourceError,
-        match=r"says: model.embed_tokens.weight is "
-        r"\[512, 64\], not \[600, 64\]\. See that",
+        SourceError, match=r"says: model.embed_tokens.weight is \[512, 64\], not \[600, 64\]\. See that"
     ):
         Skeleton(Checkpoint(directory))
 
@@ -138,9 +134,7 @@ def test_quantized_models_are_refused(tiny_model, tmp_path: Path) -> None:
 
 def test_an_attention_that_the_architecture_does_not_have(tiny_model) -> None:
     with pytest.raises(
-        SourceError,
-        match=r"transformers cannot build GptOssForCausalLM\. "
-        r".*scaled_dot_product_attention",
+        SourceError, match=r"transformers cannot build GptOssForCausalLM\. .*scaled_dot_product_attention"
     ):
         Skeleton(Checkpoint(tiny_model("gpt_oss")), attention="sdpa")
 
@@ -166,9 +160,7 @@ def test_weights_that_transformers_rewrites_are_refused(tiny_model, tmp_path: Pa
     register_checkpoint_conversion_mapping("LlamaForCausalLM", [rule], overwrite=True)
     try:
         with pytest.raises(
-            SourceError,
-            match=r"llama is not supported: transformers rewrites "
-            r"model\.layers\.0\.mlp\.up_proj\.weight",
+            SourceError, match=r"llama is not supported: transformers rewrites model\.layers\.0\.mlp\.up_proj\.weight"
         ):
             Skeleton(Checkpoint(tiny_model("llama")))
     finally:

@@ -144,8 +144,7 @@ def test_a_full_disk_says_how_much_was_needed(tmp_path: Path, beside: bool, monk
     writer.add("a", torch.ones(1000))
     with pytest.raises(
         ResourceError,
-        match=r"\.shard-00001\.partial: the disk is full: 4,000 "
-        r"bytes were to be written and [\d,]+ are free",
+        match=r"\.shard-00001\.partial: the disk is full: 4,000 bytes were to be written and [\d,]+ are free",
     ):
         writer.finish()
 

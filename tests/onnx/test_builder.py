@@ -90,11 +90,7 @@ def test_the_exporter_sees_the_model_without_its_quantization(toy: Toy) -> None:
             SourceError,
             "^there: it is odd. So it is. Leave it.$",
         ),
-        (
-            "raise OSError(28, 'No space left on device')",
-            ResourceError,
-            "onnx: the disk is full. Free some space.",
-        ),
+        ("raise OSError(28, 'No space left on device')", ResourceError, "onnx: the disk is full. Free some space."),
         (
             "raise MemoryError",
             ResourceError,
@@ -168,8 +164,7 @@ builder.build(builder.Order(Path({str(order.source)!r}), Path({str(order.target)
 def test_a_model_that_the_builder_does_not_know() -> None:
     with pytest.raises(
         StageError,
-        match=r"^onnx: the exporter genai does not know "
-        r"GPT2LMHeadModel. It knows Ernie4_5ForCausalLM, Gemma2F",
+        match=r"^onnx: the exporter genai does not know GPT2LMHeadModel. It knows Ernie4_5ForCausalLM, Gemma2F",
     ):
         refuse_architecture("GPT2LMHeadModel")
 

@@ -80,9 +80,7 @@ def test_a_past_without_a_present_is_refused(copied: Path) -> None:
 
     change_graph(copied, rename)
     with pytest.raises(
-        SourceError,
-        match=r"the input past_key_values\.\d\.(key|value) "
-        r"has no output that would take its place",
+        SourceError, match=r"the input past_key_values\.\d\.(key|value) has no output that would take its place"
     ):
         _ = OnnxDirectory(copied).cache
 
@@ -95,8 +93,7 @@ def test_a_past_without_a_present_is_refused(copied: Path) -> None:
         (lambda root: (root / "model.onnx").write_bytes(b"\x08\x0a" + b"x" * 99), "not a whole ONNX file"),
         (
             lambda root: (root / "model.onnx.data").unlink(),
-            r"1 of 1 files with its weights "
-            r"are missing: model.onnx.data",
+            r"1 of 1 files with its weights are missing: model.onnx.data",
         ),
         (lambda root: (root / "genai_config.json").write_text("{"), "genai_config.json: cannot be read as JSON"),
         (lambda root: (root / "config.json").write_text("[]"), "config.json: is not a JSON object"),
@@ -115,8 +112,7 @@ def test_a_graph_or_data_that_was_cut_off(copied: Path) -> None:
     data.write_bytes(data.read_bytes()[: size // 2])
     with pytest.raises(
         SourceError,
-        match=rf"model.onnx.data: the file has {size // 2:,} "
-        r"bytes and the graph asks for .* It was cut off",
+        match=rf"model.onnx.data: the file has {size // 2:,} bytes and the graph asks for .* It was cut off",
     ):
         OnnxDirectory(copied)
     graph.write_bytes(graph.read_bytes()[:-1000])
@@ -196,10 +192,7 @@ def test_its_shape_and_digest(copied: Path, tmp_path: Path) -> None:
 
 def test_a_directory_with_both_is_a_checkpoint(copied: Path) -> None:
     assert Format.of(copied) is Format.ONNX
-    with pytest.raises(
-        SourceError,
-        match=r"the weights are in ONNX. .* Name the checkpoint that it was exported from",
-    ):
+    with pytest.raises(SourceError, match=r"the weights are in ONNX. .* Name the checkpoint that it was exported from"):
         Checkpoint(copied)
     (copied / "model.safetensors").write_bytes(b"")
     assert Format.of(copied) is Format.CHECKPOINT

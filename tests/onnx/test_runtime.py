@@ -281,9 +281,7 @@ def test_a_dtype_without_a_kernel(tmp_path: Path) -> None:
 
     change_graph(directory, compute_in_bfloat16)
     with pytest.raises(
-        SourceError,
-        match=r"ONNX Runtime has no kernel of \w+\(\d+\) "
-        r"for the dtypes that it gets here on cpu",
+        SourceError, match=r"ONNX Runtime has no kernel of \w+\(\d+\) for the dtypes that it gets here on cpu"
     ):
         OnnxRunner(directory)
 
@@ -302,8 +300,7 @@ def test_memory_that_runs_out(tmp_path: Path, tiny_onnx: TinyOnnx) -> None:
     change_graph(huge, blow_up)
     with pytest.raises(
         ResourceError,
-        match=r"out of memory in the logits of 1 x 1 tokens "
-        r"on cpu. Expand .*Lower the window or the batch",
+        match=r"out of memory in the logits of 1 x 1 tokens on cpu. Expand .*Lower the window or the batch",
     ):
         OnnxRunner(huge).logits(some_tokens(1, 1, VOCABULARY))
 

@@ -178,9 +178,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSE
 
     monkeypatch.setattr(torch.onnx.ONNXProgram, "save", full)
     with pytest.raises(
-        ResourceError,
-        match=r"model.onnx: the disk is full: 80 bytes "
-        r"were to be written and [\d,]+ are free",
+        ResourceError, match=r"model.onnx: the disk is full: 80 bytes were to be written and [\d,]+ are free"
     ):
         traced(nn.Linear(4, 4), tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -90,9 +90,7 @@ def test_a_layer_is_of_the_group_that_names_it_best(targets: list[str] | None, t
 def test_a_layer_that_no_group_names(tmp_path: Path) -> None:
     groups = {"g": {"targets": ["re:.*mlp.*"]}}
     with pytest.raises(
-        SourceError,
-        match=r"m: a: it is quantized and no group of "
-        r"config_groups names it.*belong together",
+        SourceError, match=r"m: a: it is quantized and no group of config_groups names it.*belong together"
     ):
         quantized_layers(checkpoint(tmp_path / "m", **{**PACKED, "config_groups": groups}))
 

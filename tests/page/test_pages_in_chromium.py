@@ -62,8 +62,7 @@ def test_a_comparison_is_drawn_quietly_and_prints_to_two_pages(browser: Chromium
 
 
 CUT = (
-    "(() => { const box = document.querySelector('.scroll.broad');"
-    " const hint = document.querySelector('[data-cut]');"
+    "(() => { const box = document.querySelector('.scroll.broad'); const hint = document.querySelector('[data-cut]');"
     " return [box.clientWidth, box.scrollWidth - box.clientWidth > 1, !hint.hidden]; })()"
 )
 BORDERS = (

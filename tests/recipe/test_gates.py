@@ -140,8 +140,7 @@ class Shares(Eval):
         (
             "top1_agreement",
             ">= 99",
-            r"is a share between 0 and 1, so that nothing "
-            r'can pass >= 99. Write ">= 0.99" for 99%.',
+            r'is a share between 0 and 1, so that nothing can pass >= 99. Write ">= 0.99" for 99%.',
         ),
         ("top1_agreement", "<= 1", "nothing can break <= 1"),
         ("top1_agreement", "> 1", "nothing can pass > 1"),

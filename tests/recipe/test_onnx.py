@@ -48,8 +48,7 @@ def test_a_setting_of_torch_models(stages: tuple[str, ...], place: str, export: 
 def test_a_setting_of_onnx_models() -> None:
     assert one_problem(recipe("providers", "halve")) == (
         "recipe:3:5: the setting providers is applied to an ONNX model when it is opened, and halve "
-        "(line 4) leaves a torch model. "
-        "Put onnx after halve, or take it out."
+        "(line 4) leaves a torch model. Put onnx after halve, or take it out."
     )
     assert load_recipe(recipe("onnx", "providers")).settings[0].kind == "providers"
     assert load_recipe(recipe("providers")).settings[0].kind == "providers"
@@ -64,8 +63,7 @@ def test_a_preset_of_a_setting_is_refused_where_it_stands() -> None:
 def test_an_eval_that_reads_weights() -> None:
     assert one_problem(recipe("halve", "onnx", evals=("speed", "weigh"))) == (
         "recipe:7:5: weigh reads the weights of a checkpoint, and onnx (line 4) leaves an ONNX model. Take "
-        "it out, or put it in a recipe "
-        "that ends before the export."
+        "it out, or put it in a recipe that ends before the export."
     )
 
 
@@ -89,8 +87,7 @@ def test_each_is_told_and_without_an_export_none() -> None:
         (
             ("onnx", "onnx"),
             "recipe:4:5: onnx reads a checkpoint with float weights or one with packed weights "
-            "and onnx leaves an ONNX model. "
-            "Keep one of them.",
+            "and onnx leaves an ONNX model. Keep one of them.",
         ),
         (
             ("shrink", "fuse"),

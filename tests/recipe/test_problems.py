@@ -48,13 +48,11 @@ description: 4
         "recipe:4:5: unknown stage 'shrnk'. Did you mean 'shrink'?",
         "recipe:5:11: key: 'majr' is not one of 'major', 'minor'. Did you mean 'major'?",
         "recipe:6:5: 2 keys stand side by side: shrink, bits. Write `- name: {field: value}`, with the "
-        "fields indented below the name and"
-        " each stage after its own `- `.",
+        "fields indented below the name and each stage after its own `- `.",
         "recipe:8:5: 'speed' is one of the evals. Move it below `evals:`.",
         "recipe:9:5: this is 4. Write the name of a stage, or `name: {field: value}`.",
         "recipe:10:5: this mapping is empty. Write `- name: {field: value}`, with the fields indented "
-        "below the name and each stage after"
-        " its own `- `.",
+        "below the name and each stage after its own `- `.",
         "recipe:12:12: the field 'dataset' is missing. It is: A built-in name (`python-reference`, "
         "`wikitext2`, `c4`), ",
         "recipe:13:22: unknown data set 'python-refrence'. Did you mean 'python-reference'?",
@@ -100,15 +98,12 @@ description: 4
         ("model: x/y\nstages: [shrink: {include: [a, 3]}]\n", "recipe:2:32: include.1: 3 is not text."),
         ("model: x/y\nstages: [shrink: "
          "{calibration: {dataset: c4, samples: 0}}]\n", "recipe:2:55: calibration.samples: 0 is not at least 1."),
-        ("model: x/y\nstages: [shrink: "
-         "{calibration: {dataset: "
+        ("model: x/y\nstages: [shrink: {calibration: {dataset: "
          "c4, smples: 9}}]\n", "recipe:2:46: unknown field 'calibration.smples'. Did you mean 'samples'?"),
         ("model: x/y\nstages: [shrink: "
          "{prune: [{patern: a}]}]\n", "recipe:2:28: unknown field 'prune.0.patern'. Did you mean 'pattern'?"),
         ("model: x/y\nevals: [score: {dataset: c4, split: tes}]\n", "'c4' has no split 'tes'."),
-        ("model: x/y\nevals: "
-         "[speed]\ngates: "
-         "{score: '< 3'}\n", "recipe:3:9: no eval of the recipe measures 'score', "
+        ("model: x/y\nevals: [speed]\ngates: {score: '< 3'}\n", "recipe:3:9: no eval of the recipe measures 'score', "
                              "and score would. Write `- score` below `evals:`."),
         ("model: x/y\nstages: "
          "[halve]\ngates: {scr: '< 3'}\n", "recipe:3:9: no eval measures 'scr': the recipe has no evals."),

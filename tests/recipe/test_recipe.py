@@ -134,8 +134,7 @@ class TestOverrides:
             ("stages.0.halve.by=4", "--set stages.0.halve.by: stages.0 is "
                                     "shrink, not halve. Write stages.0.shrink.by."),
             ("stages.shrink.bits=4", "--set stages.shrink.bits: stages has 2 items, "
-                                     "numbered from 0 to 1, and 'shrink' is no "
-                                     "number. Write stages.0.shrink.bits."),
+                                     "numbered from 0 to 1, and 'shrink' is no number. Write stages.0.shrink.bits."),
             ("stages.nope.bits=4", "--set stages.nope.bits: stages has 2 items, "
                                    "numbered from 0 to 1, and 'nope' is no number."),
             ("stages.2=halve", "--set stages.2: stages has 2 items, numbered from 0 to 1; there is no 2."),
@@ -146,8 +145,7 @@ class TestOverrides:
             ("modl=x", "--set modl: unknown key 'modl'. Did you mean 'model'?"),
             ("seed", "--set seed: write PATH=VALUE, for example stages.0.gptq.group_size=32."),
             ("seed=[1", "--set seed: the value '[1' is not YAML: this is "
-                        "not YAML: while parsing a flow sequence, expected "
-                        "',' or ']', but got '<stream end>'."),
+                        "not YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'."),
             ("gates.score=4x", "--set gates.score: '4x' is no limit."),
             ("evals.0.score.split=train", "--set evals.0.score.split"),
         ],

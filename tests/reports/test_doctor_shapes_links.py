@@ -127,9 +127,7 @@ def test_links_that_fail_are_told(ending: str, why: str, tmp_path: Path, monkeyp
 def test_a_link_has_two_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(
-        UsageError,
-        match=r"--links: there are no two GPUs between "
-        r"which data could go\. torch sees 1 GPU here",
+        UsageError, match=r"--links: there are no two GPUs between which data could go\. torch sees 1 GPU here"
     ):
         gpu_links()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

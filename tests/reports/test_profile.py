@@ -179,15 +179,11 @@ def test_mistakes_are_told(tiny_model: TinyModel, tmp_path: Path, capsys: pytest
     with pytest.raises(UsageError, match=r"--nvtx: NVTX ranges are marks on a GPU's timeline\. Leave it out on a CPU"):
         profile_model(tiny_model("llama"), tmp_path, device="cpu", nvtx=True)
     with pytest.raises(
-        EvalError,
-        match=r"encoder: it generates no tokens\. What is "
-        r"traced is a prompt and the tokens after it",
+        EvalError, match=r"encoder: it generates no tokens\. What is traced is a prompt and the tokens after it"
     ):
         run_module._check(SimpleNamespace(directory="encoder"), 1, 2, nvtx=False)
     with pytest.raises(
-        EvalError,
-        match=r"a prompt of 600 and 16 new tokens are more "
-        r"than the model's 512 positions\. Lower --prompt",
+        EvalError, match=r"a prompt of 600 and 16 new tokens are more than the model's 512 positions\. Lower --prompt"
     ):
         profile_model(tiny_model("llama"), tmp_path, device="cpu", prompt=600)
     assert main(["profile", str(tmp_path / "none"), "--store", str(tmp_path / "store")]) == 1

@@ -191,17 +191,13 @@ def test_mistakes_on_the_command_line(
         lambda _: ModelShape({"architectures": ["BertModel"], "model_type": "bert"}, {}),
     )
     with pytest.raises(
-        SourceError,
-        match=r"encoder: an encoder decodes nothing, and "
-        r"its limits are not counted\. Name a causal",
+        SourceError, match=r"encoder: an encoder decodes nothing, and its limits are not counted\. Name a causal"
     ):
         work_of_model("encoder")
     monkeypatch.undo()
     (tmp_path / "model.onnx").touch()
     with pytest.raises(
-        SourceError,
-        match=r"the weights are in ONNX, whose work "
-        r"is not counted\. .* Name the checkpoint",
+        SourceError, match=r"the weights are in ONNX, whose work is not counted\. .* Name the checkpoint"
     ):
         work_of_model(str(tmp_path))
 
@@ -283,9 +279,7 @@ def test_a_device_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(measured_module, "measure_roof", fail)
     with pytest.raises(
-        ResourceError,
-        match=r"cpu: memory ran out while the device was "
-        r"measured\. no memory\. Close what else uses it",
+        ResourceError, match=r"cpu: memory ran out while the device was measured\. no memory\. Close what else uses it"
     ):
         measured_device("cpu", tmp_path, again=True)
 

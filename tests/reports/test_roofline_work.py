@@ -179,8 +179,7 @@ def test_other_quantizers_are_counted() -> None:
 def test_models_that_cannot_be_counted_are_refused() -> None:
     with pytest.raises(
         SourceError,
-        match=r"llama: there is no lm_head and no embedding "
-        r"that could be one\. Looked for embed_out, lm_head",
+        match=r"llama: there is no lm_head and no embedding that could be one\. Looked for embed_out, lm_head",
     ):
         weights_of(
             ModelShape({"model_type": "llama"}, {"model.layers.0.mlp.up_proj.weight": TensorInfo("F32", (8, 8))})
@@ -190,18 +189,14 @@ def test_models_that_cannot_be_counted_are_refused() -> None:
         "lm_head.weight": TensorInfo("F32", (8, 8)),
     }
     with pytest.raises(
-        SourceError,
-        match=r"up_proj: its packed weights cannot be "
-        r"counted\. The quantization_config does not say",
+        SourceError, match=r"up_proj: its packed weights cannot be counted\. The quantization_config does not say"
     ):
         weights_of(ModelShape({"quantization_config": {"quant_method": "own"}}, tensors))
 
 
 def test_a_form_that_does_not_exist_is_refused() -> None:
     with pytest.raises(
-        UsageError,
-        match=r"--forms: 'int3' is no form of weights\. Known: "
-        r"fp32, tf32, bf16, fp16, int8, fp8, int4gN",
+        UsageError, match=r"--forms: 'int3' is no form of weights\. Known: fp32, tf32, bf16, fp16, int8, fp8, int4gN"
     ):
         parse_form("int3", "bf16")
     with pytest.raises(UsageError, match="'int4g4' is no form"):

@@ -146,8 +146,7 @@ def test_forms_are_read_as_they_are_written() -> None:
         (
             "4g64,7",
             "--choices: '7' is no form of a layer. A form is 2 to 6 or 8 bits; g and a group size of at "
-            "least 8 (64 if left out); a"
-            " for zero points. Write it as 4g64,3g32a,8.",
+            "least 8 (64 if left out); a for zero points. Write it as 4g64,3g32a,8.",
         ),
         ("4g4", "--choices: '4g4' is no form of a layer."),
         ("4,4g64", "--choices: '4g64' is there twice. Take one out."),

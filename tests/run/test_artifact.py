@@ -111,9 +111,7 @@ def test_a_damaged_artifact_is_published_again(weights, tmp_path):
     publish_from(weights, out)
     (out / "config.json").unlink()
     with pytest.raises(
-        ArtifactError,
-        match=r"1 of 2 files are missing or were changed: "
-        r"config.json\. Run its recipe again",
+        ArtifactError, match=r"1 of 2 files are missing or were changed: config.json\. Run its recipe again"
     ):
         read_artifact(out).check()
     publish_from(weights, out)
@@ -295,9 +293,7 @@ def test_files_of_the_user_inside_an_artifact_are_not_lost(weights, tmp_path):
     (out / "notes" / "mine.txt").write_text("thoughts")
     assert publish_from(weights, out).record.key == "k1"
     with pytest.raises(
-        StoreError,
-        match=r"would be replaced, and with it files that "
-        r"optkit did not write: notes/mine.txt\. Move them",
+        StoreError, match=r"would be replaced, and with it files that optkit did not write: notes/mine.txt\. Move them"
     ):
         publish_from(weights, out, key="k2")
     assert (out / "notes" / "mine.txt").read_text() == "thoughts"
@@ -309,8 +305,6 @@ def test_an_artifact_whose_record_is_unreadable_is_not_replaced(weights, tmp_pat
     publish_from(weights, tmp_path / "out")
     (tmp_path / "out" / RECORD).write_text("{")
     with pytest.raises(
-        ArtifactError,
-        match=r"optkit.json: cannot be read as JSON\. .* "
-        r"Delete the directory and run its recipe again",
+        ArtifactError, match=r"optkit.json: cannot be read as JSON\. .* Delete the directory and run its recipe again"
     ):
         publish_from(weights, tmp_path / "out")

@@ -85,8 +85,7 @@ def test_an_artifact_cannot_allow_its_own_code(
         "error: out: opening it runs code of others: that of its model (modeling_mine.Mine, "
         "modeling_mine.MineConfig). Code of others runs"
         " only if whoever opens it says so, and never because its own files do. Read that code, "
-        "then give --trust-remote-code"
-        " (in Python: trust_remote_code=True)."
+        "then give --trust-remote-code (in Python: trust_remote_code=True)."
     )
     assert not witness.exists()
 

@@ -84,9 +84,7 @@ def test_a_tokenizer_that_does_not_serve_is_found_before_anything_runs(
 def test_ids_beyond_the_vocabulary_are_named(model: Path, tmp_path: Path) -> None:
     raise_ids(model)
     with pytest.raises(
-        SourceError,
-        match=r"json: the tokenizer makes token 6\d\d of "
-        r".*, and the model's vocabulary ends at 511",
+        SourceError, match=r"json: the tokenizer makes token 6\d\d of .*, and the model's vocabulary ends at 511"
     ):
         run(model, tmp_path)
 
@@ -98,9 +96,7 @@ def test_a_text_that_is_too_short_is_found_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("a b c", encoding="utf-8")
     with pytest.raises(
-        EvalError,
-        match=r"the text has [\d,]+ windows of 32 tokens "
-        r"and [\d,]+ are needed. Lower windows or window",
+        EvalError, match=r"the text has [\d,]+ windows of 32 tokens and [\d,]+ are needed. Lower windows or window"
     ):
         pipeline.plan(recipe(model, **fields), store=tmp_path / "store", device="cpu")
     with pytest.raises(EvalError, match="the text has"):
@@ -134,12 +130,7 @@ def test_an_artifact_whose_run_did_not_finish_is_refused_until_it_has(
             run(model, tmp_path)
     assert read_artifact(out).record.finished is False
     weights = {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
-    for use in (
-        pipeline.open_artifact,
-        pipeline.read_scorecard,
-        pipeline.verify,
-        lambda path: compare([path]),
-    ):
+    for use in (pipeline.open_artifact, pipeline.read_scorecard, pipeline.verify, lambda path: compare([path])):
         with pytest.raises(ArtifactError, match=r"its run did not finish\. .* Run its recipe again"):
             use(out)
     for words in (

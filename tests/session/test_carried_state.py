@@ -157,8 +157,7 @@ def test_a_step_that_mixes_the_sequences_of_a_batch_is_refused(tiny_model: TinyM
     session = open_session(tiny_model("rwkv"))  # transformers 5.17 adds [batch, hidden] to [batch, 1, hidden]
     with pytest.raises(
         SourceError,
-        match=r"gives logits of \[2, 2\] for tokens of \[2, "
-        r"1\].*mixes the sequences of a batch. Use a batch",
+        match=r"gives logits of \[2, 2\] for tokens of \[2, 1\].*mixes the sequences of a batch. Use a batch",
     ):
         session.generate(TOKENS, 2)
 
@@ -207,9 +206,7 @@ def test_a_teacher_without_keys_and_values_writes_what_it_predicts(kind: str, ti
 @pytest.mark.parametrize("setting", [KvCache(dtype="int8"), Speculative(prompt_lookup=2)])
 def test_what_needs_keys_and_values_is_refused(kind: str, setting: Any, tiny_model: TinyModel) -> None:
     with pytest.raises(
-        StageError,
-        match=r"(has no KV cache|layers of another "
-        r"kind).*Take .* out for this architecture",
+        StageError, match=r"(has no KV cache|layers of another kind).*Take .* out for this architecture"
     ):
         open_session(tiny_model(kind), [setting])
 
@@ -231,8 +228,7 @@ class Foreign(Forgetful):
 def test_a_state_of_no_known_kind_is_refused() -> None:
     with pytest.raises(
         SourceError,
-        match=r"odd: Foreign cannot be run token by token: its "
-        r"passes take none of past_key_values, cache_params",
+        match=r"odd: Foreign cannot be run token by token: its passes take none of past_key_values, cache_params",
     ):
         CarriedState(Foreign())
     with pytest.raises(

@@ -93,9 +93,7 @@ def test_two_streams_at_once(exported: Path) -> None:
 def test_no_genai_config(exported: Path) -> None:
     (exported / "genai_config.json").unlink()
     with pytest.raises(
-        SourceError,
-        match=r"there is no genai_config.json. ONNX "
-        r"Runtime GenAI reads there .* Export it with",
+        SourceError, match=r"there is no genai_config.json. ONNX Runtime GenAI reads there .* Export it with"
     ):
         opened(exported, GENAI)
 
@@ -116,9 +114,7 @@ def test_more_tokens_than_positions(exported: Path) -> None:
 def test_no_package(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime_genai", None)
     with pytest.raises(
-        MissingPackageError,
-        match=r"`onnxruntime-genai` is not installed. "
-        r"Run: pip install 'optkit\[onnx\]'",
+        MissingPackageError, match=r"`onnxruntime-genai` is not installed. Run: pip install 'optkit\[onnx\]'"
     ):
         opened(exported, GENAI)
 
@@ -129,8 +125,7 @@ def test_no_build_for_gpus(exported: Path) -> None:
 
     with pytest.raises(
         MissingPackageError,
-        match=r"on cuda: the package `onnxruntime-genai-cuda` "
-        r"is not installed. Run: pip .*onnx-gpu",
+        match=r"on cuda: the package `onnxruntime-genai-cuda` is not installed. Run: pip .*onnx-gpu",
     ):
         genai.GenaiModel(OnnxDirectory(exported), "cuda")
 

@@ -162,9 +162,7 @@ def test_settings_and_dtypes_are_refused(exported: Path) -> None:
     with pytest.raises(StageError, match=r"cannot be applied to an ONNX model. It is for a torch model. Take it out"):
         open_session(exported, [Any(), Tone()])
     with pytest.raises(
-        OptkitError,
-        match=r"an ONNX model cannot be opened as "
-        r"float16. Its files say what it computes in",
+        OptkitError, match=r"an ONNX model cannot be opened as float16. Its files say what it computes in"
     ):
         open_session(exported, dtype="float16")
     assert isinstance(open_session(exported, [Any()]), OnnxSession)

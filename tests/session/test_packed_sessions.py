@@ -93,9 +93,7 @@ def test_packed_weights_that_do_not_fit_the_model(tiny_model: TinyModel, tmp_pat
             )
         )
     with pytest.raises(
-        SourceError,
-        match=r"model.other is quantized, and LlamaForCausalLM "
-        r"has no linear layer of that name",
+        SourceError, match=r"model.other is quantized, and LlamaForCausalLM has no linear layer of that name"
     ):
         open_session(
             broken(

@@ -46,9 +46,7 @@ def test_every_call_goes_to_all_and_the_answers_come_in_order(two: Ranks) -> Non
     two.close()
     assert ended(*pids)
     with pytest.raises(
-        StageError,
-        match=r"^tensor_parallel: its processes were ended\. "
-        r"Before, the session was closed\. Open it again",
+        StageError, match=r"^tensor_parallel: its processes were ended\. Before, the session was closed\. Open it again"
     ):
         two.call("echo", value=1)
 
@@ -57,8 +55,7 @@ def test_what_all_refuse_is_an_error_after_which_they_go_on(two: Ranks) -> None:
     with pytest.raises(EvalError, match=r"^somewhere: too long\.$"):
         two.call("fail")
     with pytest.raises(
-        StageError,
-        match=r"^tensor_parallel: process 1 of 2 \(cpu\) failed with ValueError at fake_rank\.py",
+        StageError, match=r"^tensor_parallel: process 1 of 2 \(cpu\) failed with ValueError at fake_rank\.py"
     ):
         two.call("raise")
     assert two.call("echo", value=1) == [[0, 1], [1, 1]]
@@ -72,14 +69,10 @@ def test_what_all_refuse_is_an_error_after_which_they_go_on(two: Ranks) -> None:
             r"^tensor_parallel: process 2 of 2 \(cpu\) was ended by SIGKILL \(.*memory runs out\) "
             r"and without a result\. Its last words: the last words\.$",
         ),
-        (
-            "leave",
-            r"^tensor_parallel: process 2 of 2 \(cpu\) ended with status 7 and without a result\. It said",
-        ),
+        ("leave", r"^tensor_parallel: process 2 of 2 \(cpu\) ended with status 7 and without a result\. It said"),
         (
             "hang",
-            r"^tensor_parallel: process 2 of 2 \(cpu\) did not "
-            r"answer within 1 s of the others\. .*NCCL_DEBUG=INFO",
+            r"^tensor_parallel: process 2 of 2 \(cpu\) did not answer within 1 s of the others\. .*NCCL_DEBUG=INFO",
         ),
     ],
 )

@@ -90,9 +90,7 @@ def test_missing_and_unknown_weights_are_errors(tiny_model: TinyModel, tmp_path:
     with pytest.raises(SourceError, match="transformers cannot open it"):
         open_session(copied(tiny_model("llama"), tmp_path / "c", model_type="no_such"))
     with pytest.raises(
-        SourceError,
-        match=r"9 mismatched \(model\.layers\.0\.mlp\.down_proj\.weight, "
-        r".*belong together",
+        SourceError, match=r"9 mismatched \(model\.layers\.0\.mlp\.down_proj\.weight, .*belong together"
     ):
         open_session(copied(tiny_model("llama"), tmp_path / "d", intermediate_size=96))
 
@@ -142,15 +140,11 @@ def test_out_of_memory_says_what_to_lower(tiny_model: TinyModel, monkeypatch: py
 
     monkeypatch.setattr(session.model, "forward", full)
     with pytest.raises(
-        ResourceError,
-        match=r"out of memory in the logits of 2 x 12 "
-        r"tokens on cpu.*Lower the window or the batch",
+        ResourceError, match=r"out of memory in the logits of 2 x 12 tokens on cpu.*Lower the window or the batch"
     ):
         session.logits(prompt())
     with pytest.raises(
-        ResourceError,
-        match=r"at new token 1 of 2 x 12 tokens on cpu.*Lower "
-        r"the batch, the prompt or the new tokens",
+        ResourceError, match=r"at new token 1 of 2 x 12 tokens on cpu.*Lower the batch, the prompt or the new tokens"
     ):
         session.generate(prompt(), 3)
 

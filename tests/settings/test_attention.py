@@ -33,9 +33,7 @@ def test_the_model_is_opened_with_it(implementation: str, device: str) -> None:
 
 def test_flash_attention_needs_a_gpu() -> None:
     with pytest.raises(
-        StageError,
-        match=r"^attention: flash_attention_2 does not "
-        r"run on cpu\. .*NVIDIA GPUs\. Use sdpa",
+        StageError, match=r"^attention: flash_attention_2 does not run on cpu\. .*NVIDIA GPUs\. Use sdpa"
     ):
         Attention(implementation="flash_attention_2").load_kwargs("cpu")
 
@@ -44,9 +42,7 @@ def test_flash_attention_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> N
     setting = Attention(implementation="flash_attention_2")
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     with pytest.raises(
-        MissingPackageError,
-        match=r"the package `flash-attn` is not "
-        r"installed.*pip install 'flash-attn'",
+        MissingPackageError, match=r"the package `flash-attn` is not installed.*pip install 'flash-attn'"
     ):
         setting.load_kwargs("cuda")
     monkeypatch.setattr(attention, "find_spec", lambda name: object())
@@ -59,9 +55,7 @@ def test_flash_attention_3_needs_its_package_and_a_hopper_gpu(monkeypatch: pytes
         setting.check(shape, "cpu")
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
     with pytest.raises(
-        MissingPackageError,
-        match=r"`flash-attn-3` is not installed\. "
-        r"Run: git clone .*flash-attention/hopper",
+        MissingPackageError, match=r"`flash-attn-3` is not installed\. Run: git clone .*flash-attention/hopper"
     ):
         setting.check(shape, "cuda")
     monkeypatch.setattr(attention, "find_spec", lambda name: object() if name == "flash_attn_interface" else None)
@@ -69,9 +63,7 @@ def test_flash_attention_3_needs_its_package_and_a_hopper_gpu(monkeypatch: pytes
         monkeypatch.setattr(attention, "compute_capability", lambda device, capability=capability: capability)
         if refused:
             with pytest.raises(
-                StageError,
-                match=r"does not run on this GPU \(compute "
-                r"capability .*Hopper \(9\.0\)\. Use flash",
+                StageError, match=r"does not run on this GPU \(compute capability .*Hopper \(9\.0\)\. Use flash"
             ):
                 setting.check(shape, "cuda")
         else:
@@ -87,9 +79,7 @@ def test_flash_attention_is_refused_at_plan_time(tiny_model: Callable[[str], Pat
 def test_flash_attention_needs_half_precision() -> None:
     setting = Attention(implementation="flash_attention_2")
     with pytest.raises(
-        StageError,
-        match=r"^attention: flash_attention_2 does not "
-        r"compute in float32\. .*cast: \{dtype: bfloat16\}",
+        StageError, match=r"^attention: flash_attention_2 does not compute in float32\. .*cast: \{dtype: bfloat16\}"
     ):
         setting.on_load(SimpleNamespace(dtype=torch.float32, config=AutoConfig.for_model("llama")), "cuda")
     model = SimpleNamespace(dtype=torch.bfloat16, config=AutoConfig.for_model("llama"))
@@ -98,9 +88,7 @@ def test_flash_attention_needs_half_precision() -> None:
 
 def test_flex_attention_has_no_sinks_on_the_cpu(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(
-        StageError,
-        match=r"^attention: flex_attention has no attention "
-        r"sinks on the CPU.*layers\.0.*\.sinks.*Use eager",
+        StageError, match=r"^attention: flex_attention has no attention sinks on the CPU.*layers\.0.*\.sinks.*Use eager"
     ):
         open_session(tiny_model("gpt_oss"), [Attention(implementation="flex_attention")])
     open_session(tiny_model("llama"), [Attention(implementation="flex_attention")])

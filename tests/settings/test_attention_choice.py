@@ -174,9 +174,7 @@ def test_what_leaves_something_out_is_refused_at_plan_time(
 
 def test_sdpa_is_refused_where_no_plan_was_made(tiny_model: TinyModel) -> None:
     with pytest.raises(
-        StageError,
-        match=r"sdpa does not compute the attention of "
-        r"gemma2\. sdpa leaves out the soft cap",
+        StageError, match=r"sdpa does not compute the attention of gemma2\. sdpa leaves out the soft cap"
     ):
         open_session(tiny_model("gemma2"), [Attention(implementation="sdpa")])
 

@@ -124,8 +124,7 @@ def test_the_package_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(
             MissingPackageError,
-            match=r"^attention: kernels-community/flash-attn2: "
-            r".*pip install 'kernels>=0\.16,<0\.17'",
+            match=r"^attention: kernels-community/flash-attn2: .*pip install 'kernels>=0\.16,<0\.17'",
         ):
             refused()
 
@@ -135,8 +134,7 @@ def test_a_kernel_is_pinned_to_a_commit(cache: Path, monkeypatch: pytest.MonkeyP
     assert Attention(implementation=f"{NAME}@{COMMIT}:attend").pinned(None).implementation == f"{NAME}@{COMMIT}:attend"
     with pytest.raises(
         SourceError,
-        match=r"the kernel is neither here nor to be "
-        r"downloaded.*HF_HUB_OFFLINE.*the revision v7 is not in its",
+        match=r"the kernel is neither here nor to be downloaded.*HF_HUB_OFFLINE.*the revision v7 is not in its",
     ):
         Attention(implementation=f"{NAME}@v7").pinned(None)
     asked = []
@@ -169,8 +167,7 @@ def test_a_kernel_without_a_build_for_the_device_is_refused_at_plan_time(
     lost = Attention(implementation=f"{NAME}@{'e' * 40}")
     with pytest.raises(
         StageError,
-        match=r"is neither here nor to be downloaded\. The hub "
-        r"is switched off .* Load it once with a connection",
+        match=r"is neither here nor to be downloaded\. The hub is switched off .* Load it once with a connection",
     ):
         lost.check(SHAPE, "cuda")
     Attention(implementation=NAME).check(SHAPE, "cpu")
@@ -191,8 +188,7 @@ def test_another_kernel_than_the_one_asked_for_is_refused() -> None:
     """transformers has a list of its own for models with attention sinks."""
     with pytest.raises(
         StageError,
-        match=r"^attention: me/mine .* of gpt_oss\. transformers "
-        r"takes other/flash for this model instead\. Use eager",
+        match=r"^attention: me/mine .* of gpt_oss\. transformers takes other/flash for this model instead\. Use eager",
     ):
         Attention(implementation="me/mine").on_load(opened_with("other/flash", "gpt_oss"), "cuda")
 
@@ -251,9 +247,7 @@ def test_a_directory_is_pinned_by_its_files(local: Path, monkeypatch: pytest.Mon
     assert Attention(implementation="me/tiny").pinned(None) != pinned
     monkeypatch.setenv("LOCAL_KERNELS", "me/tiny=/nowhere")
     with pytest.raises(
-        SourceError,
-        match=r"\$LOCAL_KERNELS names /nowhere for "
-        r"me/tiny, and there is no such directory",
+        SourceError, match=r"\$LOCAL_KERNELS names /nowhere for me/tiny, and there is no such directory"
     ):
         pinned.check(SHAPE, "cpu")
     monkeypatch.setenv("LOCAL_KERNELS", "me/tiny")
@@ -263,8 +257,7 @@ def test_a_directory_is_pinned_by_its_files(local: Path, monkeypatch: pytest.Mon
     for refused in (lambda: pinned.check(SHAPE, "cpu"), lambda: pinned.pinned(None)):
         with pytest.raises(
             StageError,
-            match=r"was one of a local directory\. \$LOCAL_KERNELS "
-            r"names none for it now\. Set LOCAL_KERNELS=me/tiny=",
+            match=r"was one of a local directory\. \$LOCAL_KERNELS names none for it now\. Set LOCAL_KERNELS=me/tiny=",
         ):
             refused()
 
@@ -280,9 +273,7 @@ def test_a_kernel_that_cannot_be_loaded(packaged: None, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(hub_kernels, "load_and_register_attn_kernel", broken)
     with pytest.raises(
-        StageError,
-        match=r"^attention: the kernel me/tiny cannot be "
-        r"loaded\. An error occurred .* no build\. Use sdpa",
+        StageError, match=r"^attention: the kernel me/tiny cannot be loaded\. An error occurred .* no build\. Use sdpa"
     ):
         Attention(implementation="me/tiny").load_kwargs("cpu")
 
@@ -302,8 +293,7 @@ def test_a_kernel_from_a_directory_computes_what_sdpa_does(local: Path, tiny_mod
         open_session(tiny_model("llama"), [Attention(implementation="me/none")])
     with pytest.raises(
         StageError,
-        match=r"of gemma2\. Its function flash_attn_varlen_func "
-        r"has no parameter softcap, so it leaves out the",
+        match=r"of gemma2\. Its function flash_attn_varlen_func has no parameter softcap, so it leaves out the",
     ):
         open_session(tiny_model("gemma2"), [Attention(implementation="me/tiny").pinned(None)])
 

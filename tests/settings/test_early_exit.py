@@ -137,8 +137,7 @@ def test_an_architecture_whose_layers_need_each_other(tiny_model: TinyModel, mon
     monkeypatch.setattr(LlamaModel, "forward", needs_all)
     with pytest.raises(
         StageError,
-        match=r"the first 1 layers of LlamaForCausalLM cannot be "
-        r"run alone\. Without the others: IndexError: .*draft",
+        match=r"the first 1 layers of LlamaForCausalLM cannot be run alone\. Without the others: IndexError: .*draft",
     ):
         exiting(tiny_model("llama"))
 

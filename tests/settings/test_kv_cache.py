@@ -244,8 +244,7 @@ def test_layers_that_hold_other_states_are_refused() -> None:
     [
         (
             KvCache(dtype="int8", group_size=12),
-            r"^kv_cache: heads of 16 channels are not "
-            r"made of groups of 12\. .*Use 16, 8 or null\.",
+            r"^kv_cache: heads of 16 channels are not made of groups of 12\. .*Use 16, 8 or null\.",
         ),
         (KvCache(dtype="int4", group_size=32), r"^kv_cache: heads of 16 channels are not made of groups of 32\. "),
     ],
@@ -262,8 +261,7 @@ def test_a_compiled_step_is_refused(tiny_model: TinyModel) -> None:
     ):
         with pytest.raises(
             StageError,
-            match=r"(kv_cache|compile) exclude each other\. A KV "
-            r"cache of codes grows with every token.*Take one",
+            match=r"(kv_cache|compile) exclude each other\. A KV cache of codes grows with every token.*Take one",
         ):
             opened(tiny_model("llama"), *settings)
 

@@ -134,9 +134,7 @@ def test_speculation_beside_a_window_is_refused(tiny_model: TinyModel) -> None:
 
 def test_attention_that_takes_no_mask_is_refused(tiny_model: TinyModel) -> None:
     with pytest.raises(
-        StageError,
-        match=r"kv_cache\.window: flex_attention takes no "
-        r"mask of a window\. Use sdpa or eager attention",
+        StageError, match=r"kv_cache\.window: flex_attention takes no mask of a window\. Use sdpa or eager attention"
     ):
         opened(tiny_model("llama"), Attention(implementation="flex_attention"), KvCache(window=8))
 

@@ -203,20 +203,17 @@ def shape(tensors: Mapping[str, int] | None = None, **config: object) -> ModelSh
         (
             {},
             shape(quantization_config={"bits": 4}),
-            r"^offload: packed weights cannot be "
-            r"offloaded\. .*layout of their kernels",
+            r"^offload: packed weights cannot be offloaded\. .*layout of their kernels",
         ),
         (
             {"gpu_memory": 19},
             shape(),
-            r"^offload: 19 B cannot hold the largest "
-            r"tensor, 20 B in model\.layers\.0\. .*Allow 20 B",
+            r"^offload: 19 B cannot hold the largest tensor, 20 B in model\.layers\.0\. .*Allow 20 B",
         ),
         (
             {"device_map": {"model.layer.*": "cpu"}},
             shape(),
-            r"'model\.layer\.\*' matches no "
-            r"decoder block .*model\.layers\.0",
+            r"'model\.layer\.\*' matches no decoder block .*model\.layers\.0",
         ),
         ({"folder": "/proc/none"}, shape(), r"^offload: nothing can be written to /proc/none\. /proc is not writable"),
         ({"gpu_memory": 20}, shape(), None),
@@ -260,8 +257,7 @@ def test_packed_weights_are_refused_when_a_model_is_opened(tiny_model: TinyModel
         ({"cpu_memory": 0}, r"'0' is no size above zero"),
         (
             {"device_map": {"lm_head": "cpu"}, "gpu_memory": "1 GB"},
-            r"gpu_memory and cpu_memory "
-            r"are for device_map: auto",
+            r"gpu_memory and cpu_memory are for device_map: auto",
         ),
         ({"device_map": {"lm_head": "cuda"}}, r"'gpu', 'cpu' or 'disk'"),
     ],

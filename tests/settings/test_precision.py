@@ -76,15 +76,13 @@ def test_tensor_float32_is_on_within_calls_alone() -> None:
             {"mode": "tf32"},
             None,
             shape(),
-            r"^precision: tf32 does not run on cpu\. "
-            r".*tensor cores of NVIDIA GPUs\. Use fp32 or bf16",
+            r"^precision: tf32 does not run on cpu\. .*tensor cores of NVIDIA GPUs\. Use fp32 or bf16",
         ),
         (
             {"mode": "tf32"},
             (7, 5),
             shape(),
-            r"^precision: this GPU \(compute capability "
-            r"7\.5\) does not compute in tf32\. .*Use fp16",
+            r"^precision: this GPU \(compute capability 7\.5\) does not compute in tf32\. .*Use fp16",
         ),
         ({"mode": "bf16"}, (7, 5), shape(), r"does not compute in bfloat16"),
         ({"mode": "autocast"}, (7, 0), shape(), r"does not compute in bfloat16"),
@@ -92,16 +90,14 @@ def test_tensor_float32_is_on_within_calls_alone() -> None:
             {"mode": "autocast"},
             None,
             shape("BF16"),
-            r"nothing to cast: the weights are "
-            r"bfloat16\. .*`- cast: \{dtype: float32\}`",
+            r"nothing to cast: the weights are bfloat16\. .*`- cast: \{dtype: float32\}`",
         ),
         ({"mode": "autocast"}, None, shape(quantization_config={}), None),
         (
             {"mode": "autocast"},
             None,
             shape(quantization_config={"bits": 4}),
-            r"autocast cannot be used with "
-            r"packed weights\. .*Use bf16",
+            r"autocast cannot be used with packed weights\. .*Use bf16",
         ),
         ({"mode": "autocast", "dtype": "float16"}, (7, 5), shape(), None),
         ({"mode": "bf16"}, (9, 0), shape(), None),

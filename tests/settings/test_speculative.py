@@ -154,15 +154,13 @@ def test_a_compiled_step_is_refused(tiny_model: TinyModel, monkeypatch: pytest.M
     for order in (settings, settings[::-1]):
         with pytest.raises(
             StageError,
-            match=r"(compile|speculative) exclude each other\. The "
-            r"compiled step takes one token at a time, .*Take one",
+            match=r"(compile|speculative) exclude each other\. The compiled step takes one token at a time, .*Take one",
         ):
             open_session(tiny_model("llama"), order)
     session = open_session(tiny_model("llama"), settings[:1])
     with pytest.raises(
         StageError,
-        match=r"^speculative: a compiled step cannot check "
-        r"several tokens\. .*Take compile or speculative out",
+        match=r"^speculative: a compiled step cannot check several tokens\. .*Take compile or speculative out",
     ):
         session.speculate_with(PromptLookup(3), 4)
 

@@ -178,8 +178,7 @@ def test_a_compiled_step_is_split_too(tiny_model: TinyModel) -> None:
 @pytest.mark.slow
 def test_the_processes_end_with_their_parent(tiny_model: TinyModel) -> None:
     program = (
-        f"import sys; sys.path[:0] = {sys.path!r}\n"
-        "from pathlib import Path\nfrom optkit.session import open_session\n"
+        f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\nfrom optkit.session import open_session\n"
         "from optkit.settings.tensor_parallel import TensorParallel\n"
         f"session = open_session(Path({str(tiny_model('llama'))!r}), [TensorParallel(devices=2)])\n"
         "print(*(child.process.pid for child in session._ranks._children), flush=True)\nsys.stdin.read()\n"
@@ -240,30 +239,26 @@ def test_the_plan_is_transformers_own(tiny_model: TinyModel) -> None:
             "llama",
             4,
             {},
-            r"^tensor_parallel: LlamaForCausalLM cannot be "
-            r"split over 4 devices: 2 key heads\. .*Set devices to 2\.$",
+            r"^tensor_parallel: LlamaForCausalLM cannot be split over 4 devices: 2 key heads\. .*Set devices to 2\.$",
         ),
         (
             "qwen2",
             3,
             {},
-            r"4 attention heads; 2 key heads; .*64 outputs of "
-            r"model\.layers\.\*\.mlp|4 attention heads; 2 key heads",
+            r"4 attention heads; 2 key heads; .*64 outputs of model\.layers\.\*\.mlp|4 attention heads; 2 key heads",
         ),
         ("llama", 3, {}, r"512 outputs of model\.embed_tokens"),
         (
             "llama",
             2,
             {"quantization_config": {"bits": 4}},
-            r"^tensor_parallel: packed "
-            r"weights of this format or architecture cannot be split\. .*vLLM",
+            r"^tensor_parallel: packed weights of this format or architecture cannot be split\. .*vLLM",
         ),
         (
             "gpt2",
             2,
             {},
-            r"^tensor_parallel: transformers has no tensor "
-            r"parallel plan for GPT2LMHeadModel\. .*or use offload",
+            r"^tensor_parallel: transformers has no tensor parallel plan for GPT2LMHeadModel\. .*or use offload",
         ),
         ("gpt_oss", 2, {}, r"no tensor parallel plan for GptOssForCausalLM"),
     ],
@@ -311,19 +306,14 @@ def test_a_model_that_is_too_large_even_so(tiny_model: TinyModel, monkeypatch: p
     monkeypatch.setattr(tensor_parallel, "visible_gpus", lambda: 2)
     monkeypatch.setattr(tensor_parallel, "gpu_memory_bytes", lambda device: 200_000)
     with pytest.raises(
-        StageError,
-        match=r"each of 2 devices would hold 289 kB of "
-        r"weights, and cuda has 200 kB\. Use more devices",
+        StageError, match=r"each of 2 devices would hold 289 kB of weights, and cuda has 200 kB\. Use more devices"
     ):
         TWO.check(shape_of(tiny_model("llama")), "cuda")
 
 
 @pytest.mark.parametrize(
     ("other", "why"),
-    [
-        (Speculative(prompt_lookup=2), "follow one request token by token"),
-        (Offload(), "where every weight lies"),
-    ],
+    [(Speculative(prompt_lookup=2), "follow one request token by token"), (Offload(), "where every weight lies")],
 )
 def test_settings_that_exclude_it(tiny_model: TinyModel, other: Setting, why: str) -> None:
     with pytest.raises(OptkitError, match=why):

@@ -111,8 +111,7 @@ def test_a_token_that_there_is_not(place: Callable[..., Path]) -> None:
     assert apart(encoder(tokenizer), "a text") == ([], ids_of(directory, "a text"))
     with pytest.raises(
         SourceError,
-        match=r"text.txt: bos is `window`, and the tokenizer "
-        r"has no such token. Set bos to tokenizer or none",
+        match=r"text.txt: bos is `window`, and the tokenizer has no such token. Set bos to tokenizer or none",
     ):
         Calibration(dataset=write(directory, TEXT), samples=2, sequence_length=16, bos="window").tokens(directory, None)
 

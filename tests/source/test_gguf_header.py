@@ -36,9 +36,7 @@ class TestHeader:
     def test_another_kind_of_file(self, tmp_path, content):
         (tmp_path / "model.gguf").write_bytes(content)
         with pytest.raises(
-            SourceError,
-            match=rf"not a GGUF file \({len(content)} bytes\). "
-            r"It does not begin with 'GGUF'. Download",
+            SourceError, match=rf"not a GGUF file \({len(content)} bytes\). It does not begin with 'GGUF'. Download"
         ):
             read_gguf(tmp_path / "model.gguf")
 
@@ -48,8 +46,7 @@ class TestHeader:
         (tmp_path / "model.gguf").write_bytes(whole[: max(4, int(len(whole) * share))])
         with pytest.raises(
             SourceError,
-            match=r"the GGUF file has [\d,]+ bytes.* It was cut "
-            r"off or overwritten. Copy or download it again",
+            match=r"the GGUF file has [\d,]+ bytes.* It was cut off or overwritten. Copy or download it again",
         ):
             read_gguf(tmp_path / "model.gguf")
 
@@ -175,8 +172,7 @@ class TestLayout:
         file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", llama__rope__scaling__factor=factor)
         with pytest.raises(
             SourceError,
-            match=r"model.gguf: rope scaling by (-2.0|inf|nan). "
-            r"Positions are divided by it. Download it again",
+            match=r"model.gguf: rope scaling by (-2.0|inf|nan). Positions are divided by it. Download it again",
         ):
             checkpoint_shape(read_gguf(file))
 

@@ -126,9 +126,7 @@ class TestOffline:
         online.repo = httpx.ConnectError("Name or service not known")
         assert pin_model(ModelSource(name="org/tiny")).revision == OLD
         with pytest.raises(
-            SourceError,
-            match=r"The hub cannot be reached \(Name or service "
-            r"not known\), and the revision v9 is not in",
+            SourceError, match=r"The hub cannot be reached \(Name or service not known\), and the revision v9 is not in"
         ):
             pin_model(ModelSource(name="org/tiny", revision="v9"))
 
@@ -264,9 +262,7 @@ class TestOnline:
     def test_a_connection_that_breaks_between(self, hub_cache, online):
         online.files["config.json"] = errors.LocalEntryNotFoundError("cannot connect")
         with pytest.raises(
-            SourceError,
-            match=r"The hub cannot be reached \(cannot "
-            r"connect\), and config.json is not in its cache",
+            SourceError, match=r"The hub cannot be reached \(cannot connect\), and config.json is not in its cache"
         ):
             pin_model(ModelSource(name="org/tiny"))
 

@@ -85,9 +85,7 @@ class TestNames:
     def test_the_nearest_model_beside_a_misspelled_path_is_named(self, tmp_path):
         (tmp_path / "llama").mkdir()
         with pytest.raises(
-            SourceError,
-            match=r"Built-in names: smollm2-135m, all-minilm-l6-v2\. "
-            rf"Did you mean '{tmp_path}/llama'\?$",
+            SourceError, match=rf"Built-in names: smollm2-135m, all-minilm-l6-v2\. Did you mean '{tmp_path}/llama'\?$"
         ):
             pin_model(ModelSource(name=str(tmp_path / "lama")))
         with pytest.raises(SourceError, match=r"org/name\. Built-in names: smollm2-135m, all-minilm-l6-v2\.$"):
@@ -98,9 +96,7 @@ class TestNames:
             pin_model(ModelSource(name=str(tmp_path / "gone.gguf")))
         (tmp_path / "model.bin").write_bytes(b"")
         with pytest.raises(
-            SourceError,
-            match=r"model.bin: neither a model directory "
-            r"nor a .gguf file. Name the directory",
+            SourceError, match=r"model.bin: neither a model directory nor a .gguf file. Name the directory"
         ):
             pin_model(ModelSource(name=str(tmp_path / "model.bin")))
 
@@ -223,17 +219,13 @@ class TestConfig:
     )
     def test_a_size_that_is_no_size(self, key, value):
         with pytest.raises(
-            SourceError,
-            match=rf"here: `{key}` in config.json is "
-            rf"{json.dumps(value)}, not a whole number above 0",
+            SourceError, match=rf"here: `{key}` in config.json is {json.dumps(value)}, not a whole number above 0"
         ):
             check_values({"architectures": ["XForCausalLM"], "model_type": "llama", key: value}, "here")
 
     def test_no_architecture(self):
         with pytest.raises(
-            SourceError,
-            match=r"here: there are no `architectures` in "
-            r"config.json. What .* Add, for example, ",
+            SourceError, match=r"here: there are no `architectures` in config.json. What .* Add, for example, "
         ):
             check_config({"model_type": "llama"}, "here", False)
 

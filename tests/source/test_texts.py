@@ -118,8 +118,7 @@ class TestPythonReference:
         monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
         with pytest.raises(
             SourceError,
-            match=r"python-reference: this Python has no "
-            r"pydoc_data.topics. It was left out .* Take another",
+            match=r"python-reference: this Python has no pydoc_data.topics. It was left out .* Take another",
         ):
             TextSource(dataset="python-reference").pinned(None)
 
@@ -129,9 +128,7 @@ class TestPythonReference:
         assert pinned.revision.startswith("sha256:")
         assert pinned.pinned(None) == pinned
         with pytest.raises(
-            SourceError,
-            match=r"python-reference \(test\): the text is "
-            r"sha256:\w+ and not sha256:0. It was changed",
+            SourceError, match=r"python-reference \(test\): the text is sha256:\w+ and not sha256:0. It was changed"
         ):
             TextSource(dataset="python-reference", revision="sha256:0").documents(None)
 
@@ -170,9 +167,7 @@ class TestLocalCopies:
         assert f"There is no {data / 'wikitext2_raw' / 'wiki.train.raw'}." in message
         assert "Name a directory of local copies with --data or OPTKIT_DATA, or take python-reference" in message
         with pytest.raises(
-            SourceError,
-            match=r"No data directory was named, which "
-            r"could hold wikitext2_raw/wiki.test.raw\.",
+            SourceError, match=r"No data directory was named, which could hold wikitext2_raw/wiki.test.raw\."
         ):
             TextSource(dataset="wikitext2").pinned(None)
         with pytest.raises(SourceError, match="A data directory can hold its train, not validation"):
@@ -216,8 +211,7 @@ class TestFiles:
             ('{"text": 3}', r"mine.jsonl:2: the field 'text' is not a text but 3"),
             (
                 '{"text": "\\ud800"}',
-                r"mine.jsonl:2: the field 'text' holds half "
-                r"of a surrogate pair. No tokenizer takes that",
+                r"mine.jsonl:2: the field 'text' holds half of a surrogate pair. No tokenizer takes that",
             ),
         ],
     )
@@ -300,11 +294,7 @@ class TestHub:
         assert text.revision == self.commit
         assert len(text.documents(None)) == 20_000
         assert load_dataset == [
-            (
-                "Salesforce/wikitext",
-                "wikitext-2-raw-v1",
-                {"split": "test", "revision": self.commit, "streaming": False},
-            ),
+            ("Salesforce/wikitext", "wikitext-2-raw-v1", {"split": "test", "revision": self.commit, "streaming": False})
         ]
 
     def test_a_revision_of_the_hub_is_not_answered_by_a_local_copy(self, load_dataset, data):
@@ -317,10 +307,7 @@ class TestHub:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            (
-                {"split": "nowhere"},
-                r"org/name \(nowhere\): the data set cannot be read. Unknown split .* Check split",
-            ),
+            ({"split": "nowhere"}, r"org/name \(nowhere\): the data set cannot be read. Unknown split .* Check split"),
             ({"field": "txt"}, r"org/name \(test\): there is no field 'txt'. Did you mean 'text'\? Set `field:`"),
             ({"field": "label"}, r"org/name \(test\): the field 'label' is not a text but 0"),
         ],

@@ -148,8 +148,7 @@ def test_the_plan_says_what_the_run_would_say(recipe, tmp_path):
 def test_everything_is_held_out(recipe, tmp_path):
     with pytest.raises(
         StageError,
-        match=r"^distill: the texts give \d+ sequences of 16 "
-        r"tokens, and 5,000 are to be held out. Nothing is left",
+        match=r"^distill: the texts give \d+ sequences of 16 tokens, and 5,000 are to be held out. Nothing is left",
     ):
         pipeline.plan(recipe(held_out=5000), store=tmp_path / "store")
 

@@ -181,8 +181,7 @@ def test_a_single_form_is_kept_where_it_diverges_less(
         (
             {"average_bits": 9, "choices": (Choice(bits=4, group_size=48),)},
             "model.layers.0.mlp.down_proj: no choice fits its 128 columns. The group size must divide "
-            "the columns, and experts must be"
-            " symmetric. Add one to auto_bits.choices, or exclude the layer.",
+            "the columns, and experts must be symmetric. Add one to auto_bits.choices, or exclude the layer.",
         ),
         ({"average_bits": 9, "exclude": ("*.upproj",)}, "auto_bits.exclude: `*.upproj` matches none"),
     ],
@@ -202,10 +201,7 @@ def test_it_says_what_is_wrong_before_anything_runs(
         ({}, "nothing limits the size: give average_bits, size_bytes or decode_ms"),
         ({"decode_ms": 2.0}, "decode_ms and decode_device belong together: give both, or neither"),
         ({"average_bits": 4.5, "decode_device": "h200"}, "decode_ms and decode_device belong together"),
-        (
-            {"decode_ms": 2.0, "decode_device": "h20"},
-            "decode_device 'h20' is none of b200, h200, .* Take one of them",
-        ),
+        ({"decode_ms": 2.0, "decode_device": "h20"}, "decode_device 'h20' is none of b200, h200, .* Take one of them"),
     ],
 )
 def test_limits_that_say_nothing_are_refused(fields: dict[str, Any], message: str) -> None:

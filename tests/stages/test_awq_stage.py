@@ -152,8 +152,7 @@ def test_scales_alone_leave_the_model_as_it_is(
 @pytest.mark.parametrize(
     ("kind", "quantizer"),
     crossed(
-        ["llama", "gemma"],
-        {"mse": Rtn(bits=3, group_size=32, scale_search="mse"), "plain": Rtn(bits=3, group_size=32)},
+        ["llama", "gemma"], {"mse": Rtn(bits=3, group_size=32, scale_search="mse"), "plain": Rtn(bits=3, group_size=32)}
     ),
 )
 def test_rounding_after_the_scales_is_better_than_alone(
@@ -203,8 +202,7 @@ def test_conv1d_is_refused_before_any_work(tiny_model: TinyModel) -> None:
         Awq(group_size=32).predict(Checkpoint(tiny_model("gpt2")).shape, "cpu")
     assert str(raised.value) == (
         "awq: 8 layers are Conv1D (transformer.h.0.attn.c_attn, ...). compressed-tensors and "
-        "awq hold Linear layers only."
-        " Put `- awq_scale` in front of `- gptq: {format: gptq}`."
+        "awq hold Linear layers only. Put `- awq_scale` in front of `- gptq: {format: gptq}`."
     )
 
 
@@ -216,8 +214,7 @@ def test_a_model_whose_scales_cannot_be_folded_is_refused_with_the_reason(
         run(tiny_model("gptj"), tmp_path / "awq", stage)
     assert str(raised.value) == (
         "awq: transformer.h.0.mlp.fc_out: no input of the chosen layers can be scaled. The output of "
-        "transformer.h.0.mlp.fc_in reaches it"
-        " through something that is not linear. Take gptq, which needs no scales."
+        "transformer.h.0.mlp.fc_in reaches it through something that is not linear. Take gptq, which needs no scales."
     )
 
 
@@ -230,8 +227,7 @@ def test_too_few_tokens_are_refused(tiny_model: TinyModel, tmp_path: Path, text:
         run(tiny_model("llama"), tmp_path / "awq", Awq(group_size=32, calibration=short))
     assert str(raised.value) == (
         "awq: model.layers.0: no input of the chosen layers can be scaled. Its layers saw fewer "
-        "than 128 calibration tokens."
-        " Take gptq, which needs no scales."
+        "than 128 calibration tokens. Take gptq, which needs no scales."
     )
 
 
@@ -245,9 +241,7 @@ def test_the_format_awq_refuses_what_it_cannot_hold(tiny_model: TinyModel) -> No
         " groups of 16, asymmetric. The format awq has one form for all layers. Set awq.format to compressed-tensors."
     )
     with pytest.raises(
-        StageError,
-        match=r"^model.layers.0.mlp.down_proj: 128 "
-        r"columns are not a multiple of group_size 48",
+        StageError, match=r"^model.layers.0.mlp.down_proj: 128 columns are not a multiple of group_size 48"
     ):
         Awq(format="awq", group_size=48).predict(shape, "cpu")
     name = "model.layers.0.mlp.up_proj.weight"

@@ -69,8 +69,7 @@ def quantize(stage: BitsAndBytesQuantizer, source: Path, target: Path) -> Report
 
 
 @pytest.mark.parametrize(
-    ("method", "kind"),
-    crossed([*METHODS], ["llama", "gpt2 bfloat16", "llama bfloat16", "gpt2", "opt float16"]),
+    ("method", "kind"), crossed([*METHODS], ["llama", "gpt2 bfloat16", "llama bfloat16", "gpt2", "opt float16"])
 )
 def test_it_stores_and_computes_what_bitsandbytes_does(
     sources: TinyModel, tmp_path: Path, method: str, kind: str
@@ -261,8 +260,7 @@ def test_weights_beyond_float16_are_refused(sources: TinyModel, tmp_path: Path) 
     (large / "config.json").write_bytes((sources("llama") / "config.json").read_bytes())
     said = (
         f"{layer}: weights of up to 70,000 do not fit float16. bitsandbytes casts to it before it rounds "
-        "to 8 bits. Exclude the layer, "
-        "or use the stage rtn with bits: 8."
+        "to 8 bits. Exclude the layer, or use the stage rtn with bits: 8."
     )
     with pytest.raises(StageError, match=re.escape(said)):
         quantize(Int8(), large, tmp_path / "packed")

@@ -106,8 +106,7 @@ def test_other_dtypes_are_refused(wrong: object) -> None:
 
 def test_the_same_dtype_is_an_error(tiny_model, target: Path) -> None:
     message = (
-        r"cast: the model is float32 already\. None of its 29 tensors would change\. Take "
-        r"the stage out of the recipe\."
+        r"cast: the model is float32 already\. None of its 29 tensors would change\. Take the stage out of the recipe\."
     )
     with pytest.raises(StageError, match=message):
         cast(tiny_model("llama"), target, "float32")

@@ -245,9 +245,7 @@ class TestRefusals:
         (other / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
         stage = Distill.model_validate({"teacher": str(other)})
         with pytest.raises(
-            StageError,
-            match=r"the teacher \S+ has a vocabulary of 300 "
-            r"tokens and the student one of 512. What it says",
+            StageError, match=r"the teacher \S+ has a vocabulary of 300 tokens and the student one of 512. What it says"
         ):
             stage.predict(Checkpoint(tiny_model("llama")).shape, "cpu")
 
@@ -261,8 +259,7 @@ class TestRefusals:
         file.write_text(json.dumps(said))
         with pytest.raises(
             StageError,
-            match=r"distill: the teacher's tokenizer is another "
-            r"one: '.+' is 30\d to it and 30\d to the student",
+            match=r"distill: the teacher's tokenizer is another one: '.+' is 30\d to it and 30\d to the student",
         ):
             distill(tiny_model("llama"), None, tmp_path, teacher={"name": str(other)})
 
@@ -286,15 +283,12 @@ class TestRefusals:
                 patch.setattr(name, full)
                 with pytest.raises(
                     ResourceError,
-                    match=r"distill: the memory of cpu is full. CUDA "
-                    r".* `optkit plan` says what a training needs",
+                    match=r"distill: the memory of cpu is full. CUDA .* `optkit plan` says what a training needs",
                 ):
                     distill(tiny_model("llama"), tiny_model("llama"), tmp_path)
 
     def test_too_little_text(self, tiny_model, tmp_path):
         with pytest.raises(
-            StageError,
-            match=r"distill: [\d,]+ tokens are asked for, "
-            r"and the texts have [\d,]+ to train on",
+            StageError, match=r"distill: [\d,]+ tokens are asked for, and the texts have [\d,]+ to train on"
         ):
             distill(tiny_model("llama"), tiny_model("llama"), tmp_path, tokens=10_000_000)

@@ -111,11 +111,7 @@ def test_another_version_of_the_library_makes_other_weights(monkeypatch: pytest.
             {"backend": "llmcompressor", "bits": 5},
             "llmcompressor has 2, 3, 4 or 8, not 5. Set bits to 2, 3, 4 or 8, or take backend: optkit",
         ),
-        (
-            Gptq,
-            {"backend": "auto_round"},
-            "has blocks, not null. Set learn to blocks, or take backend: optkit",
-        ),
+        (Gptq, {"backend": "auto_round"}, "has blocks, not null. Set learn to blocks, or take backend: optkit"),
         (Gptq, {"backend": "autoawq"}, "'optkit', 'auto_round', 'gptqmodel' or 'llmcompressor'"),
         (
             Rtn,
@@ -270,8 +266,7 @@ def _unquantize(written: Path) -> None:
         (_unquantize, "backend llmcompressor: it wrote no quantization_config. Nobody could open the packed weights."),
         (
             _drop("model.norm"),
-            r"backend llmcompressor: 1 tensors of the model are "
-            r"lost \(model.norm.weight\). It would open with random",
+            r"backend llmcompressor: 1 tensors of the model are lost \(model.norm.weight\). It would open with random",
         ),
         (_drop("model.layers.1.mlp.up_proj"), r"1 of 21 layers are as they were \(model.layers.1.mlp.up_proj\)"),
     ],
@@ -290,9 +285,7 @@ def test_layers_that_should_stay_as_they_are(run: Callable[..., Any], tiny_model
             return super().__call__(environment, {**request, "layers": dict.fromkeys(names)}, *more)
 
     with pytest.raises(
-        StageError,
-        match=r"3 layers are quantized that should stay as "
-        r"they are \(model.layers.0.mlp.down_proj\)",
+        StageError, match=r"3 layers are quantized that should stay as they are \(model.layers.0.mlp.down_proj\)"
     ):
         run(Rtn(backend="llmcompressor", group_size=32, exclude=("*.0.mlp.*",)), tiny_model("llama"), Greedy())
 

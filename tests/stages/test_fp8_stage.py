@@ -160,9 +160,7 @@ def test_layers_without_any_token_are_refused(
 ) -> None:
     monkeypatch.setattr(layer_inputs, "watch_inputs", lambda *_: {})
     with pytest.raises(
-        StageError,
-        match=r"q_proj: no token of the calibration text "
-        r"reached the layer\. Raise fp8\.calibration",
+        StageError, match=r"q_proj: no token of the calibration text reached the layer\. Raise fp8\.calibration"
     ):
         run(tiny_model("llama"), tmp_path / "fp8", Fp8(**STATIC))
 
@@ -174,27 +172,21 @@ def test_inputs_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> N
     tensors["model.layers.1.mlp.up_proj.weight"].fill_(3e38)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        StageError,
-        match=r"layers\.1\.mlp\.down_proj: the inputs of "
-        r"the layer are NaN or Inf.*do not fit float32",
+        StageError, match=r"layers\.1\.mlp\.down_proj: the inputs of the layer are NaN or Inf.*do not fit float32"
     ):
         run(source, tmp_path / "fp8", Fp8(**STATIC))
 
 
 def test_conv1d_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(
-        StageError,
-        match=r"fp8: 8 layers are Conv1D \(.*Linear "
-        r"layers only\. Use gptq with format: gptq",
+        StageError, match=r"fp8: 8 layers are Conv1D \(.*Linear layers only\. Use gptq with format: gptq"
     ):
         run(tiny_model("gpt2"), tmp_path / "fp8", Fp8())
 
 
 def test_blocks_that_do_not_fill_the_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(
-        StageError,
-        match=r"q_proj: 64 x 64 weights: not both are multiples "
-        r"of 128, and so for 20 .*scales to channel",
+        StageError, match=r"q_proj: 64 x 64 weights: not both are multiples of 128, and so for 20 .*scales to channel"
     ):
         run(tiny_model("llama"), tmp_path / "fp8", Fp8(scales="block"))
 

@@ -148,18 +148,14 @@ def test_what_transformers_would_not_open_is_refused(
 
 def test_what_vllm_would_not_read_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(
-        StageError,
-        match=r"^kv_scales: the weights are stored in the "
-        r"format gptq\. .*Set format: compressed-tensors in",
+        StageError, match=r"^kv_scales: the weights are stored in the format gptq\. .*Set format: compressed-tensors in"
     ):
         scaled(packed(tiny_model("llama"), tmp_path / "gptq", format="gptq"), tmp_path / "a")
     with pytest.raises(StageError, match=r"^kv_scales: no layer has a k_proj or qkv_proj\. "):
         scaled(tiny_model("gpt2"), tmp_path / "b")
     scaled(tiny_model("llama"), tmp_path / "once")
     with pytest.raises(
-        StageError,
-        match=r"^kv_scales: the model has scales for "
-        r"its KV cache already\. Take the stage out",
+        StageError, match=r"^kv_scales: the model has scales for its KV cache already\. Take the stage out"
     ):
         scaled(tmp_path / "once", tmp_path / "twice")
 
@@ -171,8 +167,7 @@ def test_keys_that_are_not_numbers_are_refused(tiny_model: TinyModel, tmp_path: 
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         StageError,
-        match=r"^kv_scales: model\.layers\.1\.self_attn: its keys "
-        r"or values are 0, NaN or Inf on the calibration text",
+        match=r"^kv_scales: model\.layers\.1\.self_attn: its keys or values are 0, NaN or Inf on the calibration text",
     ):
         scaled(source, tmp_path / "scaled")
 
@@ -189,8 +184,7 @@ def test_a_scale_that_is_missing_is_an_error(tiny_model: TinyModel, tmp_path: Pa
     index.write_text(json.dumps(said))
     with pytest.raises(
         SourceError,
-        match=r"1 scales of the KV cache are missing: "
-        r"model\.layers\.1\.self_attn\.v_scale\. kv_cache_scheme",
+        match=r"1 scales of the KV cache are missing: model\.layers\.1\.self_attn\.v_scale\. kv_cache_scheme",
     ):
         split_kv_scales(Checkpoint(tmp_path / "scaled"))
 

@@ -33,8 +33,7 @@ def fields(tmp_path: Path) -> dict[str, Any]:
     [
         (
             {"include": ("*.q_prj",)},
-            r"lora_recover.include: `\*.q_prj` matches "
-            r"none of 21 layers. Did you mean '\*.q_proj'",
+            r"lora_recover.include: `\*.q_prj` matches none of 21 layers. Did you mean '\*.q_proj'",
         ),
         ({"ranks": {"*.wq": 2}}, r"lora_recover.ranks: `\*.wq` matches none"),
         ({"rank": 64}, "lora_recover.rank: .*k_proj: rank 64 is larger than the layer, which is 32 x 64"),
@@ -93,14 +92,11 @@ def test_weights_without_gradients_are_refused(
     left, origin = stage.predict(Checkpoint(source).shape, "cpu")[1], Checkpoint(source).shape
     with pytest.raises(
         StageError,
-        match=r"lora_recover: there are no gradients through "
-        rf"{planned}. Adapters .* Quantize with nf4, rtn,",
+        match=rf"lora_recover: there are no gradients through {planned}. Adapters .* Quantize with nf4, rtn,",
     ):
         LoraRecover(**fields).predict_beside(left, "cpu", origin)
     with pytest.raises(
-        StageError,
-        match=rf"there are no gradients through {what}.* "
-        r"Quantize with nf4, rtn, gptq or awq",
+        StageError, match=rf"there are no gradients through {what}.* Quantize with nf4, rtn, gptq or awq"
     ):
         run(LoraRecover(**fields), base, tmp_path / "done", source)
 
@@ -115,9 +111,7 @@ def test_a_base_that_is_no_approximation_has_lost_nothing_that_could_be_made_up_
     ):
         run(stage, flipped, tmp_path / "done", tiny_model("llama"))
     with pytest.raises(
-        StageError,
-        match=r"the layer is \[64, 64\], and the "
-        r"recipe's first model has none of that name",
+        StageError, match=r"the layer is \[64, 64\], and the recipe's first model has none of that name"
     ):
         run(stage, tiny_model("llama"), tmp_path / "other", tiny_model("gpt2"))
 

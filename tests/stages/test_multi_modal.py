@@ -103,8 +103,7 @@ def test_other_libraries_are_refused(models: dict[str, Path], tmp_path: Path) ->
         Rtn(backend="llmcompressor", group_size=32).run(models["gemma3"], tmp_path, Context())
     assert str(raised.value) == (
         "rtn.backend: Gemma3ForConditionalGeneration is more than a language model. Libraries name its "
-        "layers in their own ways, which"
-        " optkit cannot hold against the checkpoint's. Take backend: optkit."
+        "layers in their own ways, which optkit cannot hold against the checkpoint's. Take backend: optkit."
     )
 
 

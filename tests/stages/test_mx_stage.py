@@ -149,24 +149,21 @@ def refusal(source: Path, **fields: Any) -> str:
 def test_a_model_in_float32_is_refused(tiny_model: TinyModel) -> None:
     assert refusal(tiny_model("llama")) == (
         "mx: the model has weights in F32. compressed-tensors dequantizes 4-bit floats to bfloat16 alone, "
-        "and transformers cannot mix it "
-        "with another dtype. Put `- bf16` before it."
+        "and transformers cannot mix it with another dtype. Put `- bf16` before it."
     )
 
 
 def test_conv1d_layers_are_refused(halved: Halved) -> None:
     assert refusal(halved("gpt2")) == (
         "mx: 8 layers are Conv1D (transformer.h.0.attn.c_attn, ...). transformers opens compressed-tensors "
-        "for Linear layers only. "
-        "Use the stage nf4, or gptq with format: gptq."
+        "for Linear layers only. Use the stage nf4, or gptq with format: gptq."
     )
 
 
 def test_experts_in_nvfp4_are_refused(halved: Halved) -> None:
     assert refusal(halved("mixtral")) == (
         "mx.type: 24 layers belong to experts (model.layers.0.block_sparse_moe.experts.0.w1, ...). "
-        "transformers opens experts in nvfp4 "
-        "without their global scales, which is wrong. Set type: mxfp4."
+        "transformers opens experts in nvfp4 without their global scales, which is wrong. Set type: mxfp4."
     )
 
 
@@ -189,8 +186,7 @@ def test_blocks_that_do_not_fit_are_refused(halved: Halved, tmp_path: Path) -> N
     save_file(tensors, narrow / "model.safetensors", metadata={"format": "pt"})
     assert refusal(narrow, type="mxfp4") == (
         "mx.type: 3 layers have columns (48) that are not a multiple of 32 (model.layers.0.mlp.down_proj, "
-        "...). Blocks of mxfp4 are 32 "
-        "inputs wide. Exclude them, or set type: nvfp4."
+        "...). Blocks of mxfp4 are 32 inputs wide. Exclude them, or set type: nvfp4."
     )
     assert quantize(narrow, tmp_path / "packed").changed == 21
     for name in tensors:

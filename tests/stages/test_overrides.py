@@ -48,9 +48,7 @@ def test_the_longest_pattern_decides() -> None:
     assert override_of("model.layers.1.mlp.up_proj", overrides, "rtn") == "keep"
     assert override_of("x", {"y": "keep"}, "rtn") is None
     with pytest.raises(
-        StageError,
-        match=r"rtn.overrides: `a\*` and `\*b` both match "
-        r"ab and say different things. The longest",
+        StageError, match=r"rtn.overrides: `a\*` and `\*b` both match ab and say different things. The longest"
     ):
         override_of("ab", {"a*": "keep", "*b": Override(bits=2)}, "rtn")
     assert override_of("ab", {"a*": "keep", "*b": "keep"}, "rtn") == "keep"
@@ -104,8 +102,7 @@ def test_layers_that_vllm_joins_are_named_where_they_differ(tiny_model: TinyMode
     notes = stage.run(tiny_model("qwen2"), tmp_path, Context()).notes
     assert notes == (
         "vLLM joins model.layers.0.self_attn.q_proj with k_proj, v_proj and opens them in one form "
-        "only, and so in 2 other places;"
-        " transformers opens this model",
+        "only, and so in 2 other places; transformers opens this model",
     )
 
 
@@ -130,8 +127,7 @@ def test_gptq_format_lists_what_is_different(tiny_model: TinyModel, tmp_path: Pa
         (
             "llama",
             {"overrides": {"*.up_porj": "keep"}},
-            r"rtn.overrides: `\*.up_porj` matches "
-            r"none of 21 layers. Did you mean",
+            r"rtn.overrides: `\*.up_porj` matches none of 21 layers. Did you mean",
         ),
         ("llama", {"overrides": {"lm_head": "keep"}}, "rtn.overrides: `lm_head` is outside the decoder blocks"),
         ("llama", {"overrides": {"*": "keep"}}, "rtn: no layer is left of 21"),

@@ -264,8 +264,7 @@ def test_a_block_that_computes_something_else_at_its_new_place(tmp_path: Path) -
     source = save_model("gpt2", tmp_path / "source", scale_attn_by_inverse_layer_idx=True)
     with pytest.raises(
         StageError,
-        match=r"prune_structured: transformer.h.2: in the "
-        r"smaller model it computes something else: .*Remove",
+        match=r"prune_structured: transformer.h.2: in the smaller model it computes something else: .*Remove",
     ) as caught:
         pruned(source, tmp_path / "target", remove_layers=[1])
     assert "0.001 is the limit" in str(caught.value)

@@ -107,8 +107,7 @@ def test_a_pattern_that_does_not_divide_the_inputs_is_refused() -> None:
         refuse_unfit(layers, Pattern(4, 8), 0.5, 0.5, "prune")
     assert str(error.value) == (
         "a: 12 inputs are not a multiple of 8, nor are those of 1 other layers. The pattern 4:8 is of 8 "
-        "neighbouring inputs. Exclude the"
-        " layer, or set prune.pattern: unstructured."
+        "neighbouring inputs. Exclude the layer, or set prune.pattern: unstructured."
     )
 
 
@@ -130,7 +129,6 @@ def test_full_memory_says_what_to_lower(
     monkeypatch.setattr(block_pruner, "sparsegpt", full)
     with pytest.raises(
         ResourceError,
-        match=r"model.layers.0: the main memory is full.*Lower "
-        r"prune.batch_size, prune.calibration.samples or",
+        match=r"model.layers.0: the main memory is full.*Lower prune.batch_size, prune.calibration.samples or",
     ):
         prune(tiny_model("llama"), tmp_path / "pruned", calibration=text)

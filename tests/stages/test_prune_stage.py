@@ -187,8 +187,7 @@ def test_experts_that_few_tokens_reach_are_pruned_by_magnitude(
         name, tokens = next(iter(by_magnitude.items()))
         assert told.lines == [
             f"{report.changed} layers are pruned by magnitude: they saw fewer than the 128 calibration "
-            f"tokens that {method} needs"
-            f" ({name}: {tokens}); raise prune.calibration.samples"
+            f"tokens that {method} needs ({name}: {tokens}); raise prune.calibration.samples"
         ]
         assert report.notes[-1] == told.lines[0]
     prune(tiny_model("mixtral"), tmp_path / "magnitude", method="magnitude", pattern="2:4")

@@ -150,9 +150,7 @@ def test_heads_can_be_left_alone(tiny_model: TinyModel, target: Path) -> None:
 def test_heads_alone_leave_the_residual_stream_as_it_is(tiny_model: TinyModel, target: Path, kind: str) -> None:
     if kind in ("opt", "gptj"):  # out_proj
         with pytest.raises(
-            StageError,
-            match=r"^rotate: no block has heads that can be "
-            r"rotated\. .*: no o_proj\. Take rotate out",
+            StageError, match=r"^rotate: no block has heads that can be rotated\. .*: no o_proj\. Take rotate out"
         ):
             rotate(tiny_model(kind), target, residual=False)
         return
@@ -250,9 +248,7 @@ def test_architectures_that_do_not_commute_are_refused(
 def test_norms_behind_the_writers_are_refused(tmp_path: Path, target: Path, kind: str) -> None:
     source = saved(tmp_path / "source", model_type=kind, head_dim=16)
     with pytest.raises(
-        StageError,
-        match=r"^rotate: model\.layers\.0\.post_feedforward_layernorm: "
-        r"no linear .* scales what they add",
+        StageError, match=r"^rotate: model\.layers\.0\.post_feedforward_layernorm: no linear .* scales what they add"
     ):
         rotate(source, target)
 
@@ -269,8 +265,7 @@ def test_a_block_that_computes_something_else_is_refused(
     monkeypatch.setattr(residual_rotation, "rotate_stream_", forgetful)
     with pytest.raises(
         StageError,
-        match=r"^rotate: model\.layers\.1: rotated, it computes "
-        r"something else: tokens differ by up to [\d.]+",
+        match=r"^rotate: model\.layers\.1: rotated, it computes something else: tokens differ by up to [\d.]+",
     ):
         rotate(tiny_model("llama"), target)
     assert not list(target.iterdir())
@@ -282,9 +277,7 @@ def test_a_wrong_head_size_is_refused_with_its_remedy(
     real = residual_rotation.find_heads
     monkeypatch.setattr(residual_rotation, "find_heads", lambda *given: replace(real(*given), size=32))
     with pytest.raises(
-        StageError,
-        match=r"model\.layers\.0: rotated, it computes "
-        r"something else.*Set rotate\.heads to false\.$",
+        StageError, match=r"model\.layers\.0: rotated, it computes something else.*Set rotate\.heads to false\.$"
     ):
         rotate(tiny_model("llama"), target)
 
@@ -300,8 +293,7 @@ def test_matrices_that_the_language_model_does_not_read_are_refused(
     (tmp_path / "other").mkdir()
     with pytest.raises(
         StageError,
-        match=r"^rotate: 1 matrices belong to no part of the "
-        r"language model \(model\.layers\.0\.attn\.masked_bias\)",
+        match=r"^rotate: 1 matrices belong to no part of the language model \(model\.layers\.0\.attn\.masked_bias\)",
     ):
         rotate(source, tmp_path / "other")
 

@@ -28,14 +28,12 @@ from tests.conftest import TinyModel
         (
             "llama",
             {"include": ("*.up_porj",)},
-            r"rtn.include: `\*.up_porj` matches none "
-            r"of 21 layers. Did you mean '\*.up_proj'\?",
+            r"rtn.include: `\*.up_porj` matches none of 21 layers. Did you mean '\*.up_proj'\?",
         ),
         (
             "llama",
             {"exclude": ("model.layer.0.mlp.up_proj",)},
-            r"rtn.exclude: .* Did you mean "
-            r"'model.layers.0.mlp.up_proj'\?",
+            r"rtn.exclude: .* Did you mean 'model.layers.0.mlp.up_proj'\?",
         ),
         ("llama", {"include": ("zzz",)}, r"matches none of 21 layers. Known: \*.down_proj, \*.gate_proj"),
         (
@@ -52,8 +50,7 @@ from tests.conftest import TinyModel
             "llama",
             {"group_size": 96},
             r"model.layers.0.\S+_proj: \d+ columns are not a multiple of group_size 96, nor are "
-            r"those of 20 other layers. "
-            "Use 64, 32, 16 or 8.",
+            "those of 20 other layers. Use 64, 32, 16 or 8.",
         ),
         (
             "llama",
@@ -61,17 +58,11 @@ from tests.conftest import TinyModel
             "down_proj: 128 columns are not .* 24. Use 128, 64, 32, 16 or 8.",
         ),
         ("gpt2", {}, r"rtn.format: 8 layers are Conv1D \(transformer.h.0.attn.c_attn, ...\). .* Set format: gptq."),
-        (
-            "mixtral",
-            {"symmetric": False},
-            r"rtn.symmetric: 24 layers belong to experts .* "
-            r"Set symmetric: true.",
-        ),
+        ("mixtral", {"symmetric": False}, r"rtn.symmetric: 24 layers belong to experts .* Set symmetric: true."),
         (
             "mixtral",
             {"exclude": ("*.experts.2.*",)},
-            r"rtn.exclude: model.layers.0.\S*experts.2.w1 "
-            r"is left out and other experts",
+            r"rtn.exclude: model.layers.0.\S*experts.2.w1 is left out and other experts",
         ),
         (
             "mixtral",
@@ -115,8 +106,7 @@ def test_who_opens_experts_is_said_where_transformers_does_not(tiny_model: TinyM
 
     assert notes("mixtral") == [
         f"vLLM on GPUs opens experts in the format {stage.format}; transformers and vLLM on CPUs do not "
-        "(transformers leaves them random):"
-        " format: compressed-tensors with symmetric: true is opened by both"
+        "(transformers leaves them random): format: compressed-tensors with symmetric: true is opened by both"
     ]
     assert notes("llama") == []
 

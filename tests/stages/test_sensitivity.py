@@ -96,9 +96,7 @@ def test_layers_that_text_does_not_reach_are_refused(tiny_model: Callable[[str],
     skeleton = Skeleton(Checkpoint(tiny_model("llama")))
     grids = {"vision.blocks.0.mlp.up": [Grid(4, 32, True)]}
     with pytest.raises(
-        StageError,
-        match=r"^sensitivity: 1 layers are no part of the "
-        r"language model's decoder blocks \(vision",
+        StageError, match=r"^sensitivity: 1 layers are no part of the language model's decoder blocks \(vision"
     ):
         measure_sensitivity(skeleton, torch.zeros(1, 8, dtype=torch.int64), grids, "rtn", "cpu", SilentProgress())
 
@@ -116,18 +114,12 @@ def test_layers_that_text_does_not_reach_are_refused(tiny_model: Callable[[str],
             "rtn",
             1e30,
             "its predicted divergence is NaN or Inf. Activations or gradients do not fit float32 on this "
-            "text. Take other text, or see"
-            " whether the model computes on it at all.",
+            "text. Take other text, or see whether the model computes on it at all.",
         ),
     ],
 )
 def test_a_layer_that_cannot_be_judged_is_named(
-    tiny_model: TinyModel,
-    tmp_path: Path,
-    rounding: Rounding,
-    factor: float,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_model: TinyModel, tmp_path: Path, rounding: Rounding, factor: float, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rounding == "gptq":
         whole = Hessian.matrix

@@ -239,11 +239,7 @@ def test_metrics_that_are_not_numbers_are_refused(store):
 
 def test_a_full_disk_says_so_and_what_to_do(store, monkeypatch):
     with (
-        pytest.raises(
-            ResourceError,
-            match=r"disk is full while writing the step "
-            r"k.*bytes are free.*--store",
-        ),
+        pytest.raises(ResourceError, match=r"disk is full while writing the step k.*bytes are free.*--store"),
         store.write("k"),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")

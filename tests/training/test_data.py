@@ -75,9 +75,7 @@ def test_the_order_is_the_seeds_and_another_one_in_each_epoch():
 
 def test_nothing_left_to_train_on():
     with pytest.raises(
-        StageError,
-        match=r"distill: the texts give 4 sequences of 4 "
-        r"tokens, and 4 are to be held out. Nothing is left",
+        StageError, match=r"distill: the texts give 4 sequences of 4 tokens, and 4 are to be held out. Nothing is left"
     ):
         made(4, held_out=4)
 
@@ -104,8 +102,7 @@ def test_a_budget_of_tokens_is_a_number_of_steps(tokens, epochs, steps):
             None,
             1,
             64,
-            r"256 tokens are asked for, and the texts have "
-            r"192 to train on. A step takes 256. Set `epochs: 2`",
+            r"256 tokens are asked for, and the texts have 192 to train on. A step takes 256. Set `epochs: 2`",
         ),
     ],
 )

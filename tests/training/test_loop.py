@@ -67,15 +67,10 @@ class TestResume:
         source = tiny_model("qwen2")
         whole, _ = run(source)
         script = (
-            "import sys, os, signal\n"
-            "from pathlib import Path\n"
-            "from optkit.training import checkpoints\n"
-            "from tests.support.small_training import run\n"
-            "save = checkpoints.save\n"
-            "def dies(place, step, digest, saved):\n"
-            "    if step == 9: os.kill(os.getpid(), signal.SIGKILL)\n"
-            "    return save(place, step, digest, saved)\n"
-            "checkpoints.save = dies\n"
+            "import sys, os, signal\nfrom pathlib import Path\nfrom optkit.training import checkpoints\n"
+            "from tests.support.small_training import run\nsave = checkpoints.save\n"
+            "def dies(place, step, digest, saved):\n    if step == 9: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "    return save(place, step, digest, saved)\ncheckpoints.save = dies\n"
             "run(Path(sys.argv[1]), place=Path(sys.argv[2]))\n"
         )
         root = Path(__file__).parents[2]
@@ -138,9 +133,7 @@ class TestResume:
 
         monkeypatch.setattr("safetensors.torch.save_file", full)
         with pytest.raises(
-            ResourceError,
-            match=r"step-00000009: the disk is full: [\d,]+ "
-            r"bytes were to be written and [\d,]+ are free",
+            ResourceError, match=r"step-00000009: the disk is full: [\d,]+ bytes were to be written and [\d,]+ are free"
         ):
             run(tiny_model("llama"), place=tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000006"]
@@ -161,17 +154,14 @@ class TestStops:
 
     def test_a_loss_that_never_falls(self, tiny_model):
         with pytest.raises(
-            StageError,
-            match=r"test: the held-out loss never fell "
-            r"below its start: .* Lower `learning_rate`",
+            StageError, match=r"test: the held-out loss never fell below its start: .* Lower `learning_rate`"
         ):
             run(tiny_model("llama"), replace(OPTIONS, steps=8, learning_rate=3.0, diverged=1e9))
 
     def test_a_loss_that_diverges(self, tiny_model):
         with pytest.raises(
             StageError,
-            match=r"diverges: the loss was .* at the start and is "
-            r".* at step .*Lower `learning_rate`, e.g. to 1",
+            match=r"diverges: the loss was .* at the start and is .* at step .*Lower `learning_rate`, e.g. to 1",
         ):
             run(tiny_model("llama"), replace(OPTIONS, steps=60, learning_rate=5.0, diverged=1.2))
 
@@ -192,9 +182,7 @@ class TestStops:
         poisoned = data.rows(4, 4)[1]
         data.tokens[poisoned, 3] = 500
         with pytest.raises(
-            StageError,
-            match=r"the loss is nan at step 2, on 1 of "
-            rf"4 sequences \(text, row {poisoned}\)",
+            StageError, match=rf"the loss is nan at step 2, on 1 of 4 sequences \(text, row {poisoned}\)"
         ):
             Loop(objective, data, None, OPTIONS, "test", SilentProgress()).run()
 

@@ -49,9 +49,7 @@ def test_a_batch_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"batch_size 8 cannot be shared by 3 devices alike. Use 9."):
         Distill(devices=3)
     with pytest.raises(
-        ValidationError,
-        match=r"adamw_8bit cannot keep its state in parts. "
-        r"Use `parallel: ddp`, or `optimizer: adamw`.",
+        ValidationError, match=r"adamw_8bit cannot keep its state in parts. Use `parallel: ddp`, or `optimizer: adamw`."
     ):
         Distill(devices=2, parallel="fsdp", optimizer="adamw_8bit")
 

@@ -205,9 +205,7 @@ def test_without_the_package_onnx_nothing_is_said_to_be_damaged(
     artifact = published(model, tmp_path / "out")
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(
-        MissingPackageError,
-        match=r"the package `onnx` is not installed\. "
-        r"Run: pip install 'optkit\[onnx\]'",
+        MissingPackageError, match=r"the package `onnx` is not installed\. Run: pip install 'optkit\[onnx\]'"
     ):
         check_artifact(artifact)
 

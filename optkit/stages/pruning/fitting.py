@@ -59,15 +59,12 @@ def engines_note(pattern: Pattern | None, sparsity: float, layers: int) -> str:
     if (pattern.zeros, pattern.of) != (2, 4):
         return (
             f"{layers:,} layers are {pattern} sparse, and no engine that optkit measures has a kernel "
-            "for it (GPUs know 2:4); the"
-            " model is as large and as slow as before"
+            "for it (GPUs know 2:4); the model is as large and as slow as before"
         )
     return (
         f"{layers:,} layers are 2:4 sparse, which no engine that optkit exports to uses by itself: "
-        "vLLM removed its 2:4 kernels and"
-        " compressed-tensors its 2:4 formats in 2026. On NVIDIA GPUs since Ampere "
-        "torch.sparse.to_sparse_semi_structured "
-        "does for bfloat16"
+        "vLLM removed its 2:4 kernels and compressed-tensors its 2:4 formats in 2026. On NVIDIA GPUs since Ampere "
+        "torch.sparse.to_sparse_semi_structured does for bfloat16"
         " and float16 linear layers (tests/benchmarks/sparse24_gpu.py measures them); CPUs gain nothing"
     )
 

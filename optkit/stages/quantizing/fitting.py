@@ -183,8 +183,7 @@ def experts_for_gpus(formats: Mapping[str, LayerFormat]) -> list[str]:
     methods = {form.method for name, form in formats.items() if EXPERTS in name} - {COMPRESSED_TENSORS}
     return [
         f"vLLM on GPUs opens experts in the format {method}; transformers and vLLM on CPUs do not "
-        "(transformers leaves them random):"
-        " format: compressed-tensors with symmetric: true is opened by both"
+        "(transformers leaves them random): format: compressed-tensors with symmetric: true is opened by both"
         for method in sorted(methods)
     ]
 

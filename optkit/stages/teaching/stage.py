@@ -126,8 +126,7 @@ class TrainingStage(StageWithTeacher):
         if self.generated and self.generated.prompt_tokens >= self.sequence_length:
             raise ValueError(
                 f"generated.prompt_tokens {self.generated.prompt_tokens} leaves the teacher nothing "
-                "to write in sequences of"
-                f" {self.sequence_length} tokens. Use at most {self.sequence_length - 1}."
+                f"to write in sequences of {self.sequence_length} tokens. Use at most {self.sequence_length - 1}."
             )
         return self
 

@@ -95,8 +95,7 @@ def other_cache(model: Any, inputs: dict[str, list[int | str]]) -> str:
         if is_cache(name) and None not in made and len(shape) == 4 and shape[1::2] != made:
             return (
                 f"ORTModelForCausalLM begins with {made[0]} heads of {made[1]} numbers for a "
-                f"{model.config.model_type}; "
-                f"{name} is {shape}"
+                f"{model.config.model_type}; {name} is {shape}"
             )
     return ""
 
