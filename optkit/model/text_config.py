@@ -29,7 +29,8 @@ def first_number(config: Mapping[str, Any], keys: Iterable[str]) -> int:
 def with_text_config(
     config: Mapping[str, Any], change: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return config.json with the part that is about the language model changed."""
-    if config.get("text_config"):
-        return {**config, "text_config": change(config["text_config"])}
-    return change(config)
+    """Return config.json with the part that is about the language model changed. A nested one's defaults are
+    written out: what follows from them before a change does not after it.
+    """
+    text = change(text_config(config))
+    return {**config, "text_config": text} if config.get("text_config") else text

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import Llama4TextConfig
 
 from optkit.errors import SourceError, StageError
 from optkit.model.depth import losable, shallower_config
+from optkit.model.width import Widths, narrower_config
 
 
 def test_kinds_of_blocks_of_hybrids_are_those_of_the_blocks_that_are_left() -> None:
@@ -71,6 +74,20 @@ def test_nested_config_and_lists_that_are_no_blocks() -> None:
     made = shallower_config({"text_config": text, "num_hidden_layers": 9}, [0, 2])
     left = {"num_hidden_layers": 2, "layer_types": ["a", "c"], "eos_token_id": [1, 2, 3], "mlp_only_layers": [0, 1]}
     assert made == {"text_config": left, "num_hidden_layers": 9}
+
+
+def test_sizes_that_a_nested_config_leaves_to_transformers_are_changed_too() -> None:
+    nested = {"model_type": "llama4_text", "layer_types": ["full_attention", "chunked_attention"] * 24}
+    found, assumed = {"model_type": "llama4", "text_config": nested}, Llama4TextConfig()
+    assert len(nested["layer_types"]) == assumed.num_hidden_layers == 48
+    left = Llama4TextConfig(**shallower_config(found, range(1, 48))["text_config"])
+    assert left.num_hidden_layers == 47
+    assert left.layer_types == [*nested["layer_types"][1:]]
+    before = Widths(hidden=assumed.hidden_size, ffn=8192, heads=40, key_heads=8, head_size=128)
+    narrow = narrower_config(found, before, replace(before, hidden=2560, heads=20, key_heads=4))
+    left = Llama4TextConfig(**narrow["text_config"])
+    sizes = left.hidden_size, left.num_attention_heads, left.num_key_value_heads, left.head_dim
+    assert sizes == (2560, 20, 4, assumed.head_dim)
 
 
 def test_no_count_of_blocks() -> None:
