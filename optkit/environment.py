@@ -28,6 +28,10 @@ COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
 _CGROUP = Path("/sys/fs/cgroup")
 COMPILERS = {"C++": ("CXX", ("g++", "clang++")), "C": ("CC", ("gcc", "clang", "cc"))}
 """Language -> environment variable and usual names of its compiler."""
+ARCHITECTURE = "OPTKIT_CPU_ARCH"
+"""Names what the `-march` of CPU kernels is instead of `native`, e.g. x86-64-v3 for AVX2 alone."""
+EXACT = "OPTKIT_CPU_EXACT"
+"""Set to 1 it keeps all activations of CPU kernels in float32."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,12 @@ def cpu_threads() -> int:
     return min(next((int(number) for number in asked if number.isdecimal() and int(number)), cores), cores)
 
 
+def cpu_kernels() -> str:
+    """Return what the user changed of optkit's CPU kernels, e.g. `OPTKIT_CPU_EXACT=1`; empty if nothing."""
+    asked = ((name, os.environ.get(name, usual), usual) for name, usual in ((ARCHITECTURE, "native"), (EXACT, "0")))
+    return " ".join(f"{name}={value}" for name, value, usual in asked if value != usual)
+
+
 def _physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
     """Return how many physical cores this process may run on.
     If the kernel does not say, each is one.
@@ -260,6 +270,8 @@ def describe_environment(device: str) -> dict[str, Any]:
         "memory_bytes": memory().total_bytes,
     }
     described |= {name: version for name in PACKAGES if (version := package_version(name))}
+    if changed := cpu_kernels():
+        described["cpu_kernels"] = changed
     if device != "cpu":
         import torch
 

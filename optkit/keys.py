@@ -11,7 +11,8 @@ A key is the SHA-256 of the canonical JSON of everything that decides a result, 
                and {baseline: key of the model} if the eval compares,
                and {beside: artifact key of the other, device, cores, threads, torch,
                transformers} if it is timed, with the versions of `Format.libraries`;
-               of several others `beside` is the digest of their keys
+               of several others `beside` is the digest of their keys;
+               {cpu_kernels} if the user changed those
                and `Eval.circumstances`
 """
 
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optkit.common.frozen import digest
-from optkit.environment import cpu_cores, cpu_threads, device_name, package_version
+from optkit.environment import cpu_cores, cpu_kernels, cpu_threads, device_name, package_version
 from optkit.onnx.builds import installed
 from optkit.recipe.recipe import EvalEntry, SettingEntry, TransformEntry, unpacking_entry
 from optkit.stage import Format
@@ -106,6 +107,8 @@ class Together:
             "torch": package_version("torch"),
             "transformers": package_version("transformers"),
         }
+        if device == "cpu" and (changed := cpu_kernels()):
+            described["cpu_kernels"] = changed
         libraries = {name: builds for format in self.formats for name, builds in format.libraries.items()}
         return described | {name: installed(builds) for name, builds in libraries.items()}
 

@@ -16,7 +16,7 @@ AxisName = tuple[str, tuple[tuple[str, int | str], ...]]
 NOISE = "noise_"
 """How names of metrics begin that say what the unmodified model differs from itself."""
 MACHINE = ("device", "device_name", "driver", "torch", "transformers")
-CORES = ("cpu_cores", "cpu_threads")
+CORES = ("cpu_cores", "cpu_threads", "cpu_kernels")
 """What decides a timing, in the words of a scorecard's environment; on a CPU also `CORES`."""
 SIZES = ("size_bytes", "weights_bytes", "bits_per_weight", "bits_per_quantized_weight")
 SPEEDS = ("decode_tokens_per_s", "sequences_per_s", "prefill_tokens_per_s", "time_to_first_token_s")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from optkit.model.blocks import BlockInputs
 
 KEPT, ENCODED, SPARE = "kept.json", "encoded", "spare"
-DECIDING = "optkit", "device_name", "cuda", *PACKAGES
+DECIDING = "optkit", "device_name", "cpu_kernels", "cuda", *PACKAGES
 """What decides, beside the key of a step, which bits come out of it."""
 WAIT_S = 120.0
 """How long the first process waits for the states of the others, once its own are written."""

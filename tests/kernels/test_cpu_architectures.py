@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from optkit.environment import ARCHITECTURE
 from optkit.kernels.cpu import native
 
 ARM = "aarch64-linux-gnu-g++"
@@ -38,6 +39,6 @@ def test_kernels_of_other_processors(target: str, tmp_path: Path) -> None:
 
 def test_architecture_is_a_flag_and_part_of_what_a_library_is_kept_by(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native._flags()[-1] == "-march=native"
-    monkeypatch.setenv(native.ARCHITECTURE, "x86-64-v3")
+    monkeypatch.setenv(ARCHITECTURE, "x86-64-v3")
     assert native._flags()[-1] == "-march=x86-64-v3"
     assert "-march=x86-64-v3" in native._command("g++", Path("kernels.so"))

@@ -13,8 +13,8 @@ from optkit.algorithms.grid import Grid, round_to_nearest
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.refinement import _descend_block, refit_scales
 from optkit.algorithms.scale_search import search_scales
-from optkit.environment import cpu_has
-from optkit.kernels.cpu.native import ARCHITECTURE, why_not_native
+from optkit.environment import ARCHITECTURE, cpu_has
+from optkit.kernels.cpu.native import why_not_native
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
 multiplied = pytest.mark.skipif(

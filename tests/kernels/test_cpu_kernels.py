@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.algorithms.packing import pack
+from optkit.environment import EXACT
 from optkit.kernels.cpu import huge_pages, native
 from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
 from optkit.kernels.cpu.float_linear import FEW_ROWS, FloatLinear, use_float_kernels_, why_not_float
@@ -83,10 +84,10 @@ def test_a_variable_keeps_activations_in_float32(monkeypatch: pytest.MonkeyPatch
     layer, rows = CodedLinear(weight, None, torch.float32), torch.randn(STEP_ROWS + 1, 256)
     with exact_products():
         exact, said = layer(rows), native.precision()
-    monkeypatch.setenv(native.EXACT, "1")
+    monkeypatch.setenv(EXACT, "1")
     assert torch.equal(layer(rows), exact)
     assert native.precision() == said == "float32"
-    monkeypatch.setenv(native.EXACT, "0")
+    monkeypatch.setenv(EXACT, "0")
     assert native.precision() == f"float32 (x86: 16 bits above {STEP_ROWS} rows)"
 
 

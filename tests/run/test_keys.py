@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from optkit.keys import make_artifact_key, make_metric_key, make_step_key, settings_identity
+from optkit.environment import ARCHITECTURE, EXACT, describe_environment
+from optkit.keys import Together, make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
 from optkit.recipe.recipe import EvalEntry, SettingEntry, TransformEntry
 from optkit.stage import Setting, Transform
@@ -143,6 +144,20 @@ def test_a_seed_is_in_the_key_of_what_draws_alone() -> None:
     ]
     assert len(set(keys)) == 3
     assert keys[2] == keys[3]
+
+
+@pytest.mark.parametrize(("name", "value", "usual"), [(ARCHITECTURE, "x86-64-v3", "native"), (EXACT, "1", "0")])
+def test_timings_of_other_cpu_kernels_have_other_keys(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, usual: str
+) -> None:
+    together = Together(frozenset({MODEL}), frozenset())
+    monkeypatch.delenv(name, raising=False)
+    before = together.circumstances("cpu")
+    monkeypatch.setenv(name, usual)
+    assert together.circumstances("cpu") == before
+    monkeypatch.setenv(name, value)
+    assert together.circumstances("cpu") == before | {"cpu_kernels": f"{name}={value}"}
+    assert describe_environment("cpu")["cpu_kernels"] == f"{name}={value}"
 
 
 def test_what_is_no_number_has_no_key() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from optkit.algorithms.column_kernels import use_compiled
 from optkit.common.cache import cache_directory
-from optkit.environment import compiler_names, cpu_flags, cpu_name, find_compiler
+from optkit.environment import ARCHITECTURE, EXACT, compiler_names, cpu_flags, cpu_name, find_compiler
 from optkit.kernels.library_cache import LENGTH, keep_library, kept_library, private_directory
 from optkit.processes.commands import python_command, python_environment, run
 
@@ -27,10 +27,6 @@ DIRECTORY = Path(__file__).parent
 SOURCES = ("linear.cpp", "decoding.cpp", "columns.cpp", "prompts.cpp")
 HEADERS = ("decoder.h", "matrix.h", "pairs.h", "tiles.h", "vectors.h")
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-shared")
-ARCHITECTURE = "OPTKIT_CPU_ARCH"
-"""Names what the compiler's `-march` is instead of `native`, e.g. x86-64-v3 for AVX2 alone."""
-EXACT = "OPTKIT_CPU_EXACT"
-"""Set to 1 it keeps all activations in float32."""
 LINKED_BY_NAME = "-Wl,-undefined,dynamic_lookup"
 """What macOS needs beside `FLAGS`: torch's functions are found when the library is loaded."""
 TIME_LIMIT_S = 300
