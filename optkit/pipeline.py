@@ -52,7 +52,8 @@ from optkit.scorecard.published import (
     without_places,
 )
 from optkit.source.directory import left_out, without_processor
-from optkit.source.models import locate_model
+from optkit.source.lineage import models_in
+from optkit.source.models import locate_model, places_of
 from optkit.stage import Context
 from optkit.store.out_directory import reserve, settle
 from optkit.store.shared import open_store
@@ -127,7 +128,7 @@ def run(
     with (
         tracing(progress),
         span(f"run {wanted.name}", recipe=wanted.name, model=wanted.model.name, device=chosen) as told,
-        reserve(target, shelf.root),
+        reserve(target, shelf.root, places_of(models_in(wanted))),
         ExitStack() as held,
     ):
         whole = wanted.pinned(data, progress=progress)

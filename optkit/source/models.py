@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -250,6 +251,12 @@ def quant_method(pinned: ModelSource) -> str:
         config = read_config(file) if file.is_file() and Format.of(place).is_checkpoint else {}
     given = Format.CHECKPOINT.narrowed(config, None if isinstance(place, HubRepo) else place)
     return str(config["quantization_config"].get("quant_method")) if given is Format.QUANTIZED else ""
+
+
+def places_of(sources: Iterable[ModelSource]) -> list[Path]:
+    """Return where the models lie that are not from the hub or a package."""
+    named = (Path(each.name).expanduser() for each in sources if each.name not in BUILT_IN)
+    return [path for path in named if is_directory(path) or is_file(path)]
 
 
 def find_model(source: ModelSource) -> Path | HubRepo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from optkit.common.held_files import hold, release
@@ -25,14 +25,15 @@ def real(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def reserve(out: Path, store: Path) -> Iterator[None]:
+def reserve(out: Path, store: Path, models: Iterable[Path] = ()) -> Iterator[None]:
     """Hold an output directory for this process, so that two runs never write one artifact.
     What a killed one left there is mended.
 
     Raises StoreError if another run holds it, if it holds files that are not ours, if one
-    of it and the store lies inside the other, if the process stands in it, or if it cannot be
-    written.
+    of it and the store, or of it and a model that is read, lies inside the other, if the process
+    stands in it, or if it cannot be written.
     """
+    refuse_models(out, models)
     _check_place(out, store)
     with locked(out, out.with_name(f".{out.name}.lock"), "another optkit run is writing there", "the artifact"):
         settle_beside(out)
@@ -75,6 +76,17 @@ def _check_place(out: Path, store: Path) -> None:
     if Path.cwd().is_relative_to(place):
         what, why = "is the directory that you are in", "It would be replaced"
         raise StoreError(what, where=str(out), why=why, remedy="Name another with --out")
+
+
+def refuse_models(out: Path, models: Iterable[Path]) -> None:
+    """Raise StoreError if one of an output directory and a model that is read lies inside the other."""
+    place = real(out)
+    for model in map(real, models):
+        if place.is_relative_to(model) or model.is_relative_to(place):
+            inside = "is the model itself" if place == model else "lies in the model's directory"
+            how = inside if place.is_relative_to(model) else "holds the model"
+            why = "An artifact is replaced as a whole, and a model has to stay as it is"
+            raise StoreError(f"{how} ({model})", where=str(out), why=why, remedy="Name another directory with --out")
 
 
 def settle_beside(out: Path) -> None:

@@ -22,6 +22,9 @@ from optkit.recipe.gate_places import require_earlier_release
 from optkit.recipe.matrix import Combination
 from optkit.recipe.matrix_reading import load_matrix
 from optkit.scorecard import Scorecard
+from optkit.source.lineage import models_in
+from optkit.source.models import places_of
+from optkit.store.out_directory import refuse_models
 from optkit.store.shared import open_store
 from optkit.store.store import Store
 from optkit.sweep.executors.base import Executor, Needs, Order, Outcome, reason_of
@@ -116,6 +119,7 @@ class Sweep:
         if entry.status is Status.FAILED and not self.retry and entry.artifact_key is None:
             return entry
         try:
+            refuse_models(self.place(entry.name), places_of(models_in(combination.recipe)))
             plan = make_plan(combination.recipe.pinned(self.data, progress=self.progress), self.store, self.device)
         except OptkitError as error:
             return entry.model_copy(update={"status": Status.FAILED, "reason": reason_of(error)})

@@ -128,6 +128,26 @@ def test_a_directory_with_other_files_is_refused(tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
+@pytest.mark.parametrize(
+    ("out", "model", "said"),
+    [
+        ("a", "a", "is the model itself"),
+        ("a/b", "a", "lies in the model's directory"),
+        ("a", "a/b/model.gguf", "holds the model"),
+        ("a/b", "link", "lies in the model's directory"),
+    ],
+)
+def test_an_output_where_the_model_lies_is_refused(tmp_path: Path, out: str, model: str, said: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/config.json").write_text("{}")
+    place = (tmp_path / model).resolve()
+    why = rf"{out}: {said} \({place}\)\. An artifact is replaced .* Name another directory with --out"
+    with pytest.raises(StoreError, match=why), reserve(tmp_path / out, tmp_path / "store", [tmp_path / model]):
+        pass
+    assert [*(tmp_path / "a").rglob("*.json")] == [tmp_path / "a/b/config.json"]
+
+
 def test_a_file_as_output_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
