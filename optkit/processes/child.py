@@ -35,8 +35,10 @@ END_S = 30.0
 """How long a child that has said its last word may take to end."""
 GONE_S = 2.0
 """How long the end of a child that has closed its channel may take to be seen."""
-GRACE_S = 10.0
-"""How long the others may take once one has failed; then they wait for it in vain."""
+GRACE_S = 3.0
+"""How long the others may take to fail of the same once one has failed; then they wait for it in vain. It told its
+error before its connections closed, so no other can fail of that earlier.
+"""
 
 
 class Child:
