@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optkit.execute import materialize
-from optkit.kernels.cpu.families import DECODES, why_not_family
+from optkit.kernels.cpu.families import DECODES, why_not_config
 from optkit.keys import make_metric_key, settings_identity
 from optkit.measure import Metric
 from optkit.measuring.bench import Subject, Wanted, known
@@ -138,8 +138,7 @@ def _engine(plan: Plan) -> tuple[SettingEntry, ...]:
     decoder = SettingEntry.model_validate({"kind": DECODER, "value": stage_class(DECODER)()})
     together = [*(entry.value for entry in plan.recipe.settings), decoder.value]
     config = model_shape(plan.recipe.model, plan.steps[0].directory).config
-    known = why_not_family(config.get("model_type")) is None
-    return (decoder,) if known and exclusion(together, plan.device) is None else ()
+    return (decoder,) if why_not_config(config) is None and exclusion(together, plan.device) is None else ()
 
 
 def _key(plan: Plan, each: PlannedEval, step: Step, settings: Sequence[SettingEntry]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from optkit.errors import StageError
-from optkit.kernels.cpu.families import why_not_family
+from optkit.kernels.cpu.families import why_not_config
 from optkit.model.shape import ModelShape
 from optkit.settings.compile import Compile
 from optkit.settings.kv_cache import KvCache
@@ -31,7 +31,7 @@ class CpuDecoder(Setting):
     accepts: ClassVar[frozenset[Format]] = frozenset({Format.CHECKPOINT, Format.QUANTIZED})
 
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
-        if self.applies(device) and (reason := why_not_family(shape.config.get("model_type"))):
+        if self.applies(device) and (reason := why_not_config(shape.config)):
             raise _refused(reason)
 
     def excludes(self, other: Setting, device: str) -> str:
@@ -70,6 +70,4 @@ class CpuDecoder(Setting):
 
 
 def _refused(reason: str) -> StageError:
-    return StageError(
-        "the decode step of this model cannot be one call", where="cpu_decoder", why=reason, remedy=REMEDY
-    )
+    return StageError(f"the decode step of this model cannot be one call: {reason}", where="cpu_decoder", remedy=REMEDY)

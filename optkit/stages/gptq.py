@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from optkit.common.field_types import Amount
 from optkit.common.out_of_resources import out_of_memory
-from optkit.kernels.cpu.families import why_not_family
+from optkit.kernels.cpu.families import why_not_config
 from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes, waiting_bytes
 from optkit.model.linear_layers import Layer, by_block
 from optkit.model.linear_layers import stacks as sharing_input
@@ -290,4 +290,4 @@ class Gptq(GptqFields, SharedText, Backed):
 def _is_known(shape: ModelShape) -> bool:
     """Whether `one_pass` knows a model's blocks, by its shape."""
     dtypes = {info.dtype for info in shape.tensors.values()}
-    return dtypes == {"F32"} and why_not_family(shape.config.get("model_type")) is None
+    return dtypes == {"F32"} and why_not_config(shape.config) is None

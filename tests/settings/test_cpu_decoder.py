@@ -48,13 +48,34 @@ def _in_one_stretch(model: nn.Module) -> bool:
 
 
 def test_other_models_are_refused(tiny_model: Callable[[str], Path]) -> None:
-    message = r"^cpu_decoder: the decode step of this model cannot be one call\. gpt2 is not of the families that it "
+    message = r"^cpu_decoder: the decode step of this model cannot be one call: gpt2 is not of the families that it "
     with pytest.raises(StageError, match=message):
         open_session(tiny_model("gpt2"), [CpuDecoder()])
     shape = ModelShape(config={"model_type": "gpt2"}, tensors={})
     with pytest.raises(StageError, match=message):
         CpuDecoder().check(shape, "cpu")
     CpuDecoder().check(shape, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"model_type": "mistral"}, "its attention has a sliding window"),  # of transformers' 4,096 tokens
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "qwen2", "sliding_window": 8}, None),  # which transformers does not use
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True}, "its attention has a sliding"),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic"}}, r"its rotary embeddings \(dynamic\) change"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "llama3"}}, None),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "the MLP's activation is gelu, not silu"),
+    ],
+)
+def test_what_config_json_tells_is_refused_before_anything_runs(said: dict[str, object], why: str | None) -> None:
+    shape = ModelShape(config=said, tensors={})
+    if why is None:
+        CpuDecoder().check(shape, "cpu")
+    else:
+        with pytest.raises(StageError, match=rf"cannot be one call: {why}.* Take cpu_decoder out"):
+            CpuDecoder().check(shape, "cpu")
 
 
 @pytest.mark.parametrize(

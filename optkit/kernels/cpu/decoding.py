@@ -16,14 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from optkit.kernels.cpu.coded_linear import CodedLinear
-from optkit.kernels.cpu.families import DECODES, why_not_family
+from optkit.kernels.cpu.families import DECODES, why_not_config, why_not_family
 from optkit.kernels.cpu.native import library, why_not_native
 from optkit.kernels.cpu.prompts import PromptPass, products
 from optkit.kernels.cpu.structures import Structures
 from optkit.model.memory import keep_freed_memory
 
-ROTATIONS = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose angles do not change with the length of the text."""
 LANES = 16
 CAPACITY_STEP = 128
 """A cache is as long as the next multiple of this, so that requests of like lengths share one."""
@@ -32,21 +30,11 @@ CAPACITY_STEP = 128
 def why_not_step(model: Any) -> str | None:
     """Return why a CPU model's step cannot be one call, None if it can; compiles the kernels."""
     config = model.config
-    if reason := why_not_family(config.model_type):
+    if reason := why_not_config(config.to_dict()):
         return reason
     if not hasattr(model, "lm_head"):
         return f"{type(model).__name__} has no output layer over a vocabulary"
-    if not getattr(config, "is_causal", True):
-        return "its attention sees the tokens that follow, too (is_causal: false)"
     attention = model.model.layers[0].self_attn
-    if config.hidden_act != "silu":
-        return f"the MLP's activation is {config.hidden_act}, not silu"
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) or (
-        getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    ):
-        return "its attention has a sliding window"
-    if model.model.rotary_emb.rope_type not in ROTATIONS:
-        return f"its rotary embeddings ({model.model.rotary_emb.rope_type}) change with the length of the text"
     if any(size % LANES for size in (config.hidden_size, config.intermediate_size, attention.head_dim)):
         return f"its widths are no multiples of {LANES}"
     for name, module in model.named_modules():
