@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from optkit.artifact import is_artifact, read_artifact
 from optkit.common.byte_sizes import size_text
 from optkit.common.files import object_if_any
+from optkit.common.finite import refuse_not_finite
 from optkit.common.grouping import some
 from optkit.common.spans import mark, span
 from optkit.devices.cpu_watch import make_room
@@ -190,6 +191,7 @@ def _transform(plan: Plan, step: Step, stage: Transform, source: Path, target: P
         why, remedy = f"{len(report.skipped)} modules were skipped", "Take it out"
         remedy += choosing and f", or change its {choosing}"
         raise StageError("the stage changed nothing", where=step.kind, why=why, remedy=remedy)
+    refuse_not_finite(report.details, step.kind)
     step.format.check(target)
     reader = Reader(source, context.data, context.trust_remote_code)
     read = with_sketches(report.calibrated_on, stage, reader)
@@ -344,6 +346,4 @@ def _made_with(step: Step) -> dict[str, Any]:
 
 
 def _lost(step: Step) -> NoReturn:
-    raise StageError(
-        "what the step left is gone again", where=step.kind, why="Its files changed right after they were written"
-    )
+    raise StageError("what the step left is gone again", where=step.kind, why="Its files changed since it was made")

@@ -65,6 +65,13 @@ class NeedsNewer(Halve):
     requires: ClassVar[tuple[str, ...]] = ("pydantic>=99",)
 
 
+class Overflows(Halve):
+    """Report a loss that is no number."""
+
+    def run(self, source: Path, target: Path, context: Context) -> Report:
+        return replace(super().run(source, target, context), details={"losses": {"a": 1.0, "b": [0.5, float("nan")]}})
+
+
 class Forgets(Halve):
     """Leave no weights."""
 
@@ -113,7 +120,8 @@ class Links(Halve):
 def stages(monkeypatch):
     RUNS.clear()
     classes = {
-        each.__name__.lower(): each for each in (Halve, Idle, Dies, Needs, NeedsNewer, Forgets, Loses, Learns, Links)
+        each.__name__.lower(): each
+        for each in (Halve, Idle, Dies, Overflows, Needs, NeedsNewer, Forgets, Loses, Learns, Links)
     }
     monkeypatch.setattr("optkit.recipe.registry.STAGES", dict.fromkeys(classes, "here"))
     monkeypatch.setattr("optkit.recipe.entries.stage_class", classes.__getitem__)
@@ -209,6 +217,14 @@ def test_without_stages_the_model_itself_is_used_where_it_is(planned, tiny_model
 def test_a_stage_that_changes_nothing_is_an_error_and_is_not_kept(planned):
     plan, store = planned({"idle": {}})
     with pytest.raises(StageError, match=r"idle: the stage changed nothing\. 1 modules were skipped\. Take it out\.$"):
+        execute(plan, store, Context())
+    assert store.get(plan.weights_key) is None
+
+
+def test_a_report_without_numbers_is_an_error_that_names_their_place(planned):
+    plan, store = planned({"overflows": {}})
+    said = r"^overflows: losses: b: 1 is nan\. Weights or activations are so large .* or exclude the layer\.$"
+    with pytest.raises(StageError, match=said):
         execute(plan, store, Context())
     assert store.get(plan.weights_key) is None
 
