@@ -23,13 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from optkit_evals.throughput import Throughput
-from repeatability import random_model
 
 from optkit.common.statistics import mean, paired_ratio
 from optkit.environment import best_device
 from optkit.measure import TURNS, EvalContext
 from optkit.measuring.fresh_process import measure_apart
 
+SMOLLM2 = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192}
 METRICS = "prefill_tokens_per_s", "decode_tokens_per_s"
 Pair = tuple[float, float]
 
@@ -103,6 +104,19 @@ def differs(pairs: Sequence[Pair]) -> bool:
     """Say whether the interval of a ratio, which is 1, does not hold 1."""
     low, high = paired_ratio([first for first, _ in pairs], [second for _, second in pairs]).interval or (1.0, 1.0)
     return not low <= 1 <= high
+
+
+def random_model(directory: Path, device: str) -> Path:
+    """Write random weights in the shape of SmolLM2-135M."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMOLLM2, rms_norm_eps=1e-5, tie_word_embeddings=True)).to(
+        torch.float32 if device == "cpu" else torch.bfloat16
+    )
+    model.save_pretrained(directory)
+    return directory
 
 
 def _arguments() -> argparse.Namespace:

@@ -54,20 +54,7 @@ def test_it_runs(
 
     monkeypatch.setattr(script, "measure_apart", here)
     kept = tmp_path / "samples.json"
-    few = [
-        "--device",
-        "cpu",
-        "--processes",
-        "8",
-        "--prompt",
-        "4",
-        "--new-tokens",
-        "3",
-        "--limit-s",
-        "0.1",
-        "--samples",
-        str(kept),
-    ]
+    few = f"--device cpu --processes 8 --prompt 4 --new-tokens 3 --limit-s 0.1 --samples {kept}".split()
     monkeypatch.setattr(sys, "argv", ["process_effect", str(tiny_model("llama")), *few])
     assert script.main() == 0
     assert kept.is_file()
