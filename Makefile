@@ -1,7 +1,7 @@
 # make run       the small model through recipes/llama_int4.yaml, to its scorecard
 # make docs      the site, in site/: open site/index.html
 # make zoo       tiny models of every architecture through every stage, into docs/understand/models.json
-# make storm     what is malformed, damaged, killed, signalled and at work together
+# make storm     what is damaged, killed, signalled and at work together; FUZZ_SEED=1 pytest tests/whole/test_fuzz* draws anew
 # make test      lint, types, import contracts, tests
 # make slow      the tests, also those of the real model and all pairs of which `make test` takes a few
 # make bench     has anything become slower than it was on this machine? Nothing else should run

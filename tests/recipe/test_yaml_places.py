@@ -108,6 +108,10 @@ def test_all_duplicate_keys_are_refused_at_once() -> None:
         ),
         ("a: *x\n", "r.yaml:1:4: this is not YAML: found undefined alias 'x'."),
         ("a: !new 3\n", "r.yaml:1:4: the tag !new is not supported. Remove it."),
+        (
+            "a: !!python/name:os.system\n",
+            "r.yaml:1:4: the tag tag:yaml.org,2002:python/name:os.system is not supported. Remove it.",
+        ),
         ("a: !!set {b}\n", "r.yaml:1:4: the tag tag:yaml.org,2002:set is not supported. Remove it."),
         ("a: .inf\n", "r.yaml:1:4: .inf is not a finite number."),
         ("a: .nan\n", "r.yaml:1:4: .nan is not a finite number."),

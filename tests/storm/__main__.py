@@ -25,17 +25,8 @@ from tests.storm.broken_runs import kills, signals, together
 from tests.storm.desk import Family, make_model, open_desk, run_in_peace
 from tests.storm.forked import preload
 from tests.storm.inputs import inputs
-from tests.storm.parsers import parsers
-from tests.storm.recipes import recipes
 
-FAMILIES: dict[str, Family] = {
-    "recipes": recipes,
-    "inputs": inputs,
-    "kills": kills,
-    "signals": signals,
-    "together": together,
-    "parsers": parsers,
-}
+FAMILIES: dict[str, Family] = {"inputs": inputs, "kills": kills, "signals": signals, "together": together}
 SHOWN = 40
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ from typing import Any
 LIMIT_S = 20.0
 POLL_S = 0.005
 MARK = "OPTKIT_STORM_CASE"
-ROOT = Path(__file__).parents[2]
 PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "optkit.measuring.measurement",
@@ -128,21 +126,6 @@ def call(
 ) -> Ended:
     """Run the command line with these words, and return how it ended."""
     return start(words, directory, variables).wait(limit_s)
-
-
-def call_apart(words: Sequence[str], directory: Path, limit_s: float = 60.0) -> Ended:
-    """Run it as a user does, in a Python of its own, which has to import everything."""
-    started = time.monotonic()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
-    command = [sys.executable, "-P", "-m", "optkit_cli.start", *words]
-    try:
-        done = subprocess.run(
-            command, cwd=directory, env=environment, capture_output=True, timeout=limit_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Ended(tuple(words), None, "", "", limit_s)
-    out, err = (each.decode(errors="replace") for each in (done.stdout, done.stderr))
-    return Ended(tuple(words), done.returncode, out, err, time.monotonic() - started)
 
 
 def apart(work: Callable[[], Any], limit_s: float) -> int | None:

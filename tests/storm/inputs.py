@@ -40,7 +40,6 @@ WRONG_VALUES = ("text", -1, 0, 10**15, 1.5, [], {}, None, True, [10**9])
 
 def inputs(desk: Desk, count: int | None) -> None:
     """Plan and run with damaged models and texts, then use damaged artifacts and stores."""
-    peace, wanted = desk.peace, left(desk.peace)
     if importlib.util.find_spec("gguf"):
         from tests.support.gguf_files import save_gguf
 
@@ -54,16 +53,13 @@ def inputs(desk: Desk, count: int | None) -> None:
     ]
     for kind, (name, damage, refused) in drawn(cases, CASES if count is None else count, desk.draw):
         place = desk.place(kind)
-        flaws = {"model": _model, "text": _text, "artifact": _artifact, "store": _store, "gguf": _gguf_run}[kind](
-            desk, place, peace, damage, refused, wanted, f"{kind}: {name}"
-        )
+        use = {"model": _model, "text": _text, "artifact": _artifact, "store": _store, "gguf": _gguf_run}[kind]
+        flaws = use(desk, place, damage, refused, f"{kind}: {name}")
         if not flaws:
             clear(place)
 
 
-def _model(
-    desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str
-) -> list[str]:
+def _model(desk: Desk, place: Path, damage: Damage, refused: bool, name: str) -> list[str]:
     model = place / "model"
     model.unlink()
     shutil.copytree(desk.root / "model", model)
@@ -88,9 +84,7 @@ def _judged(desk: Desk, place: Path, name: str, refused: bool, recipe: str = "r.
     return flaws
 
 
-def _text(
-    desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str
-) -> list[str]:
+def _text(desk: Desk, place: Path, damage: Damage, refused: bool, name: str) -> list[str]:
     damage(place)
     dataset = next(each.name for each in place.iterdir() if each.name.startswith("data."))
     perplexity = {"dataset": dataset, "window": 16, "windows": 2}
@@ -101,10 +95,8 @@ def _text(
     return _judged(desk, place, name, refused) + _judged(desk, place, f"{name}, to calibrate", refused, "s.yaml")
 
 
-def _artifact(
-    desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str
-) -> list[str]:
-    shutil.copytree(peace / "out", place / "out")
+def _artifact(desk: Desk, place: Path, damage: Damage, refused: bool, name: str) -> list[str]:
+    shutil.copytree(desk.peace / "out", place / "out")
     damage(place / "out")
     flaws: list[str] = []
     for words in (
@@ -120,17 +112,15 @@ def _artifact(
     return flaws
 
 
-def _store(
-    desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str
-) -> list[str]:
-    shutil.copytree(peace / "store", place / "store")
+def _store(desk: Desk, place: Path, damage: Damage, refused: bool, name: str) -> list[str]:
+    shutil.copytree(desk.peace / "store", place / "store")
     damage(place / "store")
     shown = call(["store", "show", "--store", "store"], place)
     ended = call(run_words(), place, limit_s=60.0)
     flaws = ended.flaws + shown.flaws
     if ended.status == 0:
         # A step that nobody needs, because the one after it is there, is not made again.
-        flaws += [each for each in differences(wanted, left(place)) if not each.startswith("step")]
+        flaws += [each for each in differences(left(desk.peace), left(place)) if not each.startswith("step")]
     desk.judge(name, flaws, ended)
     return flaws
 
@@ -327,9 +317,7 @@ def _gguf(desk: Desk) -> Iterator[Case]:
         yield f"file {text[:8]!r}", put("m.gguf", text), True
 
 
-def _gguf_run(
-    desk: Desk, place: Path, peace: Path, damage: Damage, refused: bool, wanted: dict[str, str], name: str
-) -> list[str]:
+def _gguf_run(desk: Desk, place: Path, damage: Damage, refused: bool, name: str) -> list[str]:
     damage(place)
     write(place / "r.yaml", {**RECIPE, "model": "m.gguf"})
     return _judged(desk, place, name, refused)

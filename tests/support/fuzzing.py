@@ -4,6 +4,7 @@ damaged for a while.
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +16,18 @@ from hypothesis import strategies as st
 
 from optkit.errors import OptkitError
 
+SEED = int(os.environ.get("FUZZ_SEED", "0")) << 32
 MOST_BYTES = 256 << 20
 """Python may hold so much for a damaged file of some kB."""
 
 
 def damages(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test with so many generators of damage, the same ones each time; it has the argument
-    `draw`.
+    """Run a test with so many generators of damage; it has the argument `draw`.
+    They are the same ones each time, unless `FUZZ_SEED` in the environment names others.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        drawn = given(draw=st.integers(0, 2**32 - 1).map(Random))(test)
+        drawn = given(draw=st.integers(0, 2**32 - 1).map(lambda number: Random(number + SEED)))(test)
         quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
         return settings(
             max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=quiet

@@ -1,7 +1,5 @@
 """Damage for files and recipes: pure functions from something valid and a `random.Random` to
 something that may be malformed.
-
-`MUTATORS` lists them by format, for whoever wants to throw them at a whole program.
 """
 
 from __future__ import annotations
@@ -9,7 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, TypeAlias
 
@@ -263,12 +261,3 @@ def damaged_gguf(metadata: Metadata, tensors: Tensors, draw: Random) -> bytes:
             case _:
                 return damaged_bytes(gguf_bytes(entries, shapes), draw)
     return gguf_bytes(entries, shapes)
-
-
-MUTATORS: dict[str, Callable[..., Any]] = {
-    "bytes": damaged_bytes,
-    "text": damaged_text,
-    "json": damaged_json_text,
-    "safetensors": damaged_safetensors,
-    "gguf": damaged_gguf,
-}

@@ -87,6 +87,14 @@ def test_records_of_steps(store: Store, draw: Random) -> None:
         read_or_refused(lambda: store.get("b" * 64))
 
 
+@damages(50)
+def test_numbers_in_the_store(store: Store, draw: Random) -> None:
+    store.put_json("c" * 64, {"metrics": [], "seconds": 1.5})
+    path = store.root / "metrics" / f"{'c' * 64}.json"
+    path.write_bytes(mutations.damaged_json_text(json.loads(path.read_bytes()), draw))
+    assert read_or_refused(lambda: store.get_json("c" * 64))
+
+
 def test_a_step_that_names_itself_as_its_source(store: Store) -> None:
     path = store.root / "steps" / ("b" * 64) / "record.json"
     record = json.loads(path.read_bytes())

@@ -19,6 +19,7 @@ from optkit.errors import OptkitError
 from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.gguf_file import read_gguf
+from optkit.model.pooling import read_pooling
 from optkit.model.safetensors_file import read_header
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
@@ -151,6 +152,15 @@ def test_tokenizers(model: Path, tiny_model: TinyModel, draw: Random) -> None:
     with Changed(model / "tokenizer.json", mutations.damaged_json_text(valid, draw)):
         read_or_refused(lambda: load_tokenizer(model)("a text"))
         read_or_refused(lambda: refuse_other_tokens("draft", model, "model", tiny_model("llama"), "", ""))
+
+
+MODULES = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+
+
+@damages(100)
+def test_modules_of_embeddings(model: Path, draw: Random) -> None:
+    with Changed(model / "modules.json", mutations.damaged_json_text(MODULES, draw)):
+        read_or_refused(lambda: read_pooling(model))
 
 
 METADATA = [

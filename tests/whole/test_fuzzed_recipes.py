@@ -8,6 +8,7 @@ from random import Random
 
 import click
 import pytest
+from optkit_cli.options import assignment, device
 from optkit_cli.store import AGE, SIZE
 
 from optkit.common.byte_sizes import size_bytes
@@ -85,7 +86,7 @@ def test_gates_and_sizes(draw: Random) -> None:
             parse(mutations.damaged_text(valid, draw))
         except ValueError:
             continue
-    for kind, valid in ((AGE, "30d"), (SIZE, "20GB")):
+    for kind, valid in ((AGE, "30d"), (SIZE, "20GB"), (device, "cuda:0"), (assignment, "a.b=c")):
         try:
             kind(mutations.damaged_text(valid, draw))
         except click.UsageError:
