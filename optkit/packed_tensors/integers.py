@@ -101,7 +101,7 @@ class PackQuantized(_Grid):
             "symmetric": self.symmetric,
             "strategy": "group" if self.group_size else "channel",
             "group_size": self.group_size,
-            "actorder": "static" if self.activation_order else None,
+            "actorder": "weight" if self.activation_order else None,
             "dynamic": False,
         }
         return {"weights": weights, "input_activations": None, "output_activations": None, "format": "pack-quantized"}
