@@ -79,7 +79,7 @@ return {"damping": job.fields["damping"], "windows": job.windows, "gpu": os.envi
     heard = Heard()
     launch = toy(body)
     details = run(launch, heard)
-    assert heard.lines == ["toy gptq 2 blocks", "+1 block 0", "warning: toy: odd"]
+    assert heard.lines == ["toy gptq of 2 blocks", "+1 block 0", "warning: toy: odd", "end"]
     path = details.pop("path")
     assert details == {"damping": 0.5, "windows": [[1, 2]], "gpu": "", "offline": "1", "device": "cpu"}
     assert path != str(launch.parent)  # there a worker has the name of its library

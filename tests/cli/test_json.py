@@ -24,6 +24,7 @@ from optkit import comparison
 from optkit.errors import ResourceError, SourceError
 from optkit.processes import commands as processes
 from optkit.processes.signals import Terminated
+from tests.support.fresh_python import environment, python
 
 ROOT = Path(__file__).parents[2]
 FIELDS = ["status", "kind", "exit_status", "message", "where", "why", "remedy", "problems"]
@@ -160,7 +161,7 @@ def test_help_is_text_also_beside_json(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_text_that_is_no_unicode_is_escaped() -> None:
-    done = apart("-m", "optkit_cli.main", "validate", os.fsdecode(b"a\xff.yaml"), "--json")
+    done = python("-m", "optkit_cli.main", "validate", os.fsdecode(b"a\xff.yaml"), "--json")
     assert json.loads(done.stdout)["problems"][0]["file"] == os.fsdecode(b"a\xff.yaml")
 
 
@@ -184,7 +185,7 @@ sys.exit(main(["show", sys.argv[1], "--json"]))
 
 @pytest.mark.parametrize(("artifact", "key"), [("whole", "answer"), ("broken", "kind")])
 def test_what_libraries_print_is_on_stderr(artifact: str, key: str) -> None:
-    done = apart("-c", NOISY, artifact)
+    done = python("-c", NOISY, artifact)
     assert key in json.loads(done.stdout)
     assert {"of Python", "of the system", "of C", "of a child"} <= {*done.stderr.splitlines()}
 
@@ -213,16 +214,6 @@ def test_a_command_that_has_to_be_ended_says_so() -> None:
     out, _ = process.communicate(timeout=60)
     said = json.loads(out)
     assert (said["kind"], said["exit_status"], process.returncode) == ("Terminated", 143, 143)
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
-
-
-def apart(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=240, check=False
-    )
 
 
 CHATTY = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import errno
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -20,15 +19,15 @@ from optkit_cli.main import COMMANDS, main
 
 from optkit.errors import MissingPackageError, OptkitError, Problem, RecipeError, StageError, UsageError
 from optkit.processes.signals import Terminated
+from tests.support.fresh_python import environment
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
 
 
 def python(code: str, **settings: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        env=ENVIRONMENT,
+        env=environment(),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,8 +26,8 @@ from optkit.stages.cast import Cast
 from optkit.store.contents import prune
 from optkit.store.store import Store
 from tests.support.command_line import desk_with, spoken
+from tests.support.fresh_python import python
 
-ROOT = Path(__file__).parents[2]
 RECIPE = """\
 name: tiny
 model: {model}
@@ -50,14 +47,6 @@ def desk(tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.
     working directory.
     """
     return desk_with(tmp_path, monkeypatch, "tiny.yaml", RECIPE.format(model=tiny_model("llama"), limit="<= 0.9x"))
-
-
-def apart(desk: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
-    return subprocess.run(
-        [sys.executable, *words], cwd=desk, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
 
 
 def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +101,8 @@ def test_an_artifact_is_measured_from_anywhere_and_without_its_calibration_text(
 
 @pytest.mark.usefixtures("warm_children")
 def test_json_is_one_document_on_stdout_and_the_rest_is_elsewhere(desk: Path) -> None:
-    done = apart(desk, "-m", "optkit_cli.main", "run", "tiny.yaml", "--json", "--device", "cpu", "--out", "here")
+    words = ["run", "tiny.yaml", "--json", "--device", "cpu", "--out", "here"]
+    done = python("-m", "optkit_cli.main", *words, cwd=desk)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document == json.loads((desk / "here" / "scorecard.json").read_text(encoding="utf-8"))
@@ -202,10 +192,10 @@ def test_a_gpu_that_is_not_there(words: list[str], desk: Path, capsys: pytest.Ca
 
 
 def test_plan_imports_no_torch(desk: Path) -> None:
-    done = apart(
-        desk,
+    done = python(
         "-c",
         "import sys; from optkit_cli.main import main; main(['plan', 'tiny.yaml']); print('torch' in sys.modules)",
+        cwd=desk,
     )
     assert done.returncode == 0, done.stderr
     assert "cast" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,10 +21,9 @@ from optkit.sweep import run as sweeping
 from optkit.sweep.executors import local
 from optkit.sweep.record import Status, SweepRecord
 from tests.support.command_line import desk_with, spoken
+from tests.support.fresh_python import environment
 from tests.support.sweeps import NAMES, Here, recipe
 from tests.support.waiting import wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -89,10 +87,9 @@ def test_a_run_of_many_recipes_points_to_the_sweep(desk: Path, capsys: pytest.Ca
 
 @pytest.mark.usefixtures("warm_children")
 def test_a_kill_loses_nothing_and_the_same_command_goes_on(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
     words = ["sweep", "s.json", "--device", "cpu", "--set", "stages.1.rtn.group_size=16"]
     command = [sys.executable, "-m", "optkit_cli.main", *words]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         record = desk / "artifacts" / "s" / "sweep.json"
         assert wait_until(lambda: record.is_file() and '"done"' in record.read_text())
         first.send_signal(signal.SIGKILL)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +12,13 @@ import pytest
 from optkit import pipeline
 from optkit.common import spans
 from optkit.errors import StageError
-from optkit.progress import SilentProgress
 from optkit.stages.cast import Cast
+from tests.conftest import Warnings
 from tests.support.fresh_python import imported_by
+from tests.support.http_server import Quiet, served
 
 RECIPE = "name: tiny\nmodel: {model}\nstages: [bf16]\nevals: [footprint]\n"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-class Heard(SilentProgress):
-    """Keeps warnings."""
-
-    def __init__(self) -> None:
-        self.warnings: list[str] = []
-
-    def warn(self, line: str) -> None:
-        self.warnings.append(line)
 
 
 @pytest.fixture(autouse=True)
@@ -53,20 +42,15 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bytes]
     """Return what a server was sent, which the environment names."""
     received: list[tuple[str, bytes]] = []
 
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+    class Receiver(Quiet):
+        def do_POST(self) -> None:  # noqa: N802
             received.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_words: Any) -> None:
-            return
-
-    with HTTPServer(("127.0.0.1", 0), Receiver) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    with served(Receiver) as host:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{host}")
         yield received
-        server.shutdown()
 
 
 def test_a_run_and_each_of_its_steps_and_evals(
@@ -125,7 +109,7 @@ def test_an_endpoint_is_sent_them_below_the_span_that_calls_optkit(
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     monkeypatch.setenv("TRACEPARENT", PARENT)
-    progress = Heard()
+    progress = Warnings()
     with spans.tracing(progress), spans.span("run x", model="m") as told:
         spans.mark("step y")
         told(verdict="PASS")
@@ -140,7 +124,7 @@ def test_an_endpoint_is_sent_them_below_the_span_that_calls_optkit(
         "optkit.model": "m",
         "optkit.verdict": "PASS",
     }
-    assert progress.warnings == []
+    assert progress.lines == []
 
 
 def test_a_dead_endpoint_is_said_once_and_asked_once(
@@ -149,10 +133,10 @@ def test_a_dead_endpoint_is_said_once_and_asked_once(
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs opentelemetry")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
-    progress = Heard()
+    progress = Warnings()
     with spans.tracing(progress):
         spans.mark("run")
-    assert progress.warnings == ["spans were not sent: nothing that takes them answers at OTEL_EXPORTER_OTLP_ENDPOINT"]
+    assert progress.lines == ["spans were not sent: nothing that takes them answers at OTEL_EXPORTER_OTLP_ENDPOINT"]
     assert (capsys.readouterr().err, caplog.messages) == ("", [])
 
 
@@ -173,12 +157,12 @@ def test_after_a_failure_nothing_more_is_sent() -> None:
 def test_a_missing_package_is_said_and_the_work_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    progress, done = Heard(), []
+    progress, done = Warnings(), []
     with spans.tracing(progress), spans.tracing(progress), spans.span("run") as told:
         told(verdict="PASS")
         done.append(1)
     assert done == [1]
-    assert progress.warnings[0] == (
+    assert progress.lines[0] == (
         "spans are not sent: opentelemetry is not installed. Install optkit[otel], or unset OTEL_*"
     )
 

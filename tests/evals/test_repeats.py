@@ -13,10 +13,10 @@ from optkit.devices import cpu_watch
 from optkit.devices.cpu_watch import CpuWatch, crowd, make_room
 from optkit.measure import EvalContext, Turn
 from tests.support.bigram_session import Said
-from tests.support.clock import Lines
 from tests.support.metric_values import values
+from tests.support.remembered import Lines
 
-WARMING = ["warming up, batch 1, prompt 4 0/0 runs", "+1", "+1"]
+WARMING = ["warming up, batch 1, prompt 4 of 0 runs", "+1", "+1", "end"]
 
 
 def test_warm_up_goes_on_until_the_running_mean_stands_still(session, clock):
@@ -85,7 +85,13 @@ def test_a_turn_of_one_repeat_makes_a_second_one_because_one_has_no_interval(ses
 def test_the_warm_up_is_seen(session, clock):
     shown = Lines()
     Throughput(new_tokens=2, prompts=(4,), repeats=2).run(session, EvalContext(progress=shown, turn=Turn(1, 2)))
-    assert shown.lines == ["throughput, turn 2 of 2 0/1 runs", *WARMING, "+1 batch 1, prompt 4", "+0 batch 1, prompt 4"]
+    assert shown.lines == [
+        "throughput, turn 2 of 2 of 1 runs",
+        *WARMING,
+        "+1 batch 1, prompt 4",
+        "+0 batch 1, prompt 4",
+        "end",
+    ]
 
 
 @pytest.mark.parametrize(("disturbed", "kept"), [({2, 3}, 4), ({1}, 4), (set(), 4), (set(range(1, 16)), 16)])

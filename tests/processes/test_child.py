@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import errno
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from optkit.processes.child_program import importing
 from optkit.processes.commands import foreign_environment
 from optkit.processes.crashes import ChildEndedError, ChildError
 from optkit.progress import SilentProgress
+from tests.support.fresh_python import environment
 from tests.support.remembered import Lines
 from tests.support.waiting import ended
 
@@ -220,9 +220,8 @@ with talkative() as child:
     child.send({{"do": "sleep", "place": {str(tmp_path / "place")!r}}})
     child.result(Printing())
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "cli", ROOT / "evals")))}
     command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as parent:
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2

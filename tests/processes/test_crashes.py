@@ -6,10 +6,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from optkit_cli import validate
@@ -19,8 +15,7 @@ from optkit_cli.main import main
 from optkit.errors import RecipeError, StageError
 from optkit.processes.child_program import described, one_line
 from optkit.processes.crashes import ChildError, error_of
-
-ROOT = Path(__file__).parents[2]
+from tests.support.fresh_python import python
 
 
 def raised(error: Exception) -> Exception:
@@ -89,15 +84,7 @@ def test_the_whole_traceback_is_shown_for_debug(
 
 @pytest.mark.parametrize("code", ["from optkit_cli.start import start; start()", "import optkit"])
 def test_a_system_without_fcntl_is_told_what_is_supported(code: str) -> None:
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.modules['fcntl'] = None; {code}"],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-c", f"import sys; sys.modules['fcntl'] = None; {code}")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].partition(": ")[2].startswith("optkit runs on Linux and macOS. ")
     assert done.stderr.rstrip().endswith("On Windows use WSL.")

@@ -5,7 +5,6 @@ with nothing left behind.
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
 import subprocess
 import sys
@@ -18,9 +17,8 @@ import pytest
 
 from optkit.processes import signals
 from optkit.store.store import Store
+from tests.support.fresh_python import environment, python
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
 SIGNALS = [(signal.SIGINT, "interrupted", 130), (signal.SIGTERM, "terminated", 143), (signal.SIGHUP, "terminated", 129)]
 COMMAND = """
 import signal, sys, time
@@ -114,7 +112,7 @@ def running(work: str, before: str = "") -> Iterator[tuple[subprocess.Popen[str]
     """Give a command that is at work, and what it printed before it was."""
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND.replace("{work}", work)],
-        env=ENVIRONMENT,
+        env=environment(),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -245,9 +243,7 @@ except KeyboardInterrupt:
 """
     # A shell lets its background jobs, and so this test in one, ignore SIGINT.
     code = f"import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n{code}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = python("-c", code)
     assert (done.stdout, done.returncode) == ("plain\n", 0), done.stderr
 
 

@@ -8,9 +8,7 @@ import shutil
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from urllib.error import HTTPError
 
@@ -25,6 +23,7 @@ from optkit.publishing.targets.oci import MANIFEST, Oci
 from optkit.publishing.targets.registry import target_of
 from optkit.verification.artifact_checks import check_artifact
 from tests.support.command_line import spoken
+from tests.support.http_server import Quiet, served
 from tests.support.oci_registry import PASSWORD, USER, Registry, by_password, by_token, find_registry, serving
 
 needs_registry = pytest.mark.skipif(
@@ -217,7 +216,7 @@ def test_a_registry_that_asks_for_a_token_of_another_server(
 def answering(**answers: tuple[int, str]) -> Iterator[str]:
     """Give the host of a server that answers each method with a status and one error."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_any(self) -> None:
             status, message = answers[self.command]
             self.rfile.read(int(self.headers.get("content-length") or 0))
@@ -230,18 +229,8 @@ def answering(**answers: tuple[int, str]) -> Iterator[str]:
 
         do_HEAD = do_POST = do_PUT = do_any  # noqa: N815
 
-        def log_message(self, *_: object) -> None:
-            return None
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Handler) as host:
+        yield host
 
 
 def test_a_registry_that_refuses(artifact: Path) -> None:

@@ -17,36 +17,22 @@ from optkit.backends import environments, libraries
 from optkit.backends.environments import Environment, Environments
 from optkit.backends.libraries import Library
 from optkit.backends.shared_torch import SharedTorch
-from optkit.progress import Progress, SilentProgress, SilentTask, Task
+from optkit.progress import Progress, SilentProgress
+from tests.support.remembered import Lines
 
 TOY = Library("toy", "toy-quantizer", "quantizes toys", ("toy-quantizer==1.0",), variables={"TOY": "yes"})
 
 
-class Heard(SilentProgress):
-    """Remembers what it is told; `at_step` is called at every step of a bar."""
+class Heard(Lines):
+    """Calls `at_step` at every step of a bar."""
 
     def __init__(self, at_step: Callable[[], None] = lambda: None) -> None:
-        self.lines: list[str] = []
+        super().__init__()
         self.at_step = at_step
 
-    def task(self, label: str, total: int, unit: str = "") -> Task:
-        self.lines.append(f"{label} {total} {unit}")
-        return HeardTask(self)
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
-
-    def warn(self, line: str) -> None:
-        self.lines.append(f"warning: {line}")
-
-
-class HeardTask(SilentTask):
-    def __init__(self, heard: Heard) -> None:
-        self.heard = heard
-
     def advance(self, steps: int = 1, note: str = "") -> None:
-        self.heard.lines.append(f"+{steps} {note}")
-        self.heard.at_step()
+        super().advance(steps, note)
+        self.at_step()
 
 
 def fake_install(library: Library, directory: Path, torch: SharedTorch, progress: Progress) -> dict[str, str]:

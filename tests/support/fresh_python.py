@@ -10,16 +10,24 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def printed(code: str) -> str:
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a Python that imports this tree."""
     places = os.pathsep.join(str(ROOT / place) for place in (".", "cli", "evals"))
+    return {**os.environ, "PYTHONPATH": places, **variables}
+
+
+def python(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words in a process of its own."""
+    command = [sys.executable, *words]
     return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": places},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
+        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def printed(code: str) -> str:
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def imported_by(code: str) -> set[str]:

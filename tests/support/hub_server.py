@@ -12,12 +12,12 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+
+from tests.support.http_server import Quiet, served
 
 LARGE = 4096
 """Bytes from which on a file is a large one."""
@@ -129,7 +129,7 @@ def serving() -> Iterator[Hub]:
     """Give a hub that answers until the block ends."""
     hub = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             token = (self.headers.get("authorization") or "").removeprefix("Bearer ")
@@ -145,16 +145,6 @@ def serving() -> Iterator[Hub]:
 
         do_GET = do_POST = do_PUT = _answer  # noqa: N815
 
-        def log_message(self, *_: object) -> None:
-            return None
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with served(Handler) as host:
+        hub.url = f"http://{host}"
         yield hub
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

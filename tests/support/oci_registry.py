@@ -13,11 +13,11 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.support.http_server import Quiet, served
 
 USER, PASSWORD = "me", "open-sesame"
 HTPASSWD = f"{USER}:$2y$04$abcdefghijklmnopqrstuuXcjcm5avyCiJoD2uS24xa2lb6fjMB3G\n"
@@ -129,8 +129,8 @@ def by_token(home: Path) -> Iterator[dict[str, Any]]:
         signed = f"{part(json.dumps(head).encode())}.{part(json.dumps(claims).encode())}"
         return f"{signed}.{part(key.sign(signed.encode(), padding.PKCS1v15(), hashes.SHA256()))}"
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Handler(Quiet):
+        def do_GET(self) -> None:  # noqa: N802
             known = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
             let_in = self.headers.get("authorization") == f"Basic {known}"
             query = parse_qs(urlsplit(self.path).query)
@@ -141,18 +141,6 @@ def by_token(home: Path) -> Iterator[dict[str, Any]]:
             self.end_headers()
             self.wfile.write(content)
 
-        def log_message(self, *_: object) -> None:
-            return None
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    realm = f"http://127.0.0.1:{server.server_port}/token"
-    try:
-        yield {
-            "token": {"realm": realm, "service": SERVICE, "issuer": ISSUER, "rootcertbundle": str(home / "root.pem")}
-        }
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Handler) as host:
+        who = {"realm": f"http://{host}/token", "service": SERVICE, "issuer": ISSUER}
+        yield {"token": {**who, "rootcertbundle": str(home / "root.pem")}}

@@ -5,13 +5,9 @@ everything that goes wrong.
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +21,7 @@ from optkit.training.loop import Loop
 from optkit.training.objective import Objective
 from optkit.training.optimizer import learning_rate, make_optimizer
 from optkit.training.student import open_student
+from tests.support.fresh_python import python
 from tests.support.small_training import CROSS_ENTROPY, OPTIONS, run, some_data
 
 
@@ -73,15 +70,7 @@ class TestResume:
             "    return save(place, step, digest, saved)\ncheckpoints.save = dies\n"
             "run(Path(sys.argv[1]), place=Path(sys.argv[2]))\n"
         )
-        root = Path(__file__).parents[2]
-        path = os.pathsep.join([str(root), *(str(root / each) for each in ("cli", "evals"))])
-        killed = subprocess.run(
-            [sys.executable, "-c", script, str(source), str(tmp_path / "work")],
-            env=os.environ | {"PYTHONPATH": path},
-            cwd=root,
-            capture_output=True,
-            check=False,
-        )
+        killed = python("-c", script, str(source), str(tmp_path / "work"))
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         resumed, found = run(source, place=tmp_path / "work")
         assert found.course.resumed == [6]

@@ -17,6 +17,7 @@ import pytest
 from junitparser import JUnitXml
 from ruamel.yaml import YAML
 
+from tests.support.fresh_python import environment as python_environment
 from tests.support.pages import ROOT, blocks, scripts, yaml_of
 
 PAGE = ROOT / "docs" / "start" / "ci.md"
@@ -40,13 +41,12 @@ def checkout(tmp_path: Path, tiny_model: Callable[[str], Path]) -> Path:
 
 def ran(checkout: Path, pipeline: dict[str, Any], **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a pipeline's script as its runner does."""
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GITHUB_")}
+    kept = {name: value for name, value in python_environment().items() if not name.startswith("GITHUB_")}
     path = f"{checkout / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-e", "-c", "\n".join(scripts(pipeline))],
         cwd=checkout,
-        env={**kept, "PYTHONPATH": paths, "PATH": path, "CUDA_VISIBLE_DEVICES": "", **environment},
+        env={**kept, "PATH": path, "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
         text=True,
         timeout=240,

@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from optkit.source.models import ModelSource, pin_model
 from optkit.source.texts import TextSource
 from optkit.store.store import Store
 from tests.conftest import TinyModel
+from tests.support.fresh_python import python
 
 
 @pytest.mark.parametrize(
@@ -198,11 +197,6 @@ def test_limits_of_the_process_are_no_bugs(
     (tmp_path / "r.yaml").write_text(
         f"model: {tiny_model('llama')}\nstages: [bf16]\nevals: [footprint]\n", encoding="utf-8"
     )
-    root = Path(__file__).parents[2]
-    paths = {"PYTHONPATH": os.pathsep.join(str(root / part) for part in ("", "cli", "evals")), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN_LIMITED.format(limit=limit, most=most)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = python("-c", RUN_LIMITED.format(limit=limit, most=most), cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 1, done.stderr
     assert said in done.stderr

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).parents[2]
+from tests.support.fresh_python import environment, python
+
 Optkit = Callable[..., "subprocess.CompletedProcess[str]"]
 STAGE = '''
 from pathlib import Path
@@ -116,12 +116,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def optkit(site: Path, tmp_path: Path) -> Optkit:
     """Return the command line in a fresh process that finds the package."""
-    places = (site, ROOT, ROOT / "cli", ROOT / "evals")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places)), "OPTKIT_STORE": str(tmp_path / "s")}
+    variables = {"PYTHONPATH": f"{site}{os.pathsep}{environment()['PYTHONPATH']}", "OPTKIT_STORE": str(tmp_path / "s")}
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", "from optkit_cli.start import start; start()", *words]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        return python("-c", "from optkit_cli.start import start; start()", *words, cwd=tmp_path, **variables)
 
     return call
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,13 +21,13 @@ from optkit.sweep.executors.base import Needs, Order
 from optkit.sweep.executors.ray import START_A_NODE, START_BEFORE, RayExecutor, join
 from optkit.sweep.record import read_record
 from optkit.sweep.run import Sweep, sweep
+from tests.support.fresh_python import environment
 from tests.support.remembered import Lines
 from tests.support.sweeps import Here, made, order_of, recipe
 from tests.support.waiting import wait_until
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow  # Ray gives its own agents fifteen seconds to start, which a busy machine exceeds
-ROOT = Path(__file__).parents[3]
 MATRIX = {"stages.1.rtn.bits": [4, 8], "include": [{"stages.1.rtn": {"bits": 3, "group_size": 16}}]}
 
 
@@ -132,9 +131,8 @@ def test_ctrl_c_leaves_what_the_same_command_goes_on_with(
     (tmp_path / "s.json").write_text(json.dumps(asked))
     words = ["sweep", "s.json", "--device", "cpu", "--store", "store-s", "--out", "s", "--executor", "ray"]
     command = [sys.executable, "-m", "optkit_cli.main", *words, "--address", embedded]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "cli", "evals"))}
     said = tmp_path / "said"
-    with said.open("wb") as file, subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=file) as process:
+    with said.open("wb") as file, subprocess.Popen(command, env=environment(), cwd=tmp_path, stderr=file) as process:
         assert wait_until(lambda: b"bits4: begins on" in said.read_bytes() or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         assert process.wait() == 128 + signal.SIGINT, said.read_text()
