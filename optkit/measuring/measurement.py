@@ -68,87 +68,121 @@ def measure(
     if baseline is None:
         refuse_comparisons(plan)
     compared = plan.evals if baseline else ()
-    once = [each for each in compared if each.eval.of_unmodified]
-    alone = [
-        each
-        for each in plan.evals
-        if not (each.eval.timed or each.eval.compares or each in once) and not known(store, each.key)
-    ]
-    of_baseline = [
-        each
-        for each in compared
-        if not each.eval.timed and not known(store, each.key if each in once else each.baseline_key)
-    ]
-    pairs = [each for each in plan.evals if each.eval.compares and not known(store, each.key)]
-    missing = {each.key for each in plan.evals if not (known(store, each.key) and known(store, each.baseline_key))}
-    missing |= {each.key for model in further for key, each in model.wanted if not known(store, key)}
-    timed = [each for each in plan.evals if each.eval.timed and (retime or each.key in missing)]
-    for each in (*alone, *of_baseline, *pairs, *timed):
+    missing = _Missing.of(plan, compared, store, further, retime)
+    todo = [*missing.alone, *missing.of_baseline, *missing.pairs, *missing.timed]
+    for each in todo:
         if any(key and store.is_damaged_json(key) for key in (each.key, each.baseline_key)):
             progress.warn(f"{each.kind}: its numbers in the store were changed or cut off; they are measured again")
-    if todo := [*alone, *of_baseline, *pairs, *timed]:
+    if todo:
         store.check_writable()
     for each in plan.evals:
         if each not in todo:
             mark(f"eval {each.kind}", kind=each.kind, key=each.key, status="stored")
     context = EvalContext(seed=plan.recipe.seed, progress=progress, data=data, calibrated_on=calibrated_on)
     bench = Bench(store, plan.device, context, plan.steps[0].size_bytes)
-    if timed:
-        models = [TimedModel(artifact, [(each.key, each) for each in timed], "the artifact" if baseline else "")]
-        if baseline:
-            wanted = [(each.baseline_key, each) for each in timed if each.baseline_key]
-            models.insert(0, TimedModel(baseline, wanted, "the baseline"))
-        models[-1:-1] = _to_time(further, timed)
-        kept = store.workspace(digest(sorted({key for model in models for key, _ in model.wanted}))) / "turns.json"
-        if retime:
-            kept.unlink(missing_ok=True)
-        time_in_turns(bench, models, kept=kept, failed=_leaving_out(bench, models[-1]) if further else None)
-    if baseline and (of_baseline or pairs):
-        with bench.opened(baseline) as unmodified:
-            bench.measure(
-                unmodified, [(each.baseline_key or each.key, each) for each in of_baseline], of="the baseline"
-            )
-            if pairs:
-                with bench.opened(artifact) as changed:
-                    bench.measure(changed, [(each.key, each) for each in alone + pairs], beside=unmodified)
-    if alone and not pairs:
-        with bench.opened(artifact) as changed:
-            bench.measure(changed, [(each.key, each) for each in alone])
-    ours = [store.take_json(each.key) for each in plan.evals]
-    beside_it = [each for each in compared if each.baseline_key]
-    theirs = [store.take_json(each.baseline_key or each.key) for each in beside_it]
-    evals = list(zip(plan.evals, ours, strict=True))
-    of_once = [(each.kind, entry) for each, entry in evals if each in once]
-    of_unmodified = [Found.from_json(entry) for entry in theirs]
-    baselines = dict(zip((each.key for each in beside_it), of_unmodified, strict=True))
-    of_artifact = [_contrasted(each, Found.from_json(entry), baselines.get(each.key)) for each, entry in evals]
+    if missing.timed:
+        _time(bench, missing.timed, artifact, baseline, further, retime)
+    missing.run(bench, artifact, baseline)
+    return _gathered(plan, compared, store, environment, began, further)
+
+
+@dataclass(frozen=True)
+class _Missing:
+    """The evals of which the store does not hold all numbers, by what has to be open for them."""
+
+    timed: Sequence[PlannedEval]
+    alone: Sequence[PlannedEval]
+    """The artifact."""
+    of_baseline: Sequence[PlannedEval]
+    pairs: Sequence[PlannedEval]
+    """The artifact, and the baseline beside it."""
+
+    @classmethod
+    def of(
+        cls, plan: Plan, compared: Sequence[PlannedEval], store: Store, further: Sequence[TimedModel], retime: bool
+    ) -> _Missing:
+        lacking = {each.key for model in further for key, each in model.wanted if not known(store, key)}
+        timed, alone, of_baseline, pairs = (list[PlannedEval]() for _ in range(4))
+        for each in plan.evals:
+            here, there = known(store, each.key), known(store, each.baseline_key)
+            if each.eval.timed:
+                timed += [each] * (retime or not (here and there) or each.key in lacking)
+            elif each.eval.compares:
+                pairs += [each] * (not here)
+            elif each in compared and each.eval.of_unmodified:
+                of_baseline += [each] * (not here)
+            else:
+                alone += [each] * (not here)
+                of_baseline += [each] * (each in compared and not there)
+        return cls(timed, alone, of_baseline, pairs)
+
+    def run(self, bench: Bench, artifact: Subject, baseline: Subject | None) -> None:
+        """Measure what is not timed; both models are open together for pairs alone."""
+        alone = [(each.key, each) for each in self.alone]
+        if baseline and (self.of_baseline or self.pairs):
+            with bench.opened(baseline) as unmodified:
+                its = [(each.baseline_key or each.key, each) for each in self.of_baseline]
+                bench.measure(unmodified, its, of="the baseline")
+                if self.pairs:
+                    with bench.opened(artifact) as changed:
+                        bench.measure(changed, [*alone, *((each.key, each) for each in self.pairs)], beside=unmodified)
+        if alone and not self.pairs:
+            with bench.opened(artifact) as changed:
+                bench.measure(changed, alone)
+
+
+def _time(
+    bench: Bench,
+    timed: Sequence[PlannedEval],
+    artifact: Subject,
+    baseline: Subject | None,
+    further: Sequence[TimedModel],
+    retime: bool,
+) -> None:
+    """Time both models, and the further ones between them, in turns."""
+    models = [TimedModel(artifact, [(each.key, each) for each in timed], "the artifact" if baseline else "")]
+    if baseline:
+        wanted = [(each.baseline_key, each) for each in timed if each.baseline_key]
+        models.insert(0, TimedModel(baseline, wanted, "the baseline"))
+    keys = {each.key for each in timed}
+    others = [replace(each, wanted=[pair for pair in each.wanted if pair[1].key in keys]) for each in further]
+    models[-1:-1] = [model for model in others if model.wanted]
+    name = digest(sorted({key for model in models for key, _ in model.wanted}))
+    kept = bench.store.workspace(name) / "turns.json"
+    if retime:
+        kept.unlink(missing_ok=True)
+    time_in_turns(bench, models, kept=kept, failed=_leaving_out(bench, models[-1]) if further else None)
+
+
+def _gathered(
+    plan: Plan,
+    compared: Sequence[PlannedEval],
+    store: Store,
+    environment: dict[str, Any],
+    began: str,
+    further: Sequence[TimedModel],
+) -> Measurement:
+    """Return the numbers of all evals, which the store holds now."""
+    ours = [(each, store.take_json(each.key)) for each in plan.evals]
+    theirs = [(each, store.take_json(each.baseline_key)) for each in compared if each.baseline_key]
+    once = [pair for pair in ours if pair[0] in compared and pair[0].eval.of_unmodified]
+    own, of_unmodified = [pair for pair in ours if pair not in once], [*once, *theirs]
+    there = [Found.from_json(entry) for _, entry in theirs]
+    baselines = dict(zip((each.key for each, _ in theirs), there, strict=True))
+    found = [_contrasted(each, Found.from_json(entry), baselines.get(each.key)) for each, entry in ours]
     folders = _folders([each.kind for each in plan.evals])
     beside = [f"{folder}-unmodified" for folder, each in zip(folders, compared, strict=False) if each.baseline_key]
     return Measurement(
-        metrics=tuple(metric for each in of_artifact for metric in each.metrics),
-        baseline=tuple(metric for each in of_unmodified for metric in each.metrics),
-        attachments=_attachments([*folders, *beside], [*of_artifact, *of_unmodified]),
-        notes=_notes([(each.kind, entry) for each, entry in evals if each not in once], environment, began),
-        baseline_notes=_notes(
-            [*of_once, *zip((each.kind for each in beside_it), theirs, strict=True)], environment, began
-        ),
+        metrics=tuple(metric for each in found for metric in each.metrics),
+        baseline=tuple(metric for each in there for metric in each.metrics),
+        attachments=_attachments([*folders, *beside], [*found, *there]),
+        notes=_notes(own, environment, began),
+        baseline_notes=_notes(of_unmodified, environment, began),
         environment=environment,
         warnings=_warnings(ours, theirs),
-        memory=(
-            *_memory([entry for _, entry in of_once] + theirs, "unmodified"),
-            *_memory([entry for each, entry in evals if each not in once], "artifact"),
-        ),
+        memory=(*_memory(of_unmodified, "unmodified"), *_memory(own, "artifact")),
         further=tuple((each.name, _numbers(each, store)) for each in further),
     )
-
-
-def _to_time(further: Sequence[TimedModel], timed: Sequence[PlannedEval]) -> list[TimedModel]:
-    """Return the further models, each with those of its evals that are timed."""
-    keys = {each.key for each in timed}
-    found = [
-        replace(model, wanted=[(key, each) for key, each in model.wanted if each.key in keys]) for model in further
-    ]
-    return [model for model in found if model.wanted]
 
 
 def _leaving_out(bench: Bench, artifact: TimedModel) -> Callable[[TimedModel, Exception], None]:
@@ -199,33 +233,37 @@ def _attachments(folders: Sequence[str], found: Sequence[Found]) -> dict[str, At
     }
 
 
-def _memory(entries: Sequence[Mapping[str, Any]], of: str) -> tuple[MemoryTrace, ...]:
+Entries = Sequence[tuple[PlannedEval, Mapping[str, Any]]]
+"""Evals, each with what the store holds of it."""
+
+
+def _memory(entries: Entries, of: str) -> tuple[MemoryTrace, ...]:
     """Return the traces that lie in entries of the store."""
     return tuple(
-        MemoryTrace.model_validate({**each, "of": of}) for entry in entries for each in entry.get("memory", ())
+        MemoryTrace.model_validate({**each, "of": of}) for _, entry in entries for each in entry.get("memory", ())
     )
 
 
-def _notes(
-    said: Sequence[tuple[str, Mapping[str, Any]]], environment: Mapping[str, Any], began: str
-) -> tuple[str, ...]:
+def _notes(said: Entries, environment: Mapping[str, Any], began: str) -> tuple[str, ...]:
     """Return what was said while evals measured, and which of them did so before this run.
     What was different there is told too.
     """
     found = [note for _, entry in said for note in entry.get("notes", ())]
-    for kind, entry in said:
+    for each, entry in said:
         if entry.get("created", began) < began:
             earlier = entry.get("environment", {})
             there = {name: value for name, value in earlier.items() if environment.get(name, value) != value}
             different = ", ".join(f"{name} {value}" for name, value in there.items())
-            found.append(f"{kind}: measured earlier, {entry['created']}{f', with {different}' if different else ''}")
+            found.append(
+                f"{each.kind}: measured earlier, {entry['created']}{f', with {different}' if different else ''}"
+            )
     return tuple(dict.fromkeys(found))
 
 
-def _warnings(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _warnings(ours: Entries, theirs: Entries) -> tuple[str, ...]:
     """Return what evals warned of, each once."""
-    said = [warning for entry in ours for warning in entry.get("warnings", ())]
-    said += [f"baseline: {warning}" for entry in theirs for warning in entry.get("warnings", ())]
+    said = [warning for _, entry in ours for warning in entry.get("warnings", ())]
+    said += [f"baseline: {warning}" for _, entry in theirs for warning in entry.get("warnings", ())]
     return tuple(dict.fromkeys(said))
 
 
