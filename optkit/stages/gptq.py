@@ -27,6 +27,7 @@ from optkit.stages.quantizing.learning import (
     block_learner,
     learned_block,
     unpacked,
+    with_copies,
     with_learned_scales,
     with_learning,
     with_unmodified,
@@ -49,7 +50,7 @@ EFFORTS: Mapping[str, Mapping[str, Any]] = {
     "balanced": {"earlier_errors": 0.5},
     "best": {"learn": "blocks"},
 }
-STEPS = {"learning_steps": 120, "scale_steps": 64}
+STEPS = {"learning_steps": 120, "scale_steps": 64, "copies": 3}
 LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
 
 
@@ -63,7 +64,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
     kind: ClassVar[str] = "gptq"
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
-    version: ClassVar[int] = 13
+    version: ClassVar[int] = 14
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True
@@ -89,6 +90,10 @@ class Gptq(GptqFields, SharedText, Backed):
     scale_steps: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
     """Steps behind the last block, in which the scales alone learn from the unmodified model's
     probabilities; 64 if blocks learn and nothing is said.
+    """
+    copies: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
+    """How many copies of the text blocks learn from beside it; 3 if blocks learn and nothing is said. In each half
+    of the tokens are drawn anew, from what the unmodified model expects there. Prompts with images have none.
     """
 
     @model_validator(mode="after")
@@ -138,10 +143,7 @@ class Gptq(GptqFields, SharedText, Backed):
             return outputs
 
         def enter() -> BlockInputs:
-            tokens = read_text(job.skeleton, self.calibration, job.context, self.kind)
-            return job.skeleton.capture_inputs(tokens, job.context.device, self.batch_size)
-
-        from optkit.stages.quantizing.hessians import read_text
+            return job.skeleton.capture_inputs(job.text, job.context.device, self.batch_size)
 
         return with_learned_scales(job, outputs, enter, self.scale_steps, self._rounds_to_nearest, LESS_MEMORY)
 
@@ -159,6 +161,9 @@ class Gptq(GptqFields, SharedText, Backed):
         device, skeleton = job.context.device, job.skeleton
         refuse_encoder_decoder(skeleton.checkpoint.config, self._beside_unmodified)
         tokens = read_text(skeleton, self.calibration, job.context, self.kind)
+        if self.copies:
+            tokens = with_copies(job, tokens, self.copies, self.batch_size, LESS_MEMORY)
+        job.text = tokens
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "rounded_to_nearest": {}, "raised_damping": {}, "expert_tokens": {}}
         job.details |= details_of_sums(device, skeleton.dtype, self.equal_tokens and not self.earlier_errors)
@@ -273,7 +278,7 @@ class Gptq(GptqFields, SharedText, Backed):
             for stacks in named
             for stack in stacks
         )
-        text = self.calibration
+        text = self.calibration.model_copy(update={"samples": self.calibration.samples * (1 + (self.copies or 0))})
         sums = hessian_bytes(shape, layers, at_once=text.experts == "all")
         if self._in_one_pass and device == "cpu" and _is_known(shape):
             sums += waiting_bytes(shape, layers, text) // self.devices

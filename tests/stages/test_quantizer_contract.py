@@ -36,7 +36,7 @@ def test_every_hook_says_what_it_returns() -> None:
 def test_qat_holds_a_gptq_with_its_own_fields() -> None:
     stage = Qat(bits=3, damping=0.05, batch_size=2, activation_order=False, exclude=("*.q_proj",))
     assert not isinstance(stage, Gptq)
-    own = {"backend", "devices", "earlier_errors", "effort", "learn", "learning_steps", "scale_steps"}
+    own = {"backend", "devices", "earlier_errors", "effort", "learn", "learning_steps", "scale_steps", "copies"}
     shared = Gptq.model_fields.keys() & Qat.model_fields.keys() - own
     assert {name: getattr(stage.gptq, name) for name in shared} == {name: getattr(stage, name) for name in shared}
     assert shared == Gptq.model_fields.keys() - own

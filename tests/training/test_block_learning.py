@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from optkit.algorithms.pruning import zeros_of_pruning
 from optkit.errors import StageError
+from optkit.model.blocks import BlockInputs
 from optkit.model.checkpoint import Checkpoint
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.gptq import Gptq
-from optkit.training import block_learning
+from optkit.training import block_learning, scale_learning
 from optkit.training.recorded_step import RecordedStep
 from tests.conftest import TinyModel
 from tests.stages.test_gptq_stage import outputs, weights
@@ -39,11 +40,11 @@ def few(text: Calibration) -> Calibration:
 
 
 def quantize(source: Path, target: Path, text: Calibration, steps: int | None = STEPS, **fields: Any) -> Report:
-    """Quantize to 2 bits; `seed` is the context's."""
+    """Quantize to 2 bits; `seed` is the context's. Blocks learn from the text alone, which is measured too."""
     target.mkdir()
     context = Context(seed=fields.pop("seed", 0))
     fields = {"bits": 2, "group_size": 32, "batch_size": 2, "calibration": text, **fields}
-    learn = {} if steps is None else {"learn": "blocks", "learning_steps": steps, "scale_steps": 0}
+    learn = {} if steps is None else {"learn": "blocks", "learning_steps": steps, "scale_steps": 0, "copies": 0}
     return Gptq(**{**learn, **fields}).run(source, target, context)
 
 
@@ -143,6 +144,27 @@ def test_steps_that_harm_are_not_taken(
     assert (tmp_path / "wild/model.safetensors").read_bytes() == (tmp_path / "gptq/model.safetensors").read_bytes()
 
 
+def test_blocks_and_scales_learn_from_copies_of_the_text_too(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[type, torch.Tensor]] = []
+    for learner in (block_learning.BlockLearner, scale_learning.ScaleLearner):
+
+        def begin(self: Any, skeleton: Any, inputs: BlockInputs, *rest: Any, begin: Any = learner.__init__) -> None:
+            seen.append((type(self), inputs.hidden.clone()))
+            begin(self, skeleton, inputs, *rest)
+
+        monkeypatch.setattr(learner, "__init__", begin)
+    quantize(tiny_model("llama"), tmp_path / "learned", few, 1, scale_steps=1, copies=2)
+    assert [kind for kind, _ in seen] == [block_learning.BlockLearner, scale_learning.ScaleLearner]
+    assert seen[0][1].equal(seen[1][1])
+    text, *copies = seen[0][1].split(4)
+    assert len(copies) == 2
+    for copy in copies:
+        assert copy[:, 0].equal(text[:, 0])
+        assert 0.3 < (copy != text).any(-1).float().mean() < 0.7
+
+
 def test_the_seed_decides_and_nothing_else(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
     for name, seed in (("one", 0), ("two", 0), ("other", 1)):
         quantize(tiny_model("llama"), tmp_path / name, few, 3, seed=seed, include=("model.layers.0.*",))
@@ -205,7 +227,7 @@ def test_the_plan_knows_the_form_and_asks_for_more_memory(
 
 
 def test_keys_without_it_are_what_they_were(few: Calibration) -> None:
-    assert not {"learn", "learning_steps", "scale_steps"} & set(Gptq(calibration=few).model_dump())
+    assert not {"learn", "learning_steps", "scale_steps", "copies"} & set(Gptq(calibration=few).model_dump())
 
 
 def test_steps_of_no_learning_are_refused(few: Calibration) -> None:

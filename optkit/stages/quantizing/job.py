@@ -73,6 +73,8 @@ class QuantizationJob:
     notes: list[str] = field(default_factory=list)
     """Sentences for the scorecard."""
     calibrated_on: tuple[Mapping[str, str], ...] = ()
+    text: Any = None
+    """What is calibrated on: tokens, int64 [sequences, sequence_length], or prompts with images."""
     inputs: BlockInputs | None = None
     """What the last block returned on the calibration text, for the output layer."""
     ahead: ReadAhead = field(default_factory=partial(ReadAhead, 3))

@@ -48,6 +48,24 @@ def block_learner(job: QuantizationJob, inputs: BlockInputs, steps: int) -> Bloc
     return BlockLearner(job.skeleton, inputs, steps, job.context.seed)
 
 
+def with_copies(job: QuantizationJob, text: Any, copies: int, batch_size: int, less_memory: str) -> Any:
+    """Return a text with `redrawn` copies behind it; prompts with images as they are."""
+    import torch
+
+    from optkit.training.redrawn_text import redrawn
+
+    if not isinstance(text, torch.Tensor):
+        return text
+    context = job.context
+
+    def made() -> list[list[int]]:
+        with out_of_memory("the copies of the text", context.device, less_memory):
+            found = redrawn(job.skeleton, text, copies, context.device, batch_size, context.seed, less_memory)
+        return found.tolist()  # type: ignore[no-any-return]
+
+    return torch.cat([text, torch.tensor(job.kept.measured("copies", made))])
+
+
 def learned_block(
     job: QuantizationJob,
     learner: BlockLearner,

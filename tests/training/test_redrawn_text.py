@@ -1,0 +1,46 @@
+"""Copies of a text with tokens that the unmodified model expects: drawn as transformers' own logits say."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.skeleton import Skeleton
+from optkit.source.calibration import Calibration
+from optkit.training import redrawn_text
+from optkit.training.redrawn_text import redrawn
+from tests.conftest import TinyModel
+
+COPIES = 400
+
+
+@pytest.mark.parametrize(("kind", "last"), [("llama", "model.norm.weight"), ("gpt2", "transformer.ln_f.weight")])
+def test_tokens_are_drawn_from_what_the_model_expects_there(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str, last: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_model(kind), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors[last] *= 30  # else it expects all tokens alike
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    tokens = text.tokens(source, None)[:3, :8]
+    with torch.no_grad():
+        logits: Tensor = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(tokens).logits
+    monkeypatch.setattr(redrawn_text, "LOGIT_BYTES", {"cpu": 4 * logits.shape[-1] * 5})  # logits of few tokens at once
+    skeleton = Skeleton(Checkpoint(source))
+    copies = redrawn(skeleton, tokens, COPIES, "cpu", 2, 0, "").view(COPIES, *tokens.shape)
+    assert all(parameter.is_meta for parameter in skeleton.model.parameters())
+    assert (copies[..., 0] == tokens[:, 0]).all()
+    found = torch.nn.functional.one_hot(copies[..., 1:], logits.shape[-1]).float().mean(0)
+    kept = torch.nn.functional.one_hot(tokens[:, 1:], logits.shape[-1])
+    wanted = (logits[:, :-1].softmax(-1) + kept) / 2
+    assert logits.softmax(-1).amax(-1).mean() > 0.1
+    assert ((found - wanted).abs() < 5 * (wanted * (1 - wanted) / COPIES).sqrt() + 1e-2).all()  # five deviations
+    assert (redrawn(skeleton, tokens, 2, "cpu", 2, 0, "") == redrawn(skeleton, tokens, 2, "cpu", 2, 0, "")).all()
