@@ -1,16 +1,17 @@
 """Decode and prefill on one GPU, of a model in bfloat16, 4 and 8 bits, by each way of decoding: a
 Markdown table.
 
-    python tests/benchmarks/decode_gpu.py [--model DIRECTORY] [--only PATTERN] \
-        [--batches 1,32] [--prompt 512] [--new-tokens 128]
+    python tests/benchmarks/decode_gpu.py [--model DIRECTORY | --shape llama] [--layers 32] \
+        [--only PATTERN] [--batches 1,32] [--prompt 512] [--new-tokens 128]
 
-Without a model: random weights in the shape of Llama-3-8B, made and rounded on the GPU (they say
-nothing of quality). INT4 has symmetric groups of 128, NF4 is bitsandbytes' with double quantization;
-a model on the disk goes through `rtn`, `fp8`, `smoothquant` and `nf4`. Greedy; the protocol of the
-eval `throughput`, which is what measures. `transformers` is its own eager decoding loop with a
-growing cache and SDPA; `compile` is torch.compile of its step with a static cache in CUDA graphs
-(`compile: reduce-overhead`). Of `cuda_graphs` the steps alone are timed too, one behind the other
-around the middle of the new tokens: the fewest seconds of five times 30.
+Without a model: random weights in the shape of Llama-3-8B, Qwen3-30B-A3B or Mixtral-8x7B, made and
+rounded on the GPU (they say nothing of quality). INT4 has symmetric groups of 128, NF4 is
+bitsandbytes' with double quantization; a model on the disk goes through `rtn`, `fp8`, `smoothquant`
+and `nf4`. Greedy; the protocol of the eval `throughput`, which is what measures. `transformers` is
+its own eager decoding loop with a growing cache and SDPA; `compile` is torch.compile of its step
+with a static cache in CUDA graphs (`compile: reduce-overhead`). Of `cuda_graphs` the steps alone are
+timed too, one behind the other around the middle of the new tokens: the fewest seconds of five
+times 30.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from optkit.kernels.int8_linear import Int8Linear
 from optkit.kernels.integer_kernels import integer_layer
 from optkit.kernels.packed_linear import PackedWeight
 from optkit.measure import EvalContext
+from optkit.model.experts import unfuse_experts_
 from optkit.session import open_session
 from optkit.session.torch_session import TorchSession
 from optkit.settings.compile import Compile
@@ -47,16 +49,22 @@ from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import SmoothQuant
 
-LLAMA_3_8B: dict[str, Any] = {
-    **{
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {
+        **{"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     },
-    **{"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    "qwen3_moe": {
+        **{"vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48},
+        **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+    },
+    "mixtral": {
+        **{"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    },
 }
+"""Llama-3-8B, Qwen3-30B-A3B and Mixtral-8x7B."""
 WEIGHTS: dict[str, Transform | None] = {
     "bfloat16": None,
     "int4, groups of 128": Rtn(group_size=128),
@@ -77,20 +85,20 @@ WAYS: dict[str, list[Setting]] = {
 REPLAYS = 30
 
 
-def model_in_memory(layers: int = 32) -> Any:
-    """Return random bfloat16 weights in the shape of Llama-3-8B, or of so many of its layers, on the GPU."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def model_in_memory(layers: int | None = None, shape: str = "llama") -> Any:
+    """Return random bfloat16 weights in a shape of `SHAPES`, or of so many of its layers, on the GPU."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    fewer = {} if layers is None else {"num_hidden_layers": layers}
+    sizes = {**SHAPES[shape], "max_position_embeddings": 8192, "tie_word_embeddings": False, **fewer}
+    config = CONFIG_MAPPING[shape](**sizes)
     with torch.device("cuda"):
-        model = LlamaForCausalLM(LlamaConfig(**LLAMA_3_8B | {"num_hidden_layers": layers})).eval()
-    torch.set_default_dtype(torch.float32)
-    return model
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def random_model(directory: Path, layers: int = 32) -> Path:
-    """Write such a model, and a tokenizer, into a directory."""
+def random_model(directory: Path, layers: int | None = None) -> Path:
+    """Write such a model in the shape of Llama-3-8B, and a tokenizer, into a directory."""
     from transformers import PreTrainedTokenizerFast
 
     if not (directory / "config.json").exists():
@@ -123,14 +131,14 @@ def rounded_layer(weights: str, weight: Tensor) -> nn.Module:
 
 
 @torch.no_grad()
-def session_in_memory(weights: str, settings: list[Setting]) -> Any:
+def session_in_memory(weights: str, settings: list[Setting], layers: int | None, shape: str) -> Any:
     """Return a session as `open_session` does, of a model that was never on a disk."""
-    model = model_in_memory()
-    for block in model.model.layers if weights != "bfloat16" else ():
-        for part in (block.self_attn, block.mlp):
-            for name, layer in [*part.named_children()]:
-                if isinstance(layer, nn.Linear):
-                    setattr(part, name, rounded_layer(weights, layer.weight.data))
+    model = model_in_memory(layers, shape)
+    if weights != "bfloat16":
+        unfuse_experts_(model)
+        for name, layer in list(model.model.layers.named_modules()):
+            if isinstance(layer, nn.Linear):
+                model.model.layers.set_submodule(name, rounded_layer(weights, layer.weight.data))
     if weights.startswith("lm_head"):
         model.lm_head = rounded_layer(weights, model.lm_head.weight.data)
     torch.cuda.empty_cache()
@@ -166,6 +174,8 @@ def main() -> None:
     """Make the models, measure each way, print a row for each batch as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--work", type=Path, default=Path("/tmp/decode_gpu"))
     parser.add_argument("--only", default="*", help="pattern of `WEIGHTS WAY`, e.g. 'int4*'")
     parser.add_argument("--batches", default="1,32")
@@ -191,7 +201,9 @@ def main() -> None:
         for way, settings in ways.items():
             begin = time.perf_counter()
             session: Any = (
-                open_session(directory, settings, "cuda") if given.model else session_in_memory(weights, settings)
+                open_session(directory, settings, "cuda")
+                if given.model
+                else session_in_memory(weights, settings, given.layers, given.shape)
             )
             context = EvalContext()
             print(f"<!-- opened in {time.perf_counter() - begin:.1f} s -->", flush=True)

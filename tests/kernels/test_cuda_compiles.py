@@ -13,6 +13,7 @@ import torch
 from optkit.errors import OptkitError
 from optkit.kernels.cuda import nvrtc
 from optkit.kernels.cuda.decoding import MOST_CLUSTERED
+from optkit.kernels.cuda.experts import schedule_of
 from optkit.kernels.cuda.nvrtc import SOURCES, compile_source, kept_binary
 from optkit.kernels.cuda.schedule import Form, Schedule
 from optkit.kernels.cuda.wide import Widths
@@ -80,6 +81,16 @@ def test_linear(form: str, token_tiles: int, flags: tuple[str, ...]) -> None:
     how = Schedule(8, 2, 2, 1, span=3, engine=token_tiles > 1, late=token_tiles > 2)
     for more in ((), ("PLAIN",)) if FORMS[form].bits == 8 else ((),):
         compiles("linear.cu", FORMS[form].macros(token_tiles, how) | dict.fromkeys((*flags, *more), "1"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("flags", ["BF16 RESIDUAL", "WIDE SHARED_OUT"])
+def test_experts(form: str, flags: str) -> None:
+    compiles("experts.cu", {"EXPERTS": "128", "CHOICES": "8", "MOST": "8"} | dict.fromkeys(flags.split(), "1"))
+    for more in ("GATED NORM", "ALONE"):
+        how = schedule_of(FORMS[form], 1, gated=more != "ALONE")
+        macros = dict.fromkeys(more.split(), "1") | {"SHARED": "1", "CHOICES": "8"}
+        compiles("linear.cu", FORMS[form].macros(1, how) | macros)
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)

@@ -19,9 +19,10 @@ from optkit.errors import StageError
 from optkit.kernels import float8_linear
 from optkit.kernels.cuda import decoding, layer_pass, prompts
 from optkit.kernels.cuda.decoding import GraphDecoder
+from optkit.kernels.cuda.experts import Mixture
 from optkit.kernels.cuda.nvrtc import compile_source
 from optkit.kernels.int8_linear import Int8Linear
-from optkit.model.experts import unfuse_experts_
+from optkit.model.experts import Experts, experts_in, unfuse_experts_
 from optkit.session import open_session
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.stage import Context
@@ -131,6 +132,31 @@ def test_a_layer_is_what_the_modules_say(kind: str) -> None:
     assert ours.argmax(-1).equal(reference.argmax(-1))
 
 
+@pytest.mark.parametrize("batch", [1, 3, 20])
+@pytest.mark.parametrize("kind", some(["qwen3_moe", "mixtral"]))
+def test_experts_that_lie_one_by_one_are_stacked(kind: str, batch: int) -> None:
+    model = random_model(kind, KNOWN[kind])
+    unfuse_experts_(model)
+    ours, reference = logits_of_both(model, batch)
+    assert float((ours - reference).norm() / reference.norm()) < 1e-4
+    assert all(isinstance(layer.mlp, Mixture) for layer in GraphDecoder(model).layers)
+    first, second = experts_in(model.model.layers[0])[0][:2]
+    starts = [
+        expert.get_submodule(name).weight.untyped_storage() for expert in (first, second) for name in expert.input_names
+    ]
+    assert len({start.data_ptr() for start in starts}) == 1
+
+
+def test_another_router_is_the_models_own() -> None:
+    model = random_model("qwen3_moe", KNOWN["qwen3_moe"])
+    unfuse_experts_(model)
+    for block in model.model.layers:
+        block.mlp.gate.register_forward_hook(lambda _, given, found: (found[0], found[1] * 0.5, found[2]))
+    ours, reference = logits_of_both(model)
+    assert float((ours - reference).norm() / reference.norm()) < 1e-4
+    assert not any(isinstance(layer.mlp, Mixture) for layer in GraphDecoder(model).layers)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "short", "long"), [("gemma3_text", "", "windows"), ("gpt_oss", "sinks", "sinks")])
 def test_prompts_that_the_model_reads_itself_are_noted(
@@ -172,7 +198,15 @@ def test_other_layers_and_dtypes_say_why(monkeypatch: pytest.MonkeyPatch) -> Non
         GraphDecoder(model)
     model = random_model("qwen3_moe", KNOWN["qwen3_moe"])
     unfuse_experts_(model)
-    with pytest.raises(StageError, match="its packed experts lie one by one, and Python asks the GPU at each step"):
+    model.model.layers[1].mlp.experts[3].up_proj = torch.nn.Linear(64, 32)  # with a bias
+    with pytest.raises(StageError, match="the experts of a block are quantized differently"):
+        GraphDecoder(model)
+    model.model.layers[1].mlp.inner = torch.nn.Sequential(Experts())
+    with pytest.raises(StageError, match="the packed experts of Qwen3MoeSparseMoeBlock lie deeper in it"):
+        GraphDecoder(model)
+    model = random_model("qwen3_moe", {**KNOWN["qwen3_moe"], "hidden_act": "relu"})
+    unfuse_experts_(model)
+    with pytest.raises(StageError, match="its experts have no gate of SiLU or GELU"):
         GraphDecoder(model)
     model = random_model("llama", {"layer_types": ["full_attention", "linear_attention", "full_attention"]})
     with pytest.raises(StageError, match="its layers are of linear_attention"):

@@ -243,21 +243,24 @@ FAMILY: dict[str, dict[str, object]] = {
 
 PACKED: dict[str, Transform] = {
     "int4": Rtn(group_size=32, symmetric=False),
+    "symmetric int4": Rtn(group_size=32),
     "fp8": Fp8(),
     "w8a8": SmoothQuant(calibration={"dataset": "python-reference", "samples": 2, "sequence_length": 32}),
 }
 
 
 MIXTURES = {"qwen3_moe", "mixtral", "gpt_oss"}
-"""Rounding may send a token to another expert, and packed experts have no graph."""
+"""Rounding may send a token to another expert. Packed experts have no zero points."""
 OTHERS: dict[str, dict[str, object]] = {
     kind: {"model_type": kind, **SIZES, "head_dim": 16, "num_hidden_layers": 3, **changed}
     for kind, changed in KNOWN.items()
     if kind not in FAMILY
 }
 OPENED = [
-    *product(FAMILY, ("bf16", "fp16"), ("float", *PACKED)),
-    *((kind, "bf16", weights) for kind in OTHERS for weights in ("float", "int4")[: 1 if kind in MIXTURES else 2]),
+    *product(FAMILY, ("bf16", "fp16"), ("float", "int4", "fp8", "w8a8")),
+    *((kind, "bf16", weights) for kind in OTHERS for weights in ("float", "int4") if kind not in MIXTURES),
+    *product(sorted(MIXTURES), ("bf16",), ("float", "symmetric int4")),
+    ("qwen3_moe", "bf16", "fp8"),
 ]
 
 
@@ -291,7 +294,8 @@ def test_the_graph_says_what_the_model_says(
         assert written[:, -1].equal(logits.argmax(-1))
         first = own.logits(tokens)[:, -1].double()  # type: ignore[union-attr]
         short = first.amax(-1) - first.gather(1, written[:, prompt, None])[:, 0]
-        assert (short < 0.5 * first.std(-1)).all(), "the prompt's token is about the likeliest"
+        likely = (short < 0.5 * first.std(-1)).double().mean()
+        assert likely >= (0.9 if kind in MIXTURES else 1), "the prompt's token is about the likeliest"
 
 
 @pytest.mark.gpu

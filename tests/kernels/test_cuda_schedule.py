@@ -125,7 +125,7 @@ def test_the_device_is_asked_how_much_it_has(capability: str, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(matrix, "_kernel", lambda name, macros, device: asked.update(macros))
     shape, gated = form("8B down_proj")
-    launch = matrix._launch.__wrapped__(shape, 5, True, False, gated, False, None, 0)
+    launch = matrix.launch_of.__wrapped__(shape, 5, True, False, gated, False, None, 0)
     assert launch.shared == (capability == "9.0") == ("SHARED" in asked) == ("NORM" in asked)
     assert launch.shared_bytes == choose_tiles(shape, 5, gated, LIMITS[capability]).shared_bytes
     assert (launch.threads, asked["WARPS"]) == (512, "16")

@@ -1,6 +1,6 @@
-"""The kernels of attention.cu, tokens.cu, exchange.cu and a part of linear.cu in torch, so that a
-decode step runs on a CPU. Each takes what the kernel takes; `linear` itself is left out, since
-dense products say the same.
+"""The kernels of attention.cu, tokens.cu, exchange.cu, experts.cu and a part of linear.cu in torch, so that a
+decode step runs on a CPU. Each takes what the kernel takes; `linear` is here for experts in floats alone, since
+dense products say the same of other matrices.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from optkit.algorithms.eight_bit import FLOAT8, INT8, round_inputs
-from optkit.kernels.cuda import decoding, exchange, finishing, matrix, prompts, step_layers, step_products
+from optkit.kernels.cuda import decoding, exchange, experts, finishing, matrix, prompts, step_layers, step_products
 
 Macros = dict[str, str]
 WANTED = {
     "attention.cu": {"HEADS", "KV_HEADS", "SIZE", "ROTARY", "SHARES", "STAGES"},
     "tokens.cu": {"WIDTH", "VOCABULARY"},
+    "experts.cu": {"EXPERTS", "CHOICES", "MOST"},
     "exchange.cu": {"RANK", "RANKS", "PACKETS"},
     "linear.cu": {"BITS", "INPUTS", "GROUP"},
     "finish.cu": {"BITS"},
@@ -31,7 +32,7 @@ LOW_HALF, TOP_BIT = (1 << 32) - 1, -1 << 63
 
 def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let GraphDecoder run on CPU tensors, in float32 too."""
-    for module in (decoding, exchange, finishing, matrix):
+    for module in (decoding, exchange, experts, finishing, matrix):
         monkeypatch.setattr(module, "compiled", kernel)
     monkeypatch.setattr(exchange, "_shared_memories", lambda size, rank, device: [0] * distributed.get_world_size())
     monkeypatch.setattr(step_products, "MOST_STREAMED", {4: 0, 8: 0, 16: 0})
@@ -177,6 +178,54 @@ def attend(
     output.copy_(torch.einsum("bhk,bhkc->bhc", chances, values[:, :, past].repeat_interleave(grouped, 1)).flatten(1))
 
 
+def group(m: Macros, grid: Any, chosen: Tensor, groups: Tensor, order: Tensor, choices: int, count: int) -> None:
+    found, places = [], chosen.flatten().argsort(stable=True)
+    order.copy_(places)
+    for start in range(0, choices):
+        expert = int(chosen.flatten()[places[start]])
+        if expert < int(m["EXPERTS"]):
+            if not found or found[-1][0] != expert or found[-1][2] == int(m["MOST"]):
+                found.append([expert, start, 0, 0])
+            found[-1][2] += 1
+    groups.zero_()[: len(found)] = torch.tensor(found, dtype=torch.int32)
+
+
+def linear(
+    m: Macros, grid: Any, weight: Tensor, scales: Any, offsets: Any, bias: Any, x: Tensor, sums: Any, norm: Any,
+    epsilon: float, y: Tensor, rows: int, tokens: int, second_half: int, groups: Tensor, order: Tensor,
+) -> None:  # fmt: skip
+    assert grid[1] == len(groups)
+    for expert, first, count, _ in groups.tolist():
+        assert count <= tokens
+        places, choices = torch.arange(first, first + count), order[first : first + count]
+        source = x[choices // int(m["CHOICES"]) if "GATED" in m else places]
+        source = F.rms_norm(source, norm.shape, norm, epsilon) if "NORM" in m else source
+        values = source @ weight.view(-1, rows, weight.shape[1])[expert].T
+        if "GATED" in m:
+            gate, up = values.chunk(2, -1)
+            values = (F.gelu(gate, approximate="tanh") if "GELU" in m else F.silu(gate)) * up
+        y[places if "GATED" in m else choices] = values
+
+
+def route(
+    m: Macros, grid: Any, logits: Tensor, chosen: Tensor, shares: Tensor, groups: Tensor, order: Tensor, *sizes: int
+) -> None:
+    chances, experts = logits.softmax(-1).topk(int(m["CHOICES"]))
+    chosen.copy_(experts)
+    shares.copy_(chances / chances.sum(-1, keepdim=True) if "SHARED_OUT" in m else chances)
+    group(m, grid, chosen, groups, order, chosen.numel(), sizes[1])
+
+
+def weighted(m: Macros, grid: Any, made: Tensor, shares: Tensor, chosen: Tensor, total: Tensor, vectors: int) -> None:
+    there = (chosen < int(m["EXPERTS"])).flatten()[:, None]
+    values = (torch.where(there, made, 0).view(*chosen.shape, -1) * shares[..., None]).sum(1)
+    total.copy_(values + total if "RESIDUAL" in m else values)
+
+
 KERNELS: dict[str, Callable[..., None]] = {
-    each.__name__: each for each in (embed, choose, keep, agree, arrange, finish, finish_coded, turn_prompt, attend)
+    each.__name__: each
+    for each in (
+        *(embed, choose, keep, agree, arrange, finish, finish_coded, turn_prompt, attend),
+        *(group, route, linear, weighted),
+    )
 } | {"sum": sum_of_ranks}

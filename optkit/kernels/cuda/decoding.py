@@ -21,6 +21,7 @@ from torch import Tensor
 from optkit.errors import OptkitError, StageError
 from optkit.kernels.cuda.exchange import Exchange
 from optkit.kernels.cuda.graph_capture import captured
+from optkit.kernels.cuda.layer_matrices import matrix_of
 from optkit.kernels.cuda.layer_pass import UNSCALED, Rows, norms_all_heads
 from optkit.kernels.cuda.model_steps import ModelSteps
 from optkit.kernels.cuda.nvrtc import compiled
@@ -30,7 +31,6 @@ from optkit.kernels.cuda.step_layers import (
     Layer,
     epsilon_of,
     kv_heads_of,
-    matrix_of,
     norm_of,
     read_layers,
     rotations,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optkit.kernels.cuda.experts import MOST_STEPPED, Mixture
 from optkit.kernels.cuda.finishing import Coded, Products, finish, finish_coded
 from optkit.kernels.cuda.matrix import Matrix, scratch_bytes
 from optkit.kernels.cuda.scaled_products import is_scaled
@@ -64,8 +65,12 @@ class Rows:
             self._add(down, step_gated(gate_up, down, x, norm, self.epsilon, self.ordered), layer.fed_norm)
             return
         self.finish()
+        mlp = layer.mlp
+        if isinstance(mlp, Mixture) and layer.fed_norm is None and len(self.hidden) <= MOST_STEPPED:
+            mlp.add_to_(self.hidden, layer.mlp_norm, self.epsilon)
+            return
         normed = self.hidden if layer.mlp_norm is None else self._normed(self.hidden, layer.mlp_norm)
-        found = layer.mlp(normed.view(self.batch, -1, normed.shape[1]))
+        found = (mlp.own if isinstance(mlp, Mixture) else mlp)(normed.view(self.batch, -1, normed.shape[1]))
         found = (found[0] if isinstance(found, tuple) else found).view_as(normed)
         self.hidden += found if layer.fed_norm is None else self._normed(found, layer.fed_norm)
 

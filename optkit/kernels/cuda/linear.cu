@@ -12,7 +12,9 @@
 //   TOKEN_TILES; ROW_TILES; WARPS; DEPTH (slots of a warp); SPAN (chunks side by side in a slot); ENGINE (the copy engine fills slots, if
 //   there is one; else threads do); LATE (the next kernel may begin when all of the weight is asked for, else at once); SHARED (x goes
 //   through shared memory, normed where NORM says so; else it was put in order by `arrange`); GATED (outputs are silu(first half) * second
-//   half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there); WIDE (y is float32); ALONE (one token, which the compiler knows).
+//   half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there); WIDE (y is float32); ALONE (one token, which the compiler knows);
+//   CHOICES (experts of a token; SHARED: blocks of one blockIdx.y multiply the rows of a group of `experts.cu` by
+//   their expert's matrix; GATED ones find rows by the token of their choice and write them side by side, others the other way round).
 #define CHUNKS ((INPUTS + 127) / 128)
 #define THREADS (32 * WARPS)
 #define SUBGROUPS (GROUP >= 128 ? 1 : 128 / GROUP)
@@ -226,8 +228,41 @@ __device__ __forceinline__ uint4 in_order(const uint4& values) { return values; 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     linear(const uint4* weight, const u32* scales, const u32* offsets, const u16* bias, const uint4* x, const float* sums_of_x,
-           const uint4* norm, float epsilon, u16* y, int rows, int tokens, int second_half) {
+           const uint4* norm, float epsilon, u16* y, int rows, int tokens, int second_half
+#ifdef CHOICES
+           ,
+           const int4* groups, const int* order
+#endif
+    ) {
   extern __shared__ uint4 memory[];
+#ifdef CHOICES
+  wait_for_previous();
+  const int4 group = groups[blockIdx.y];  // expert, first of its places in the order, how many
+  if (group.z == 0) return;
+#if BITS == 4
+  const size_t tiles = (size_t)group.x * ((rows + 15) / 16) * CHUNKS;
+  weight += tiles * 64, scales += tiles * SUBGROUPS * 8;
+#ifdef ASYMMETRIC
+  offsets += tiles * SUBGROUPS * 8;
+#endif
+#else
+  weight += (size_t)group.x * rows * INPUTS * BITS / 128, scales += (size_t)group.x * rows;
+#endif
+  if (bias) bias += (size_t)group.x * rows;
+  order += group.y, tokens = group.z;
+#ifdef GATED
+  y += (size_t)group.y * second_half * 16;
+#define SOURCE(token) (order[token] / CHOICES)
+#define WRITTEN(token) (token)
+#else
+  x += (size_t)group.y * (INPUTS / 8);
+#define SOURCE(token) (token)
+#define WRITTEN(token) (order[token])
+#endif
+#else
+#define SOURCE(token) (token)
+#define WRITTEN(token) (token)
+#endif
 #ifdef BULK
   __shared__ __align__(8) u64 barriers[WARPS * DEPTH];
 #endif
@@ -291,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ float partial[WARPS];
 #endif
   for (int token = 0; token < tokens; token++) {
-    const uint4* source = x + (size_t)token * (INPUTS / 8);
+    const uint4* source = x + (size_t)SOURCE(token) * (INPUTS / 8);
     uint4 values[VECTORS_OF_LANE];
 #pragma unroll
     for (int v = 0; v < VECTORS_OF_LANE; v++) values[v] = vector_of(v) < INPUTS / 8 ? source[vector_of(v)] : make_uint4(0, 0, 0, 0);
@@ -499,9 +534,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
       if (bias) other += widen(bias[row + second_half * 16]);
       value = activated(value) * other;
-      y[(size_t)token * (second_half * 16) + row] = (u16)narrow(value, 0);
+      y[(size_t)WRITTEN(token) * (second_half * 16) + row] = (u16)narrow(value, 0);
 #else
-      size_t place = (size_t)token * rows + row;
+      size_t place = (size_t)WRITTEN(token) * rows + row;
 #ifdef RESIDUAL
       value += before[item];
 #endif

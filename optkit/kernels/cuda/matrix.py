@@ -174,7 +174,7 @@ def multiply(
     memory for x, of `scratch_bytes`; made here if needed and not given.
     """
     tokens = x.shape[0]
-    launch = _launch(
+    launch = launch_of(
         matrix.form, tokens, norm is not None, add, gated, y.dtype == torch.float32, schedule, x.get_device()
     )
     source, sums = (x, None) if launch.shared else _arrange(matrix, x, norm, epsilon, ordered)
@@ -197,20 +197,31 @@ class Launch:
 
 
 @cache
-def _launch(
-    form: Form, tokens: int, norm: bool, add: bool, gated: bool, wide: bool, schedule: Schedule | None, device: int
+def launch_of(
+    form: Form,
+    tokens: int,
+    norm: bool,
+    add: bool,
+    gated: bool,
+    wide: bool,
+    schedule: Schedule | None,
+    device: int,
+    choices: int = 0,
+    groups: int = 1,
 ) -> Launch:
+    """Return how so many tokens are multiplied; with `choices` so many of each of some groups of `experts.cu`."""
     properties: Any = torch.cuda.get_device_properties(device)
     tiles = choose_tiles(form, tokens, gated, int(properties.shared_memory_per_block_optin), schedule)
     chosen = tiles.schedule
     flags = {"GATED": gated, "RESIDUAL": add, "WIDE": wide, "ALONE": tokens == 1}
     flags |= {"SHARED": tiles.shared, "NORM": norm and tiles.shared}
     macros = form.macros(token_tiles(tokens), chosen) | {name: "1" for name, on in flags.items() if on}
+    macros |= {"CHOICES": str(choices)} if choices else {}
     half = form.tiles // 2
     units = -(-half // (chosen.row_tiles // 2)) if gated else -(-form.tiles // chosen.row_tiles)
     return Launch(
         kernel=_kernel("linear", macros, device),
-        blocks=min(units, chosen.blocks * properties.multi_processor_count),
+        blocks=min(units, -(-chosen.blocks * properties.multi_processor_count // groups)),
         threads=32 * chosen.warps,
         shared_bytes=tiles.shared_bytes,
         shared=tiles.shared,

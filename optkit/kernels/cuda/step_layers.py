@@ -6,22 +6,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from transformers import DynamicCache
 
-from optkit.kernels.cuda.matrix import CODE_BASES, Matrix, can_stack, stacked
+from optkit.kernels.cuda.experts import Mixture, why_not_stacked, with_stacked_experts_
+from optkit.kernels.cuda.layer_matrices import goes_through_gelu, matrix_of, stack_, why_not_matrix
+from optkit.kernels.cuda.matrix import CODE_BASES, Matrix, can_stack
 from optkit.kernels.cuda.schedule import ROWS
-from optkit.kernels.cuda.tiled_linear import TiledLinear
-from optkit.kernels.eight_bit_linear import EightBitLinear
-from optkit.kernels.float8_linear import Float8Linear
-from optkit.kernels.shares import local_part, split_dimension
-from optkit.model.experts import experts_in
-from optkit.model.split_plan import BY_INPUTS
 
 HEAD_STEP, LARGEST_HEAD = 16, 256
 """Channels of a head that the attention kernel knows: multiples of the one up to the other."""
@@ -57,7 +53,7 @@ class Layer:
 
     qkv: Matrix
     output: Matrix
-    mlp: GatedMlp | nn.Module
+    mlp: GatedMlp | Mixture | nn.Module
     """The model's own module where it is no gated MLP, e.g. experts."""
     input_norm: Tensor | None
     attended_norm: Tensor | None
@@ -122,7 +118,7 @@ def why_not(model: Any) -> str | None:
         )
     return (
         _why_not_long(model)
-        or _why_not_matrix(model.lm_head, "lm_head")
+        or why_not_matrix(model.lm_head, "lm_head")
         or next((reason for block in base.layers if (reason := _why_not_block(block, model.config))), None)
     )
 
@@ -139,22 +135,6 @@ def _why_not_long(model: Any) -> str | None:
     if unknown := set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}:
         return f"its layers are of {', '.join(sorted(unknown))}"
     return None
-
-
-def matrix_of(layer: nn.Module) -> Matrix:
-    """Return the weights of an opened model's layer as the step multiplies by them."""
-    if isinstance(layer, TiledLinear):
-        return layer.matrix()
-    if isinstance(layer, EightBitLinear):
-        outputs, inputs = layer.codes.shape
-        bias, scales = layer.bias if layer.bias is None else layer.bias.to(layer.dtype), layer.scales.expand(outputs)
-        return Matrix(layer.codes, outputs, inputs, layer.dtype, scales.contiguous(), layer.input_scale, bias=bias)
-    assert isinstance(layer, nn.Linear)
-    weight, bias = local_part(layer.weight.data), None if layer.bias is None else local_part(layer.bias.data)
-    if bias is not None and split_dimension(layer) == BY_INPUTS and distributed.get_rank():
-        bias = None  # it is added once
-    outputs, inputs = weight.shape
-    return Matrix(weight, outputs, inputs, weight.dtype, bias=bias)
 
 
 def norm_of(module: Any, size: int, epsilon: float) -> Tensor | None:
@@ -177,11 +157,11 @@ def _layer(block: Any, model: Any, window: int) -> Layer:
     )
     gelu = is_gelu(mlp)
     return Layer(
-        qkv=_stack_(_parts(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")),
+        qkv=stack_(_parts(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")),
         output=matrix_of(attention.o_proj),
-        mlp=mlp
+        mlp=Mixture.of(with_stacked_experts_(mlp))
         if gelu is None
-        else GatedMlp(_stack_(_parts(mlp, ("gate_proj", "up_proj"), "gate_up_proj"), gelu), matrix_of(mlp.down_proj)),
+        else GatedMlp(stack_(_parts(mlp, ("gate_proj", "up_proj"), "gate_up_proj"), gelu), matrix_of(mlp.down_proj)),
         **found,
         query_norm=query_norm,
         key_norm=key_norm,
@@ -228,23 +208,19 @@ def is_gelu(mlp: Any) -> bool | None:
     if names - IN_MLP or activation is None or "down_proj" not in names or not names & {"gate_proj", "gate_up_proj"}:
         return None
     layers = [layer for name, layer in mlp.named_children() if name.endswith("_proj")]
-    if any(_why_not_matrix(layer, "") or matrix_of(layer).outputs % ROWS for layer in layers):
+    if any(why_not_matrix(layer, "") or matrix_of(layer).outputs % ROWS for layer in layers):
         return None
     if not can_stack([matrix_of(layer) for layer in _parts(mlp, ("gate_proj", "up_proj"), "gate_up_proj")]):
         return None
-    points = torch.linspace(-4, 4, 17)
-    for gelu, expected in ((False, F.silu(points)), (True, F.gelu(points, approximate="tanh"))):
-        if torch.allclose(activation(points), expected, atol=1e-5):
-            return gelu
-    return None
+    return goes_through_gelu(activation)
 
 
 def _why_not_block(block: Any, config: Any) -> str | None:
     attention = getattr(block, "self_attn", None)
     if attention is None or mlp_of(block) is None:
         return f"{type(block).__name__} is not attention and an MLP, with norms before and behind them"
-    if experts_in(mlp_of(block)):
-        return "its packed experts lie one by one, and Python asks the GPU at each step which of them have tokens"
+    if reason := why_not_stacked(mlp_of(block)):
+        return reason
     own = {name for name, _ in attention.named_children()} | {
         name for name, _ in attention.named_parameters(recurse=False)
     }
@@ -256,7 +232,7 @@ def _why_not_block(block: Any, config: Any) -> str | None:
         return f"{type(attention).__name__} has no {', '.join(sorted(missing))}"
     layers = _parts(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj")
     for layer in (*layers, attention.o_proj):
-        if reason := _why_not_matrix(layer, "a projection of its attention"):
+        if reason := why_not_matrix(layer, "a projection of its attention"):
             return reason
     if not can_stack([matrix_of(layer) for layer in layers]):
         return "q, k and v of a block are quantized differently"
@@ -269,21 +245,6 @@ def _why_not_block(block: Any, config: Any) -> str | None:
             f"{grouped} queries of {size} channels share a head of keys (at most {MOST_GROUPED}, "
             f"and {MOST_CHANNELS:,} channels)"
         )
-    return None
-
-
-def _why_not_matrix(module: nn.Module, name: str) -> str | None:
-    if not isinstance(module, (nn.Linear, TiledLinear, EightBitLinear)):
-        return f"{name} has weights in a form that it does not read"
-    if isinstance(module, TiledLinear) and module.order is not None:
-        return f"{name} takes its inputs in another order (activation order)"
-    if isinstance(module, Float8Linear) and not module.scaled:
-        return f"{name} is in 8-bit floats, which GPUs of compute capability 8.9 and above alone multiply"
-    step, outputs, inputs = ROWS if isinstance(module, EightBitLinear) else 8, module.out_features, module.in_features
-    if isinstance(module, nn.Linear):
-        outputs, inputs = local_part(module.weight).shape
-    if inputs % step or (step == ROWS and outputs % step):
-        return f"{name} is {outputs} x {inputs}, no multiples of {step}"
     return None
 
 
@@ -306,30 +267,3 @@ def _half(turns: Tensor) -> Tensor:
     """Return the angles of pairs, [positions, pairs], which most models give twice, side by side."""
     pairs = turns.shape[1] // 2
     return (turns[:, :pairs] if turns[:, :pairs].equal(turns[:, pairs:]) else turns).contiguous()
-
-
-def _view_(layer: nn.Module, name: str, tensor: Tensor) -> None:
-    """Let a parameter be a view of another tensor, in a split model its share."""
-    parameter: Any = getattr(layer, name)
-    if hasattr(parameter, "_local_tensor"):
-        parameter._local_tensor = tensor
-    else:
-        parameter.data = tensor
-
-
-def _stack_(layers: list[Any], gelu: bool = False) -> Matrix:
-    """Return layers as one matrix, of which they become views."""
-    matrices = [matrix_of(layer) for layer in layers]
-    if len(layers) == 1:
-        return replace(matrices[0], gelu=gelu)
-    whole = stacked(matrices)
-    for layer, part in zip(layers, whole.parts([matrix.outputs for matrix in matrices]), strict=True):
-        if isinstance(layer, TiledLinear):
-            layer.take_(part)
-        elif isinstance(layer, EightBitLinear):
-            layer.codes, layer.scales = part.weight, part.scales  # type: ignore[assignment]
-        else:
-            _view_(layer, "weight", part.weight)
-            if part.bias is not None:
-                _view_(layer, "bias", part.bias)
-    return replace(whole, gelu=gelu)

@@ -1,0 +1,262 @@
+"""Packed experts of a block in two launches for all tokens: which expert multiplies a row, the GPU alone knows.
+
+Choices are sorted by expert on the GPU and cut into groups of a few rows. Blocks of `linear.cu` take
+a group each, so that an expert's weights are read once for up to 8 tokens. How many groups there are
+is not asked: there are blocks for as many as there can be, and those of no group end at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optkit.kernels.cuda.layer_matrices import goes_through_gelu, matrix_of, stack_, why_not_matrix
+from optkit.kernels.cuda.matrix import Matrix, can_stack, launch_of
+from optkit.kernels.cuda.nvrtc import Kernel, compiled
+from optkit.kernels.cuda.schedule import ROWS, Form, Schedule, choose_tiles
+from optkit.kernels.cuda.step_products import step_product
+from optkit.model.experts import Experts, experts_in
+
+MOST_STEPPED = 256
+"""Tokens. More go through the modules of the experts, which wait for the GPU once and multiply all rows of an
+expert at once.
+"""
+MOST_ROWS = 8
+"""Of a group."""
+MOST_CHOICES = 32
+"""Of a token, of which each lane of a warp keeps one."""
+THREADS = 512
+TRIED, TRIED_ERROR = 16, 0.03
+"""Tokens that are sent through an MLP to see what it computes, and how far rounding takes most of them."""
+
+
+class StackedExperts(nn.Module):
+    """The experts of a block, whose matrices are parts of two."""
+
+    def __init__(self, experts: Experts, gate_up: Matrix, down: Matrix) -> None:
+        """The matrices are of one expert each, with the weights of all of them one behind the other."""
+        super().__init__()
+        self.experts, self.gate_up, self.down = experts, gate_up, down
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
+        if len(hidden) > MOST_STEPPED:
+            total: Tensor = self.experts(hidden, chosen, weights)
+            return total
+        hidden, total = hidden.contiguous(), torch.empty_like(hidden)
+        with torch.cuda.device(hidden.device):
+            given = chosen.contiguous(), weights.contiguous()
+            self.through(Choices.of(*given, len(self.experts), self.most_rows(hidden)), hidden, total)
+        return total
+
+    def most_rows(self, hidden: Tensor) -> int:
+        """Return the rows of a group at most."""
+        device = hidden.get_device()
+        return min(_most_rows(self.gate_up.form, True, device), _most_rows(self.down.form, False, device))
+
+    def through(
+        self,
+        choices: Choices,
+        x: Tensor,
+        total: Tensor,
+        norm: Tensor | None = None,
+        epsilon: float = 0.0,
+        add: bool = False,
+    ) -> None:
+        """Write what the chosen experts make of x, [tokens, hidden], into total, or add it. With a `norm` x is
+        normed first.
+        """
+        rows = choices.chosen.numel()
+        gated, made = x.new_empty(rows, self.down.inputs), x.new_empty(rows, self.down.outputs)
+        choices.multiply(self.gate_up, x, gated, gated=True, norm=norm, epsilon=epsilon)
+        choices.multiply(self.down, gated, made, gated=False)
+        choices.sum_into_(total, made, add)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A block's MLP of a router and experts, nothing else: softmax of logits, of which the largest are chosen."""
+
+    own: nn.Module
+    experts: StackedExperts
+    router: Matrix
+    choices: int
+    to_one: bool
+    """The shares of a token's experts add up to 1."""
+
+    @classmethod
+    def of(cls, mlp: nn.Module) -> Mixture | nn.Module:
+        """Return an MLP of `StackedExperts` as such, itself if it computes anything else."""
+        parts, router = dict(mlp.named_children()), getattr(mlp, "gate", None)
+        weight, choices = getattr(router, "weight", None), getattr(router, "top_k", None)
+        experts = parts.get("experts")
+        if {*parts} != {"gate", "experts"} or not isinstance(experts, StackedExperts) or not isinstance(choices, int):
+            return mlp
+        if weight is None or weight.shape != (len(experts.experts), experts.gate_up.inputs) or choices > MOST_CHOICES:
+            return mlp
+        matrix = Matrix(weight.data, len(weight), weight.shape[1], weight.dtype)
+        tried = (cls(mlp, experts, matrix, choices, to_one) for to_one in (True, False))
+        return next((found for found in tried if found.is_right()), mlp)
+
+    @torch.no_grad()
+    def is_right(self) -> bool:
+        """Say whether it computes what its MLP does, of most of some tokens: rounding sends some to others."""
+        x = torch.randn(TRIED, self.router.inputs, generator=torch.Generator().manual_seed(0)).to(self.router.weight)
+        chances, chosen = (x @ self.router.weight.T).float().softmax(-1).topk(self.choices)
+        found = self.experts(x, chosen, chances / chances.sum(-1, keepdim=True) if self.to_one else chances)
+        expected = self.own(x[None])[0]
+        far = (found - expected).float().norm(dim=1) / expected.float().norm(dim=1)
+        return bool(far.median() < TRIED_ERROR)
+
+    def add_to_(self, hidden: Tensor, norm: Tensor | None, epsilon: float) -> None:
+        """Add to hidden states what it makes of them, normed if there is a norm."""
+        logits = torch.empty(len(hidden), self.router.outputs, dtype=torch.float32, device=hidden.device)
+        step_product(self.router, hidden, logits, norm=norm, epsilon=epsilon)
+        choices = Choices.routed(logits, self.choices, self.to_one, self.experts.most_rows(hidden))
+        self.experts.through(choices, hidden, hidden, norm, epsilon, add=True)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices of some tokens, sorted by expert."""
+
+    chosen: Tensor
+    """int64 [tokens, choices]."""
+    shares: Tensor
+    """float [tokens, choices]: what each expert's output is multiplied by."""
+    experts: int
+    rows: int
+    """Of a group at most."""
+    groups: Tensor
+    """int32 [groups, 4]: expert, first of its places in `order`, how many."""
+    order: Tensor
+    """int32 [tokens * choices]: places in `chosen`."""
+
+    @classmethod
+    def of(cls, chosen: Tensor, shares: Tensor, experts: int, most_rows: int) -> Choices:
+        """Return the given ones in groups of as many rows as an expert may have, at most `most_rows`."""
+        found = cls._empty(chosen, shares, experts, most_rows)
+        arguments = (chosen, found.groups, found.order, chosen.numel(), len(found.groups))
+        found._kernel("group")((1, 1, 1), THREADS, arguments)
+        return found
+
+    @classmethod
+    def routed(cls, logits: Tensor, choices: int, to_one: bool, most_rows: int) -> Choices:
+        """Return those of the largest logits, float32 [tokens, experts]."""
+        tokens, experts = logits.shape
+        chosen = torch.empty(tokens, choices, dtype=torch.int64, device=logits.device)
+        found = cls._empty(chosen, logits.new_empty(tokens, choices), experts, most_rows)
+        arguments = (logits, chosen, found.shares, found.groups, found.order, tokens, len(found.groups))
+        found._kernel("route", SHARED_OUT=to_one)((1, 1, 1), THREADS, arguments)
+        return found
+
+    @classmethod
+    def _empty(cls, chosen: Tensor, shares: Tensor, experts: int, most_rows: int) -> Choices:
+        rows = min(most_rows, 1 << (len(chosen) - 1).bit_length())
+        groups = min(chosen.numel(), experts + chosen.numel() // rows)
+        places = chosen.new_empty(groups, 4, dtype=torch.int32), chosen.new_empty(chosen.numel(), dtype=torch.int32)
+        return cls(chosen, shares, experts, rows, *places)
+
+    def multiply(
+        self, matrix: Matrix, x: Tensor, y: Tensor, *, gated: bool, norm: Tensor | None = None, epsilon: float = 0.0
+    ) -> None:
+        """Write a product of each choice: gated ones of its token's row of x, side by side as they are sorted,
+        others of such rows, as they were chosen.
+        """
+        form, device, width = matrix.form, x.get_device(), self.chosen.shape[1]
+        schedule, full = schedule_of(form, self.rows, gated), -(-self.chosen.numel() // self.rows)
+        launch = launch_of(form, self.rows, norm is not None, False, gated, False, schedule, device, width, full)
+        arrays = (matrix.weight, matrix.scales, matrix.offsets, matrix.bias, x, None, norm, epsilon, y)
+        sizes = (matrix.outputs, self.rows, launch.second_half)
+        grid = (launch.blocks, len(self.groups), 1)
+        launch.kernel(grid, launch.threads, (*arrays, *sizes, self.groups, self.order), launch.shared_bytes)
+
+    def sum_into_(self, total: Tensor, made: Tensor, add: bool) -> None:
+        """Write each token's products times their shares into total, float [tokens, outputs], or add them."""
+        vectors = total.shape[1] // 8
+        arguments = (made, self.shares, self.chosen, total, vectors)
+        kernel = self._kernel("weighted", RESIDUAL=add, BF16=total.dtype == torch.bfloat16)
+        kernel((-(-vectors // 256), len(total), 1), 256, arguments)
+
+    def _kernel(self, name: str, **flags: bool) -> Kernel:
+        numbers = {"EXPERTS": self.experts, "CHOICES": self.chosen.shape[1], "MOST": self.rows}
+        flags["WIDE"] = self.shares.dtype == torch.float32
+        numbers |= {flag: 1 for flag, on in flags.items() if on}
+        named = tuple(sorted((macro, str(number)) for macro, number in numbers.items()))
+        return compiled("experts.cu", name, named, self.chosen.get_device())
+
+
+def why_not_stacked(mlp: nn.Module) -> str | None:
+    """Return why the packed experts of a block's MLP cannot be `StackedExperts`, None if they can or if it has none."""
+    direct = [child for child in mlp.children() if isinstance(child, Experts)]
+    if len(direct) != len(experts_in(mlp)):
+        return f"the packed experts of {type(mlp).__name__} lie deeper in it"
+    for experts in direct:
+        first, last = _layers(experts)
+        if len(first) != 2 * len(last) or goes_through_gelu(_gate_alone(experts)) is None:
+            return "its experts have no gate of SiLU or GELU"
+        for layers in (first, last):
+            if reason := next((reason for layer in layers if (reason := why_not_matrix(layer, "an expert"))), None):
+                return reason
+            matrices = [matrix_of(layer) for layer in layers]
+            if not can_stack(matrices) or matrices[0].outputs % ROWS:
+                return "the experts of a block are quantized differently"
+    return None
+
+
+def with_stacked_experts_(mlp: nn.Module) -> nn.Module:
+    """Return an MLP whose packed experts are `StackedExperts`.
+    The given one keeps its own modules, which become views of them.
+    """
+    found = copy(mlp)
+    found._modules = {
+        name: _stacked_(child) if isinstance(child, Experts) else child for name, child in mlp._modules.items()
+    }
+    return found
+
+
+def _stacked_(experts: Experts) -> StackedExperts:
+    gelu = goes_through_gelu(_gate_alone(experts))
+    wholes = stack_(_layers(experts)[0], bool(gelu)), stack_(_layers(experts)[1])
+    torch.cuda.empty_cache()  # the matrices that were stacked are small, and memory of small ones holds no large one
+    gate_up, down = (replace(whole, outputs=whole.outputs // len(experts)) for whole in wholes)
+    return StackedExperts(experts, gate_up, down)
+
+
+def _layers(experts: Any) -> tuple[list[Any], list[Any]]:
+    """Return the first layers of all experts, gate and up by turns, and the last ones."""
+    first = [expert.get_submodule(name) for expert in experts for name in expert.input_names]
+    return first, [expert.get_submodule(expert.down_name) for expert in experts]
+
+
+def _gate_alone(experts: Any) -> Callable[[Tensor], Tensor]:
+    def gate(points: Tensor) -> Tensor:
+        product: Tensor = experts[0].gate(torch.cat([points, torch.ones_like(points)], -1))
+        return product
+
+    return gate
+
+
+@cache
+def _most_rows(form: Form, gated: bool, device: int) -> int:
+    """Return the rows of a group that fit in the shared memory of a block."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    limit = int(properties.shared_memory_per_block_optin)
+    tiles = {rows: choose_tiles(form, rows, gated, limit, schedule_of(form, rows, gated)) for rows in (MOST_ROWS, 4, 2)}
+    return next((rows for rows, found in tiles.items() if found.shared), 1)
+
+
+def schedule_of(form: Form, rows: int, gated: bool) -> Schedule:
+    """Return how a block goes over an expert; what is good on an H200."""
+    engine, tiles = form.bits != 8, 2 if gated else 1
+    if form.chunks > 32:
+        return Schedule(8, 2, tiles, 4, span=2, engine=engine)
+    if form.chunks > 8:
+        return Schedule(4, 2, tiles, *((4, 1) if rows == 1 else (2, 2)), engine=engine)
+    return Schedule(-(-form.chunks // 2), 1, tiles, 4, span=2, engine=engine)

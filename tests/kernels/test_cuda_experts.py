@@ -1,0 +1,54 @@
+"""Packed experts in two launches, on a GPU, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optkit.kernels.cuda.experts import StackedExperts
+from optkit.kernels.cuda.matrix import Matrix, dequantized, stacked, tiled
+from optkit.model.experts import Experts
+from tests.kernels.test_cuda_kernels import difference, example
+
+COUNT, HIDDEN, INSIDE = 16, 512, 384
+
+
+def matrices(weights: str, outputs: int, inputs: int) -> tuple[Matrix, Tensor]:
+    """One expert's matrix with the weights of all, and these in float64."""
+    if weights == "int4":
+        packed = [tiled(example(outputs, inputs, 128, True, "cuda")[0], torch.bfloat16) for _ in range(COUNT)]
+        packed = [replace(each, weight=each.weight.roll(step, 1)) for step, each in enumerate(packed)]
+        whole = stacked(packed)
+        return replace(whole, outputs=outputs), dequantized(whole).double().view(COUNT, outputs, inputs)
+    dense = torch.randn(COUNT * outputs, inputs, device="cuda", dtype=torch.bfloat16) / inputs**0.5
+    if weights == "bf16":
+        return Matrix(dense, outputs, inputs, torch.bfloat16), dense.double().view(COUNT, outputs, inputs)
+    codes, scales = (dense * 100).to(torch.float8_e4m3fn), torch.rand(COUNT * outputs, device="cuda") / 100 + 0.01
+    known = codes.double() * scales.double()[:, None]
+    return Matrix(codes, outputs, inputs, torch.bfloat16, scales), known.view(COUNT, outputs, inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["int4", "fp8", "bf16"])
+@pytest.mark.parametrize("gelu", [False, True])
+def test_each_row_goes_through_its_experts(weights: str, gelu: bool) -> None:
+    torch.manual_seed(0)
+    (first, gate_up), (last, down) = matrices(weights, 2 * INSIDE, HIDDEN), matrices(weights, HIDDEN, INSIDE)
+    layer = StackedExperts(Experts([torch.nn.Identity()] * COUNT), replace(first, gelu=gelu), last)
+    for tokens in (1, 2, 3, 8, 33, 130, 250):
+        rows = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        chosen = torch.rand(tokens, COUNT, device="cuda").topk(4).indices
+        if tokens == 33:
+            chosen[:, 0], chosen[:, 1] = 5, COUNT  # one has many groups, and there is no such expert as the last
+        dtype = torch.float32 if tokens % 2 else torch.bfloat16
+        shares = torch.rand(tokens, 4, device="cuda", dtype=dtype)
+        expected = torch.zeros(tokens, HIDDEN, device="cuda", dtype=torch.float64)
+        for expert in range(COUNT):
+            gate, up = (rows.double() @ gate_up[expert].T).chunk(2, 1)
+            made = (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up @ down[expert].T
+            expected += made * torch.where(chosen == expert, shares.double(), 0).sum(1, keepdim=True)
+        assert difference(layer(rows, chosen, shares), expected) < (0.05 if weights == "fp8" else 0.01)
