@@ -31,6 +31,7 @@ NO_ROOM = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk's quota is used up",
     errno.EFBIG: "the file is larger than this process may write (ulimit -f)",
+    errno.EMFILE: "more files are open than this process may have (ulimit -n)",
 }
 """The system's number of a failed write -> what it means."""
 UNNUMBERED = re.compile(r"problem writing element \d+ to file|\d+ requested and \d+ written")
@@ -39,8 +40,8 @@ UNNUMBERED = re.compile(r"problem writing element \d+ to file|\d+ requested and 
 
 def more_room(number: int | None, elsewhere: str = "use another disk") -> str:
     """Return what to do about a failed write."""
-    if number == errno.EFBIG:
-        return "Raise that limit, e.g. by `ulimit -f unlimited`"
+    if raised := {errno.EFBIG: "ulimit -f unlimited", errno.EMFILE: "ulimit -n 4096"}.get(number or 0):
+        return f"Raise that limit, e.g. by `{raised}`"
     return f"Free some space, or {elsewhere}"
 
 

@@ -58,6 +58,7 @@ def test_an_error_of_optkit_survives_as_json() -> None:
             OSError(errno.EFBIG, "File too large", "model.safetensors"),
             "larger than this process may write (ulimit -f). Raise that limit, e.g. by `ulimit -f unlimited`.",
         ),
+        (OSError(errno.EMFILE, "Too many open files", "kept.json"), "Raise that limit, e.g. by `ulimit -n 4096`."),
         (ValueError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full."),
     ],
 )
