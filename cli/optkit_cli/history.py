@@ -72,7 +72,7 @@ def _view(found: History, root: Path) -> Iterator[RenderableType]:
                 made.name,
                 made.model.partition("@")[0],
                 *(_number(made.rows, name) for name in metrics),
-                verdict_text(made.verdict),
+                verdict_text(made.verdict) if any(row.gates for row in made.rows) else "no gates",
                 Text.assemble(_shown(made), (SAID[made.state], "dim")),
             )
             for made in found.made

@@ -31,7 +31,7 @@ def keep(store: Path, name: str, loss: float, model: str = "small", gate: str = 
         name,
         [perplexity([each + loss for each in LOSSES]), size(250e6)],
         [perplexity(LOSSES), size(500e6)],
-        gates={"perplexity": gate},
+        gates={"perplexity": gate} if gate else {},
         model=model,
     )
     made = made.model_copy(update={"created": f"2026-01-{len(name):02}T00:00:00+00:00"})
@@ -76,6 +76,13 @@ def test_newest_first_and_filtered_by_name_model_verdict_and_metric(store: Path)
 def test_no_samples_are_kept(store: Path) -> None:
     assert all(len(path.read_bytes()) < 3000 for path in (store / "history").iterdir())
     assert not any(row.metric.samples for made in history(store).made for row in made.rows)
+
+
+def test_what_had_no_gates_did_not_pass_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keep(tmp_path / "store", "good", 0.01)
+    keep(tmp_path / "store", "ungated", 0.01, gate="")
+    said = spoken(capsys, "history", "--store", str(tmp_path / "store"))[0]
+    assert (said.count("no gates"), said.count("PASS")) == (1, 1)
 
 
 def test_a_damaged_record_is_counted_and_hides_no_other(store: Path) -> None:
