@@ -112,13 +112,17 @@ class Matrix:
         """How many combinations the axes have, those that are excluded among them."""
         return math.prod(len(axis.values) for axis in self.axes) if self.axes else 0
 
-    def combinations(self) -> tuple[Combination, ...]:
-        """Return all combinations; raises RecipeError with every problem of any of them."""
+    def has_more_than(self, count: int) -> bool:
+        """Say whether the axes and what is added to them have more combinations."""
+        return self.size + len(self.include) > count
+
+    def combinations(self, most: int = MOST) -> tuple[Combination, ...]:
+        """Return all combinations; raises RecipeError with every problem of any of them, or for more than `most`."""
         if not self.varied:
             recipe = checked(self.base, self.file_name, self.overrides, self.model)
             return (Combination("", {}, recipe),)
-        if self.size > MOST:
-            many = f"the matrix has {self.size:,} combinations, and no more than {MOST} are all made."
+        if self.size > most:
+            many = f"the matrix has {self.size:,} combinations, and no more than {most} are all made."
             raise RecipeError([self.place.problem(f"{many} Let some of them be chosen: --trials N.")])
         product = list(itertools.product(*(axis.values for axis in self.axes))) if self.axes else []
         left = [each for each in product if not self.is_excluded(each)]
@@ -133,8 +137,8 @@ class Matrix:
         """Return so many combinations, drawn with a seed; a larger count has those of a smaller one.
         Those of `include` are among them. Raises RecipeError as `combinations` does.
         """
-        if self.size <= count:
-            return self.combinations()
+        if not self.has_more_than(count):
+            return self.combinations(count)
         draw, seen, found = random.Random(seed), set[int](), list[Chosen](self.include[:count])
         while len(found) < count and len(seen) < self.size:
             number = draw.randrange(self.size)
@@ -148,8 +152,8 @@ class Matrix:
         """Return so many combinations in their order, those of `include` first.
         Raises RecipeError as `combinations` does.
         """
-        if self.size <= count:
-            return self.combinations()
+        if not self.has_more_than(count):
+            return self.combinations(count)
         return self._all_checked([*itertools.islice(itertools.chain(self.include, self._left()), count)], [])
 
     def included(self, count: int) -> tuple[Combination, ...]:

@@ -140,11 +140,11 @@ def chosen(
     if trials is None and how != "grid":
         what = "it makes as many combinations as --trials says, and that says nothing"
         raise UsageError(what, where=f"--sampler {how}", remedy="Add --trials 40")
-    if trials is not None and trials < matrix.size and how in (TPE, NSGA2):
+    if trials is not None and matrix.has_more_than(trials) and how in (TPE, NSGA2):
         search = _search(matrix, how, trials, seed, best, axes, require, progress)
         included = matrix.included(trials)
         return included, replace(search, trials=trials - len(included))
-    if trials is None or how in (TPE, NSGA2):
+    if trials is None:
         found = matrix.combinations()
     else:
         found = matrix.first(trials) if how == "grid" else matrix.some(trials, seed)

@@ -228,3 +228,11 @@ def test_some_of_many_are_drawn_and_more_trials_have_those_of_fewer() -> None:
     assert [each.name for each in many.some(6, seed=2)] != names
     few = load_matrix(matrix("seed: [1, 2]"))
     assert few.some(9, seed=0) == few.combinations()
+
+
+def test_no_more_are_made_than_trials_and_as_many_as_they_ask_for() -> None:
+    few = load_matrix(matrix("seed: [1, 2]\ninclude: [{seed: 3}, {seed: 4}]"))
+    with pytest.raises(RecipeError, match="the matrix has 2 combinations, and no more than 1 are all made"):
+        few.combinations(most=1)
+    for count in (1, 2, 3, 4, 9):
+        assert len(few.some(count, seed=0)) == len(few.first(count)) == min(count, 4)

@@ -67,7 +67,7 @@ def _checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check all combinations of one matrix once: there are many searches here."""
     check = Matrix.combinations
 
-    def once(self: Matrix) -> Sequence[Combination]:
+    def once(self: Matrix, *_: int) -> Sequence[Combination]:
         if id(self) not in KNOWN:
             KNOWN[id(self)] = self, check(self)
         return KNOWN[id(self)][1]
