@@ -10,8 +10,6 @@ from optkit.common.frozen import Frozen
 from optkit.recipe.gates import Verdict, overall
 from optkit.scorecard.scorecard import EXIT_STATUS, GateResult
 
-SCHEMA = 1
-"""Raised when the meaning of a field changes."""
 Role = Literal["quality", "size", "speed", "memory", "other"]
 Relation = Literal["better", "worse", "none"]
 """`none`: no measurable difference. Its interval holds 1, or it is below the noise floor."""
@@ -172,6 +170,7 @@ class Comparison(Frozen):
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
+    """Raised when the meaning of a field changes."""
     entries: tuple[Entry, ...]
     """In the order of groups and ranks."""
     columns: tuple[Column, ...]

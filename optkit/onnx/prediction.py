@@ -13,7 +13,6 @@ from optkit.onnx.builder import Order
 from optkit.onnx.matmul_nbits_limits import head_group_size
 
 BYTES_OF_CODES = (*CODES, "weight_zero_point", "qzeros")
-SCALES = ("weight_scale", "scales")
 GONE = ("weight_shape", "weight_g_idx", "g_idx")
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 

@@ -23,7 +23,6 @@ ec = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ec")
 signers = pytest.importorskip("tests.support.signers")
 
 Spoken = pytest.CaptureFixture[str]
-HOLLOW = '{"verificationMaterial": {"publicKey": {}}}'
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +84,6 @@ def flip(artifact: Path) -> None:
     content = bytearray((artifact / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (artifact / "model.safetensors").write_bytes(content)
-
-
-def tamper(artifact: Path) -> None:
-    record = artifact / "optkit.json"
-    record.write_text(record.read_text(encoding="utf-8").replace('"int4"', '"int8"'), encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from optkit import environment
 from tests.support.fresh_python import imported_by
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_describing_the_cpu_and_choosing_a_device_import_no_torch():

@@ -26,8 +26,6 @@ from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
 from tests.support.crossed import crossed, few
 
-QKV = ("q_proj", "k_proj", "v_proj")
-
 
 def run(source: Path, target: Path, stage: Transform, context: Context | None = None) -> Report:
     target.mkdir()

@@ -18,8 +18,6 @@ from optkit.verification.artifact_checks import check_artifact
 from tests.conftest import TinyModel
 from tests.support.publishing import published
 
-Change = Callable[[torch.Tensor], torch.Tensor]
-
 
 @pytest.fixture
 def model(tiny_model: TinyModel, tmp_path: Path) -> Path:

@@ -14,8 +14,6 @@ from tests.zoo.stages import STAGES
 
 TABLE = Path(__file__).parents[2] / "docs" / "understand" / "models.json"
 VERSIONS = ("transformers", "torch", "compressed-tensors", "bitsandbytes")
-NONE = "none"
-"""The mark of an architecture that no tiny model could be made of."""
 
 
 @dataclass
