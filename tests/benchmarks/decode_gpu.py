@@ -68,6 +68,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 WEIGHTS: dict[str, Transform | None] = {
     "bfloat16": None,
     "int4, groups of 128": Rtn(group_size=128),
+    "int4, groups of 32 with zero points": Rtn(group_size=32, symmetric=False),
     "lm_head too, int4, groups of 128": Rtn(group_size=128, lm_head=True),
     "fp8": Fp8(),
     "nf4": Nf4(),
@@ -120,9 +121,10 @@ def rounded_layer(weights: str, weight: Tensor) -> nn.Module:
         layer.weight = Params4bit(weight, requires_grad=False, quant_type="nf4")
         return layer.cuda()
     if "int4" in weights:
-        grid = Grid(4, 128, symmetric=True)
+        grid = Grid(4, 32, symmetric=False) if weights.endswith("zero points") else Grid(4, 128, symmetric=True)
         rounded = round_to_nearest(weight.float(), *minmax_scales(weight.float(), grid), grid)
-        packed = PackedWeight(pack(rounded.codes, 4, 1), rounded.scales, None, None, 4, inputs)
+        zeros = None if grid.symmetric else rounded.zeros
+        packed = PackedWeight(pack(rounded.codes, 4, 1), rounded.scales, zeros, None, 4, inputs)
         return integer_layer(packed, None, torch.bfloat16, "cuda")[0]
     numbers, kind = (FLOAT8, Float8Linear) if weights == "fp8" else (INT8, Int8Linear)
     scales = amax_scales(weight.float(), (1, inputs), numbers, torch.float32)

@@ -16,7 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from optkit.algorithms.eight_bit import FLOAT8, INT8, round_inputs
-from optkit.kernels.cuda import decoding, exchange, experts, finishing, matrix, prompts, step_layers, step_products
+from optkit.kernels.cuda import (
+    decoding,
+    exchange,
+    experts,
+    finishing,
+    matrix,
+    padded_prompts,
+    step_layers,
+    step_products,
+)
 
 Macros = dict[str, str]
 WANTED = {
@@ -41,7 +50,8 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"shared_memory_per_multiprocessor": 1 << 17, "shared_memory_per_block_optin": 99 << 10}
     properties = SimpleNamespace(multi_processor_count=2, **sizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for module in (decoding, prompts):
+    monkeypatch.setattr(padded_prompts, "waits", lambda launch: False)
+    for module in (decoding, padded_prompts):
         monkeypatch.setattr(module, "captured", lambda launch: SimpleNamespace(replay=launch))
 
 

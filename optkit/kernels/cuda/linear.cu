@@ -617,6 +617,8 @@ extern "C" __global__ void __launch_bounds__(256)
   const int lane = threadIdx.x % 32;
   const size_t place = (size_t)blockIdx.x * 8 + threadIdx.x / 32;
   const int tile = place / CHUNKS, chunk = place % CHUNKS;
+  let_next_start();
+  wait_for_previous();  // it may still read what the memory of the weight held
   if (tile * 16 >= rows) return;
 #pragma unroll
   for (int half = 0; half < 2; half++) {

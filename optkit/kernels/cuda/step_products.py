@@ -21,7 +21,7 @@ MOST_STREAMED = {4: 64, 8: 16, 16: 16}
 """Rows up to which `linear.cu` is faster than a dense product, by the bits of a weight, on an H200;
 of 4 bits it takes 32 at a time.
 """
-WIDE = {False: range(33, 257), True: range(17, 257)}
+WIDE = {False: range(33, 129), True: range(17, 257)}
 """Rows for which `wide.cu` is faster than `linear.cu` and than weights dequantized for a dense product,
 on an H200, by whether a matrix has more outputs than inputs: then no blocks share the inputs.
 """
