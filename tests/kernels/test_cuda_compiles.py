@@ -78,7 +78,7 @@ def test_attention(heads: dict[str, int], flags: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("token_tiles", "flags"), USES, ids=str)
 def test_linear(form: str, token_tiles: int, flags: tuple[str, ...]) -> None:
-    how = Schedule(8, 2, 2, 1, span=3, engine=token_tiles > 1, late=token_tiles > 2)
+    how = Schedule(8, 2, 2, 1, span=3)
     for more in ((), ("PLAIN",)) if FORMS[form].bits == 8 else ((),):
         compiles("linear.cu", FORMS[form].macros(token_tiles, how) | dict.fromkeys((*flags, *more), "1"))
 

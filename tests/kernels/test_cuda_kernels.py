@@ -175,7 +175,7 @@ def test_products_are_those_of_float64(
     assert difference(dequantized(matrix), exact) < limit
     rounded = exact.to(dtype)
     for chosen, reference in ((matrix, exact), (Matrix(rounded, outputs, inputs, dtype), rounded.double())):
-        for tokens in (1, 3, 8, 9, 17, 32):
+        for tokens in (1, 2, 3, 5, 8, 9, 16, 17, 32):
             x = torch.randn(tokens, inputs, device="cuda").to(dtype)
             norm = (torch.rand(inputs, device="cuda") + 0.5).to(dtype)
             normed = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * norm.double()
@@ -200,7 +200,7 @@ def test_every_schedule_gives_the_same_product() -> None:
     weight, codes = example(208, 1152, 64, False, "cuda")
     matrix, x = tiled(weight, torch.bfloat16), torch.randn(5, 1152, device="cuda").bfloat16()
     expected = x.double() @ dense(weight, codes, torch.bfloat16).T
-    ways = [(4, 1, 1, 4), (7, 2, 2, 1, 3, True), (16, 9, 1, 4, 1, True, True), (8, 3, 2, 4, 3, False, True)]
+    ways = [(4, 1, 1, 4), (7, 2, 2, 1, 3), (16, 9, 1, 4), (8, 3, 2, 4, 3)]
     for way in ways:
         y = torch.full((5, 208), torch.nan, dtype=torch.bfloat16, device="cuda")
         multiply(matrix, x, y, schedule=Schedule(*way))

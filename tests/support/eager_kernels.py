@@ -5,6 +5,7 @@ dense products say the same of other matrices.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decoding, exchange, experts, finishing, matrix):
         monkeypatch.setattr(module, "compiled", kernel)
     monkeypatch.setattr(exchange, "_shared_memories", lambda size, rank, device: [0] * distributed.get_world_size())
-    monkeypatch.setattr(step_products, "MOST_STREAMED", {4: 0, 8: 0, 16: 0})
+    monkeypatch.setattr(step_products, "MOST_STREAMED", defaultdict(int))
     monkeypatch.setattr(step_layers, "CODE_BASES", {torch.float32: 0, torch.bfloat16: 0})
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     sizes = {"shared_memory_per_multiprocessor": 1 << 17, "shared_memory_per_block_optin": 99 << 10}

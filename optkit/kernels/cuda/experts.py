@@ -254,9 +254,9 @@ def _most_rows(form: Form, gated: bool, device: int) -> int:
 
 def schedule_of(form: Form, rows: int, gated: bool) -> Schedule:
     """Return how a block goes over an expert; what is good on an H200."""
-    engine, tiles = form.bits != 8, 2 if gated else 1
+    tiles = 2 if gated else 1
     if form.chunks > 32:
-        return Schedule(8, 2, tiles, 4, span=2, engine=engine)
+        return Schedule(8, 2, tiles, 4, span=2)
     if form.chunks > 8:
-        return Schedule(4, 2, tiles, *((4, 1) if rows == 1 else (2, 2)), engine=engine)
-    return Schedule(-(-form.chunks // 2), 1, tiles, 4, span=2, engine=engine)
+        return Schedule(4, 2, tiles, *((4, 1) if rows == 1 else (2, 2)))
+    return Schedule(-(-form.chunks // 2), 1, tiles, 4, span=2)

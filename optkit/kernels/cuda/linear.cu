@@ -9,10 +9,9 @@
 // 8 bits: x is rounded to 8 bits too, with a scale for each token or the given one, and products are sums of codes (m16n8k32).
 //
 // Macros: BF16; BITS 4, 8 (E4M3 floats; INTEGER: int8) or 16; INPUTS; GROUP (inputs of a scale: 32, 64 or a multiple of 128); ASYMMETRIC;
-//   TOKEN_TILES; ROW_TILES; WARPS; DEPTH (slots of a warp); SPAN (chunks side by side in a slot); ENGINE (the copy engine fills slots, if
-//   there is one; else threads do); LATE (the next kernel may begin when all of the weight is asked for, else at once); SHARED (x goes
-//   through shared memory, normed where NORM says so; else it was put in order by `arrange`); GATED (outputs are silu(first half) * second
-//   half; GELU: gelu, by tanh); RESIDUAL (y is added to what is there); WIDE (y is float32); ALONE (one token, which the compiler knows);
+//   TOKEN_TILES; ROW_TILES; WARPS; DEPTH (slots of a warp); SPAN (chunks side by side in a slot); SHARED (x goes through shared memory,
+//   normed where NORM says so; else it was put in order by `arrange`); GATED (outputs are silu(first half) * second half; GELU: gelu, by
+//   tanh); RESIDUAL (y is added to what is there); WIDE (y is float32); ALONE (one token, which the compiler knows);
 //   CHOICES (experts of a token; SHARED: blocks of one blockIdx.y multiply the rows of a group of `experts.cu` by
 //   their expert's matrix; GATED ones find rows by the token of their choice and write them side by side, others the other way round).
 #define CHUNKS ((INPUTS + 127) / 128)
@@ -23,6 +22,11 @@
 #define PLACES (CHUNKS * SUBGROUPS)                       // of which x is summed, each with a scale
 #define VECTORS_PER_PLACE (16 / SUBGROUPS)
 #define VECTORS_OF_LANE (((SPANS + WARPS - 1) / WARPS * SPAN + 1) / 2)  // of the inputs that a warp multiplies
+#if BITS == 4 || defined(ALONE)
+#define AT_ONCE 1
+#else
+#define AT_ONCE (VECTORS_OF_LANE > 4 ? 2 : 4)  // tokens whose inputs are asked for together, and for which warps wait together
+#endif
 #if defined(SHARED) && defined(NORM) && defined(BF16) && BITS != 8
 #define NORM_LATER  // products are multiplied by what the norm divides by: no warp waits for the squares of others
 #endif
@@ -36,8 +40,8 @@ typedef int Sum;
 typedef float Sum;
 #endif
 
-#if defined(ENGINE) && __CUDA_ARCH__ >= 900
-#define BULK
+#if BITS == 4 && __CUDA_ARCH__ >= 900
+#define BULK  // the copy engine fills slots, else threads do
 #endif
 #if BITS == 4
 #define SCALE_BYTES (32 * SUBGROUPS)  // of a tile and chunk
@@ -112,7 +116,6 @@ struct Ring {
       char* to = slots + slot * SLOT_BYTES;
 #ifdef BULK
       const u32 barrier = full + 8 * slot, place = shared_place(to);
-#if BITS == 4
       if (lane == 0) expect(barrier, ROW_TILES * chunks * (1024 + (KINDS - 1) * SCALE_BYTES));
       __syncwarp();
       const int r = lane % ROW_TILES, kind = lane / ROW_TILES;
@@ -122,15 +125,6 @@ struct Ring {
       else if (kind < KINDS)
         copy_all(place + ROW_TILES * SPAN * 1024 + ((kind - 1) * ROW_TILES + r) * SPAN * SCALE_BYTES,
                  (kind == 1 ? scales : offsets) + from * SCALE_BYTES, chunks * SCALE_BYTES, barrier);
-#else
-      const int bytes = INPUTS % (128 * SPAN) == 0 ? ROW_BYTES : min(ROW_BYTES, (INPUTS - first * 128) * BITS / 8);
-      if (lane == 0) expect(barrier, ROW_TILES * 16 * bytes);
-      __syncwarp();
-      if (lane < ROW_TILES * 16) {
-        const int row = min((lane < 16 ? tile[0] : tile[ROW_TILES - 1]) * 16 + lane % 16, rows - 1);
-        copy_all(place + lane * ROW_STRIDE, weight + ((size_t)row * INPUTS + first * 128) * BITS / 8, bytes, barrier);
-      }
-#endif
 #else
 #if BITS == 4
 #pragma unroll
@@ -289,9 +283,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
 #if BITS != 4 && INPUTS % 128
   for (int i = lane; i < DEPTH * SLOT_BYTES / 16; i += 32) ((uint4*)ring.slots)[i] = make_uint4(0, 0, 0, 0);  // as behind the inputs
-#ifdef BULK
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
 #endif
   __syncwarp();
   for (int d = 0; d < DEPTH; d++) ring.ask();
@@ -306,13 +297,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int v = 0; v < VECTORS_OF_LANE; v++) norms[v] = vector_of(v) < INPUTS / 8 ? norm[vector_of(v)] : make_uint4(0, 0, 0, 0);
 #endif
 #endif
-#ifndef LATE
   let_next_start();
-#endif
   wait_for_previous();
-#ifdef LATE
-  if (ring.unit >= units) let_next_start();
-#endif
 
 #if BITS == 4
   const u32 mask = 0x000f000fu | threadIdx.y;  // which is 0: a constant would be moved to a register anew for each use
@@ -320,45 +306,79 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #ifdef SHARED
   char* held = (char*)memory + WARPS * DEPTH * SLOT_BYTES;
   float* x_sums = (float*)(held + tokens * STRIDE);  // 4 bits: [PLACES, TOKEN_TILES * 8]; 8 bits: the scales of tokens [TOKEN_TILES * 8]
-#ifdef NORM_LATER
-  __shared__ float squares[8][WARPS];
-#elif defined(NORM) || BITS == 8
-  __shared__ float partial[WARPS];
-#endif
-  for (int token = 0; token < tokens; token++) {
-    const uint4* source = x + (size_t)SOURCE(token) * (INPUTS / 8);
-    uint4 values[VECTORS_OF_LANE];
-#pragma unroll
-    for (int v = 0; v < VECTORS_OF_LANE; v++) values[v] = vector_of(v) < INPUTS / 8 ? source[vector_of(v)] : make_uint4(0, 0, 0, 0);
 #ifdef NORM
+  __shared__ float squares[8][WARPS];
+  const auto factor_of = [&](int token) {
+    float all = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) all += squares[token][w];
+    return rsqrtf(all / INPUTS + epsilon);
+  };
+#endif
+#if BITS == 8
+  __shared__ float largest[8][WARPS];
+#endif
+  for (int first = 0; first < tokens; first += AT_ONCE) {
+    uint4 values[AT_ONCE][VECTORS_OF_LANE];
+#pragma unroll
+    for (int t = 0; t < AT_ONCE; t++)
+#pragma unroll
+      for (int v = 0; v < VECTORS_OF_LANE; v++) {
+        const bool there = first + t < tokens && vector_of(v) < INPUTS / 8;
+        values[t][v] = there ? x[(size_t)SOURCE(first + t) * (INPUTS / 8) + vector_of(v)] : make_uint4(0, 0, 0, 0);
+      }
+#ifdef NORM
+#pragma unroll
+    for (int t = 0; t < AT_ONCE; t++) {
+      const float own = sum_of_warp(squares_of(values[t]));
+      if (lane == 0) squares[first + t][warp] = own;
+    }
+#ifndef NORM_LATER
+    __syncthreads();
+#endif
+#pragma unroll
+    for (int t = 0; t < AT_ONCE; t++) {
 #ifdef NORM_LATER
-    const float own = sum_of_warp(squares_of(values)), factor = 1;
-    if (lane == 0) squares[token][warp] = own;
+      const float factor = 1;
 #else
-    const float factor = norm_factor(values, INPUTS, epsilon, partial);
+      const float factor = factor_of(first + t);
 #endif
 #pragma unroll
-    for (int v = 0; v < VECTORS_OF_LANE; v++) values[v] = normed(values[v], norms[v], factor);
+      for (int v = 0; v < VECTORS_OF_LANE; v++) values[t][v] = normed(values[t][v], norms[v], factor);
+    }
 #endif
 #if BITS == 8
-    float largest = 0;
 #pragma unroll
-    for (int v = 0; v < VECTORS_OF_LANE; v++) largest = fmaxf(largest, largest_of(values[v]));
-    const float scale = scale_of(largest, (const float*)offsets, partial), by = 1 / scale;
-    if (threadIdx.x == 0) x_sums[token] = scale;
+    for (int t = 0; t < AT_ONCE; t++) {
+      float own = 0;
+#pragma unroll
+      for (int v = 0; v < VECTORS_OF_LANE; v++) own = fmaxf(own, largest_of(values[t][v]));
+      own = maximum_of_warp(own);
+      if (lane == 0) largest[first + t][warp] = own;
+    }
+    __syncthreads();
 #endif
 #pragma unroll
-    for (int v = 0; v < VECTORS_OF_LANE; v++) {
-      const int vector = vector_of(v);
+    for (int t = 0; t < AT_ONCE; t++) {
+      const int token = first + t;
+      if (token >= tokens) break;
+#if BITS == 8
+      const float scale = scale_of((const float*)offsets, largest[token]), by = 1 / scale;
+      if (threadIdx.x == 0) x_sums[token] = scale;
+#endif
+#pragma unroll
+      for (int v = 0; v < VECTORS_OF_LANE; v++) {
+        const int vector = vector_of(v);
 #if BITS == 4
-      const float sum = sum_of_place(values[v]);
-      if (vector < CHUNKS * 16 && vector % VECTORS_PER_PLACE == 0) x_sums[vector / VECTORS_PER_PLACE * (TOKEN_TILES * 8) + token] = sum;
+        const float sum = sum_of_place(values[t][v]);
+        if (vector < CHUNKS * 16 && vector % VECTORS_PER_PLACE == 0) x_sums[vector / VECTORS_PER_PLACE * (TOKEN_TILES * 8) + token] = sum;
 #endif
 #if BITS == 8
-      if (vector < CHUNKS * 16) *(uint2*)(held + token * STRIDE + vector * 8) = codes_of(values[v], by);
+        if (vector < CHUNKS * 16) *(uint2*)(held + token * STRIDE + vector * 8) = codes_of(values[t][v], by);
 #else
-      if (vector < CHUNKS * 16) *(uint4*)(held + token * STRIDE + vector * 16) = in_order(values[v]);
+        if (vector < CHUNKS * 16) *(uint4*)(held + token * STRIDE + vector * 16) = in_order(values[t][v]);
 #endif
+      }
     }
   }
   __syncwarp();
@@ -477,9 +497,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
       }
       ring.next();
-#ifdef LATE
-      if (ring.unit >= units) let_next_start();
-#endif
     }
 
     // [WARPS][ROW_TILES][tokens][16], in two places in turns: who writes one has seen all threads behind the reading of the other
@@ -515,10 +532,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       value *= x_sums[token] * row_scales[item].x;
 #endif
 #ifdef NORM_LATER
-      float all = 0;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) all += squares[token][w];
-      const float factor = rsqrtf(all / INPUTS + epsilon);
+      const float factor = factor_of(token);
       value *= factor;
 #endif
       if (bias) value += widen(bias[row]);
@@ -559,29 +573,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // in place of sums the scales of tokens; `given` is the scale of all of them, or none.
 extern "C" __global__ void __launch_bounds__(256)
     arrange(const uint4* x, const uint4* norm, float epsilon, uint4* ordered, float* sums_of_x, int tokens, const float* given) {
-#ifdef NORM
-  uint4 norms[ROUNDS];
-#pragma unroll
-  for (int r = 0; r < ROUNDS; r++) norms[r] = r * 256 + threadIdx.x < INPUTS / 8 ? norm[r * 256 + threadIdx.x] : make_uint4(0, 0, 0, 0);
-#endif
-  let_next_start();
-  wait_for_previous();
-  const int token = blockIdx.x;
-  const uint4* source = x + (size_t)token * (INPUTS / 8);
-  uint4 held[ROUNDS];
-#pragma unroll
-  for (int r = 0; r < ROUNDS; r++) {
-    const int vector = r * 256 + threadIdx.x;
-    held[r] = token < tokens && vector < INPUTS / 8 ? source[vector] : make_uint4(0, 0, 0, 0);
-  }
-#if defined(NORM) || BITS == 8
   __shared__ float partial[8];
-#endif
-#ifdef NORM
-  const float factor = norm_factor(held, INPUTS, epsilon, partial);
-#pragma unroll
-  for (int r = 0; r < ROUNDS; r++) held[r] = normed(held[r], norms[r], factor);
-#endif
+  const int token = blockIdx.x;
+  uint4 held[ROUNDS];
+  take_row(held, x + (size_t)token * (INPUTS / 8), token < tokens, norm, INPUTS / 8, epsilon, partial);
 #if BITS == 8
   float largest = 0;
 #pragma unroll

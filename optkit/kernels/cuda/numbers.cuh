@@ -162,6 +162,28 @@ __device__ __forceinline__ float norm_factor(const uint4 (&held)[VECTORS], int s
   return rsqrtf(sum_of_block(squares_of(held), partial) / size + epsilon);
 }
 
+// A row of vectors in a block of 256 threads, normed where NORM says so; zeros behind it, and where it is not there. The kernel before
+// this one ends meanwhile.
+template <int COUNT>
+__device__ __forceinline__ void take_row(uint4 (&held)[COUNT], const uint4* row, bool there, const uint4* norm, int vectors, float epsilon,
+                                         float (&partial)[8]) {
+#ifdef NORM
+  uint4 norms[COUNT];
+#pragma unroll
+  for (int r = 0; r < COUNT; r++) norms[r] = r * 256 + threadIdx.x < vectors ? norm[r * 256 + threadIdx.x] : make_uint4(0, 0, 0, 0);
+#endif
+  let_next_start();
+  wait_for_previous();
+#pragma unroll
+  for (int r = 0; r < COUNT; r++)
+    held[r] = there && r * 256 + threadIdx.x < vectors ? row[r * 256 + threadIdx.x] : make_uint4(0, 0, 0, 0);
+#ifdef NORM
+  const float factor = norm_factor(held, 8 * vectors, epsilon, partial);
+#pragma unroll
+  for (int r = 0; r < COUNT; r++) held[r] = normed(held[r], norms[r], factor);
+#endif
+}
+
 #if BITS == 8
 #ifdef INTEGER
 #define REACH 127.5f
@@ -191,16 +213,23 @@ __device__ __forceinline__ float largest_of(const uint4& values) {
   return largest;
 }
 
-// The scale of a token, of which each thread of a block knows the largest input among its own.
+// The scale of a token, of which the warps of a block know the largest input among their own.
+template <int COUNT>
+__device__ __forceinline__ float scale_of(const float* given, const float (&largest)[COUNT]) {
+  if (given) return *given;
+  float most = 0;
+#pragma unroll
+  for (int w = 0; w < COUNT; w++) most = fmaxf(most, largest[w]);
+  return fmaxf(most / REACH, 0x1p-100f);
+}
+// The same where threads do; `partial` is free again behind it.
 template <int COUNT>
 __device__ __forceinline__ float scale_of(float largest, const float* given, float (&partial)[COUNT]) {
-  if (given) return *given;
   largest = maximum_of_warp(largest);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = largest;
   __syncthreads();
-#pragma unroll
-  for (int w = 0; w < COUNT; w++) largest = fmaxf(largest, partial[w]);
+  const float scale = scale_of(given, partial);
   __syncthreads();
-  return fmaxf(largest / REACH, 0x1p-100f);
+  return scale;
 }
 #endif

@@ -17,6 +17,10 @@ MOST_TOKENS = 32
 """That `multiply` takes at once."""
 SHARED_BYTES = 160 << 10
 """Of a block, that x takes at most: two blocks do not fit then."""
+MOST_SHARED = {4: 6, 8: 6, 16: 8}
+"""Rows of x that go through shared memory at most, by the bits of a weight: each block norms and orders all
+of them. With another schedule than the default it is 8.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,6 @@ class Schedule:
     """On each multiprocessor; each goes over several rows of tiles."""
     span: int = 1
     """Chunks in a slot, side by side."""
-    engine: bool = False
-    """The copy engine fills slots, if the GPU has one; else threads do."""
-    late: bool = False
-    """The next kernel may begin when all of the weight is asked for, else at once."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,6 @@ class Form:
             "ASYMMETRIC": self.asymmetric,
             "INTEGER": self.integer,
             "GELU": self.gelu,
-            "ENGINE": how.engine,
-            "LATE": how.late,
         }
         return {name: str(number) for name, number in numbers.items()} | {name: "1" for name, on in flags.items() if on}
 
@@ -106,8 +104,8 @@ class Tiles:
 
     @property
     def whole_bytes(self) -> int:
-        """All shared memory of a block: 8 float32 for each warp are static, and a barrier for each slot."""
-        return self.shared_bytes + (4 * 8 + 8 * self.schedule.depth) * self.schedule.warps
+        """All shared memory of a block: 16 float32 for each warp are static, and a barrier for each slot."""
+        return self.shared_bytes + (4 * 16 + 8 * self.schedule.depth) * self.schedule.warps
 
 
 def choose_tiles(form: Form, tokens: int, gated: bool, limit: int, schedule: Schedule | None = None) -> Tiles:
@@ -115,12 +113,15 @@ def choose_tiles(form: Form, tokens: int, gated: bool, limit: int, schedule: Sch
     Blocks of the GPU have `limit` bytes of shared memory.
 
     x lies in shared memory if it fits beside a slot for each warp and what the warps add up, in
-    global memory else. Slots are halved until they fit, then warps. One warp needs 25 KiB at most,
-    so every GPU has room.
+    global memory else. Slots are given up one by one until they fit, then half of the warps. One
+    warp needs 25 KiB at most, so every GPU has room.
     """
     chosen = schedule or default_schedule(form, tokens, gated)
-    few = tokens <= 8 and tokens * ((form.inputs + CHUNK) * form.x_bytes + 64) <= SHARED_BYTES
-    fewer = [replace(chosen, depth=chosen.depth >> halved) for halved in range(chosen.depth.bit_length())]
+    few = (
+        tokens <= (8 if schedule else MOST_SHARED[form.bits])
+        and tokens * ((form.inputs + CHUNK) * form.x_bytes + 64) <= SHARED_BYTES
+    )
+    fewer = [replace(chosen, depth=depth) for depth in range(chosen.depth, 0, -1)]
     fewer += [replace(fewer[-1], warps=chosen.warps >> halved) for halved in range(1, chosen.warps.bit_length())]
     x_bytes = tokens * (form.chunks * CHUNK * form.x_bytes + 64) + sums_bytes(form, tokens)
     kept = [(each, True) for each in fewer if few and each.warps == chosen.warps] + [(each, False) for each in fewer]
@@ -142,11 +143,11 @@ def default_schedule(form: Form, tokens: int, gated: bool) -> Schedule:
 
 SCHEDULES = {
     (4, True): {
-        "gated": Schedule(8, 2, 2, 2, span=2, engine=True),
-        "long": Schedule(16, 3, 1, 1, span=2, engine=True),
-        "wide": Schedule(8, 2, 2, 2, span=2, engine=True),
-        "narrow": Schedule(16, 1, 2, 1, span=2, engine=True),
-        "usual": Schedule(8, 2, 1, 1, span=4, engine=True),
+        "gated": Schedule(8, 2, 2, 2, span=2),
+        "long": Schedule(16, 3, 1, 1, span=2),
+        "wide": Schedule(8, 2, 2, 2, span=2),
+        "narrow": Schedule(16, 1, 2, 1, span=2),
+        "usual": Schedule(8, 2, 1, 1, span=4),
     },
     (8, True): {
         "gated": Schedule(8, 3, 2, 1),
@@ -155,16 +156,16 @@ SCHEDULES = {
         "usual": Schedule(8, 2, 1, 2, span=2),
     },
     (16, True): {
-        "gated": Schedule(8, 2, 2, 1, engine=True),
-        "long": Schedule(16, 2, 1, 1, late=True),
-        "wide": Schedule(16, 2, 1, 1, engine=True),
+        "gated": Schedule(8, 2, 2, 1),
+        "long": Schedule(16, 2, 1, 1),
+        "wide": Schedule(16, 1, 1, 1, span=2),
         "narrow": Schedule(8, 2, 2, 1),
         "usual": Schedule(8, 3, 1, 1),
     },
     (4, False): {
-        "gated": Schedule(8, 3, 2, 2, engine=True),
-        "long": Schedule(8, 2, 2, 1, span=2, engine=True),
-        "usual": Schedule(8, 2, 2, 2, engine=True),
+        "gated": Schedule(8, 3, 2, 2),
+        "long": Schedule(8, 2, 2, 1, span=2),
+        "usual": Schedule(8, 2, 2, 2),
     },
     (8, False): {
         "gated": Schedule(8, 3, 2, 1),

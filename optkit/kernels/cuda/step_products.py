@@ -17,9 +17,9 @@ from optkit.kernels.cuda.scaled_products import is_scaled, scaled_product
 from optkit.kernels.cuda.schedule import CHUNK, MOST_TOKENS
 from optkit.kernels.cuda.wide import Lined, can_be_wide, multiply_wide
 
-MOST_STREAMED = {4: 64, 8: 16, 16: 16}
-"""Rows up to which `linear.cu` is faster than a dense product, by the bits of a weight, on an H200;
-of 4 bits it takes 32 at a time.
+MOST_STREAMED = {torch.int32: 64, torch.float8_e4m3fn: 6, torch.int8: 16, torch.bfloat16: 16, torch.float16: 16}
+"""Rows up to which `linear.cu` is faster than a dense product, by the dtype of a weight, on an H200;
+of 4 bits (int32) it takes 32 at a time.
 """
 WIDE = {False: range(33, 129), True: range(17, 257)}
 """Rows for which `wide.cu` is faster than `linear.cu` and than weights dequantized for a dense product,
@@ -41,7 +41,7 @@ def takes_lined(matrix: Matrix, rows: int) -> bool:
 
 def is_coded(matrix: Matrix, rows: int) -> bool:
     """Say whether so many rows are multiplied as codes."""
-    return matrix.form.bits == 8 and rows > MOST_STREAMED[8]
+    return matrix.form.bits == 8 and rows > MOST_STREAMED[matrix.weight.dtype]
 
 
 def takes_coded(matrix: Matrix, behind: Matrix, rows: int) -> bool:
@@ -90,7 +90,7 @@ def step_product(
     if isinstance(x, Lined) or isinstance(y, Lined) or is_wide(matrix, len(x)):
         multiply_wide(matrix, x, y, norm=norm, epsilon=epsilon, add=add, gated=gated)
         return
-    if len(x) > MOST_STREAMED[matrix.form.bits]:
+    if len(x) > MOST_STREAMED[matrix.weight.dtype]:
         _dense(matrix, x, y, norm, epsilon, add, gated)
         return
     for rows, written in zip(x.split(MOST_TOKENS), y.split(MOST_TOKENS), strict=True):

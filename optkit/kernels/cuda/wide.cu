@@ -254,26 +254,10 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 // a column of the pieces above: inputs 8 t + p and 8 t + 4 + p of 32 in word t, p = 0..3, which are neighbours in wgmma's left matrix. A block for
 // a token, which holds ROUNDS of 256 vectors.
 extern "C" __global__ void __launch_bounds__(256) line_up(const uint4* x, const uint4* norm, float epsilon, u32* lined, int vectors, int chunks) {
-#ifdef NORM
-  uint4 norms[ROUNDS];
-#pragma unroll
-  for (int r = 0; r < ROUNDS; r++) norms[r] = r * 256 + threadIdx.x < vectors ? norm[r * 256 + threadIdx.x] : make_uint4(0, 0, 0, 0);
-#endif
-  let_next_start();
-  wait_for_previous();
+  __shared__ float partial[8];
   const int token = blockIdx.x;
   uint4 held[ROUNDS];
-#pragma unroll
-  for (int r = 0; r < ROUNDS; r++) {
-    const int vector = r * 256 + threadIdx.x;
-    held[r] = vector < vectors ? x[(size_t)token * vectors + vector] : make_uint4(0, 0, 0, 0);
-  }
-#ifdef NORM
-  __shared__ float partial[8];
-  const float factor = norm_factor(held, 8 * vectors, epsilon, partial);
-#pragma unroll
-  for (int r = 0; r < ROUNDS; r++) held[r] = normed(held[r], norms[r], factor);
-#endif
+  take_row(held, x + (size_t)token * vectors, true, norm, vectors, epsilon, partial);
   u32* start = lined + (size_t)(token / TOKENS) * chunks * (X_BYTES / 4) + token % TOKENS * 4;
 #pragma unroll
   for (int r = 0; r < ROUNDS; r++) {

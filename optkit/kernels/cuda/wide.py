@@ -90,7 +90,7 @@ class Lined:
 
 def tokens_of(rows: int) -> int:
     """Return how many rows of x a block takes."""
-    return 64 if rows <= 64 else 128
+    return 32 if rows <= 32 else 64 if rows <= 64 else 128
 
 
 def can_be_wide(matrix: Matrix) -> bool:
@@ -138,7 +138,8 @@ def _line_up(form: Form, tokens: int, x: Tensor, norm: Tensor | None, epsilon: f
 @cache
 def choose_widths(form: Form, rows: int, gated: bool, multiprocessors: int) -> Widths:
     """Return what is good on an H200: inputs are shared until all multiprocessors have a block."""
-    widths = Widths(64, 2, 8) if tokens_of(rows) == 64 else Widths(128, 4, 4)
+    tokens = tokens_of(rows)
+    widths = Widths(tokens, 2, 8) if tokens < 128 else Widths(128, 4, 4)
     blocks = widths.units(form, gated) * -(-rows // widths.tokens)
     room = 4 // widths.warpgroups * multiprocessors // blocks
     while widths.split > max(1, min(room, form.chunks)):
