@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 from accelerate import init_empty_weights
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from optkit.common.out_of_resources import is_out_of_memory
@@ -38,7 +41,7 @@ def empty_model(
     try:
         config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         loader = getattr(transformers, loader_of(checkpoint.config))
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _no_random_numbers():
             model = loader.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **chosen)
     except Exception as error:  # whatever transformers makes of numbers that it does not expect
         if is_out_of_memory(error):
@@ -58,6 +61,25 @@ def empty_model(
     put_apart_(model, checkpoint.tensors)
     silence_fallbacks_(checkpoint.config)
     return model.requires_grad_(False).eval()
+
+
+@contextmanager
+def _no_random_numbers() -> Iterator[None]:
+    """Draw none for tensors on the meta device: finding out what comes of it takes longer than all else."""
+    for name in (drawn := ("normal_", "uniform_")):
+        setattr(torch.Tensor, name, _unless_meta(getattr(torch.Tensor, name)))
+    try:
+        yield
+    finally:
+        for name in drawn:
+            delattr(torch.Tensor, name)  # there is that of the base class again
+
+
+def _unless_meta(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def filled(tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        return tensor if tensor.is_meta else fill(tensor, *arguments, **keywords)
+
+    return filled
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -2,8 +2,8 @@
 
 PLACE/kept.json                 how many, what was found in them, size and time of each file; written last
 PLACE/block-00003.safetensors   the tensors that the stage made of a block
-PLACE/states-00003              the hidden states behind it, as they lie in memory; of the last block alone,
-                                and none behind the model's last one if nobody reads them
+PLACE/states-00003              the hidden states behind it, as they lie in memory; of one block alone, and
+                                none behind the model's last one if nobody reads them
 PLACE/encoded                   those behind the encoder of an encoder-decoder
 PLACE/spare                     states that are out of date, over which the next ones are written
 PLACE/NAME.json                 what was measured in front of the first block
@@ -11,6 +11,10 @@ PLACE/NAME.json                 what was measured in front of the first block
 Of several processes each writes the states of its share, states-00003-1 and so on. The first writes
 all else, kept.json once the states of all are there. To write over a file takes a tenth of the time of
 writing a new one, for which the disk has to find room.
+
+States of gigabytes may take longer than a block. They are written so seldom that they cost a twentieth of
+the time at most; blocks behind them count as finished once states are written again. So a kill costs one
+block, or PAUSE times as long as the states take.
 """
 
 from __future__ import annotations
@@ -44,6 +48,12 @@ if TYPE_CHECKING:
 KEPT, ENCODED, SPARE = "kept.json", "encoded", "spare"
 DECIDING = "optkit", "device_name", "cpu_kernels", "cuda", *PACKAGES
 """What decides, beside the key of a step, which bits come out of it."""
+PAUSE = 20
+"""How many times as long as hidden states take to write passes at least until they are written again."""
+BYTES_S = 1e9
+"""How fast they are written, until it is known."""
+SMALL_BYTES = 1 << 26
+"""Smaller states are written behind each block."""
 WAIT_S = 120.0
 """How long the first process waits for the states of the others, once its own are written."""
 TELL_S = 10.0
@@ -75,6 +85,10 @@ class KeptBlocks:
         """Behind how many blocks at most the hidden states are read."""
         self._facts: Mapping[str, Any] | None = None
         """None as long as nothing can be kept."""
+        self._due = -1
+        """The block behind which hidden states are written next, or were if it is done."""
+        self._done_s = self._writing_s = 0.0
+        """When the last block was done, and how long its states take to write."""
         self._writer = ThreadPoolExecutor(1, "kept blocks")
         self._writing: Future[None] | None = None
         self._kept: Mapping[str, Any] = together.tell(self._whole(place) if place and together.first else {})
@@ -94,7 +108,9 @@ class KeptBlocks:
         found in the others.
         """
         self._inputs, self._facts = inputs, facts
-        self._read = total if last_is_read else total - 1
+        self._read, self._due = total if last_is_read else total - 1, self.done - 1
+        size = inputs.hidden.nbytes if inputs else 0
+        self._done_s, self._writing_s = time.monotonic(), size / BYTES_S if size >= SMALL_BYTES else 0.0
         if self._place and inputs:
             inputs.settle = self._settle
         if self.done:
@@ -128,6 +144,7 @@ class KeptBlocks:
                 copies.append(self._writer.submit(own_copies, made, beside_computing(late)))
                 del tensors, made
                 self._settle()  # first, as what it could not write ends the keeping
+                self._look_ahead(number)
                 if self._place and self._facts is not None:
                     self._keep(self._place, number, copies[-1], size, self._facts)
                 while len(copies) > (late is not None):
@@ -176,14 +193,16 @@ class KeptBlocks:
         self, place: Path, number: int, tensors: Future[dict[str, Tensor]], size: int, facts: Mapping[str, Any]
     ) -> None:
         """Begin to write a block of so many bytes; the hidden states are read until `_settle`."""
-        states = {}
-        if self._inputs and number < self._read:
-            states[self._mine(_states(number))] = self._inputs.hidden
-        known = self._kept.get("files", {})
-        if self._inputs and self._inputs.encoded is not None and self._mine(ENCODED) not in known:
-            states[self._mine(ENCODED)] = self._inputs.encoded
+        states, known = {}, self._kept.get("files", {})
+        counts = number == self._due or not self._is_read(number)
+        if self._inputs and counts:
+            if self._is_read(number):
+                states[self._mine(_states(number))] = self._inputs.hidden
+            if self._inputs.encoded is not None and self._mine(ENCODED) not in known:
+                states[self._mine(ENCODED)] = self._inputs.encoded
         needed = size + sum(hidden.nbytes for hidden in states.values())
-        files = {name: seen for name, seen in known.items() if not name.startswith(_states(number - 1))}
+        old = [name for name in known if name.startswith("states-")] if counts else []
+        files = {name: seen for name, seen in known.items() if name not in old}
         # a copy, since the stage goes on to fill them
         self._kept = {"about": self._about, "done": number + 1, "facts": json.loads(json.dumps(facts)), "files": files}
         reading, spare = beside_computing(next(iter(states.values()), None)), place / self._mine(SPARE)
@@ -195,8 +214,11 @@ class KeptBlocks:
                 if free < needed + self._reserved:
                     what = f"no room for {size_text(needed)} beside what the stage writes"
                     raise ResourceError(what, where=str(place))
+                started = time.monotonic()
                 for name, hidden in states.items():
                     _write_states(place / name, hidden, spare)
+                if needed - size >= SMALL_BYTES:
+                    self._writing_s = time.monotonic() - started
                 if not self._together.first:
                     files.update(dict.fromkeys(states))
                     return
@@ -204,11 +226,24 @@ class KeptBlocks:
                 others = [f"{name}-{rank}" for name in states for rank in range(1, self._together.count)]
                 self._wait_for([place / name for name in others])
                 files.update({name: _seen(place / name) for name in (_block(number), *states, *others)})
-                write_text_atomically(place / KEPT, json.dumps(self._kept))
-                for path in place.glob(f"{_states(number - 1)}*"):
-                    path.rename(place / path.name.replace(_states(number - 1), SPARE))
+                if counts:
+                    write_text_atomically(place / KEPT, json.dumps(self._kept))
+                for name in old:
+                    (place / name).rename(place / f"{SPARE}{name[len(_states(number)) :]}")
 
         self._writing = self._writer.submit(write)
+
+    def _is_read(self, number: int) -> bool:
+        """Whether the hidden states behind a block are read."""
+        return self._inputs is not None and number < self._read
+
+    def _look_ahead(self, number: int) -> None:
+        """Find out behind which block, this one or a later one, hidden states are written next. The first process
+        tells the others.
+        """
+        took, self._done_s = time.monotonic() - self._done_s, time.monotonic()
+        if self._place and self._is_read(number) and number > self._due:
+            self._due = self._together.tell(number + int(PAUSE * self._writing_s / took))
 
     def _mine(self, name: str) -> str:
         """Return what this process calls its share of a file."""

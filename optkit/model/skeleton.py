@@ -95,7 +95,7 @@ class Skeleton:
         """Parameter or persistent buffer of the model -> tensor of the checkpoint."""
         compute_missing_(self.model, self.tensor_names)
         self._dtypes = planned_dtypes(self.model, self.dtype)
-        self._ahead = ReadAhead()
+        self._ahead = ReadAhead(2)
         self._last = -1
         """The block that was loaded last: if blocks are loaded in order, the next one is read ahead."""
         self._unreturned = 0

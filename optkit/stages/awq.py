@@ -101,7 +101,7 @@ class Awq(InputScaling, SharedText, Backed):
         from optkit.stages.quantizing.hessians import details_of_sums, read_text
 
         device, skeleton = job.context.device, job.skeleton
-        tokens = read_text(skeleton, self.calibration, job.context, self.kind)
+        tokens = read_text(skeleton, self.calibration, job.context, self.kind, job.reading)
         job.calibrated_on = (self.calibration.identity(),)
         job.details |= {"losses": {}, "gains": {}, "unscaled": {}, "rounded_without_inputs": []}
         job.details |= details_of_sums(device, skeleton.dtype, self.equal_tokens)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -19,6 +21,7 @@ from optkit.model.shape import ModelShape
 from optkit.model.task import GENERATING, Task
 from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.source.calibration import Calibration
+from optkit.stage import Context
 from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.fitting import refuse_encoder_decoder
 from optkit.stages.quantizing.gptq_fields import GptqFields
@@ -127,11 +130,12 @@ class Gptq(GptqFields, SharedText, Backed):
         form = super().layer_format(layer)
         return replace(form, activation_order=self.activation_order) if isinstance(form, PackQuantized) else form
 
-    def begin(self, device: str) -> None:
+    def begin(self, source: Path, context: Context) -> Future[Any] | None:
         from optkit.stages.quantizing.warming import warm
 
-        if device.startswith("cuda"):
-            warm(device)
+        if context.device.startswith("cuda"):
+            warm(context.device)
+        return super().begin(source, context)
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         if self.scale_steps:
@@ -160,7 +164,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
         device, skeleton = job.context.device, job.skeleton
         refuse_encoder_decoder(skeleton.checkpoint.config, self._beside_unmodified)
-        tokens = read_text(skeleton, self.calibration, job.context, self.kind)
+        tokens = read_text(skeleton, self.calibration, job.context, self.kind, job.reading)
         if self.copies:
             tokens = with_copies(job, tokens, self.copies, self.batch_size, LESS_MEMORY)
         job.text = tokens

@@ -178,7 +178,7 @@ class Mx(SharedText, LayerQuantizer):
         from optkit.stages.quantizing.hessians import read_text
 
         assert self.calibration is not None
-        tokens = read_text(job.skeleton, self.calibration, job.context, self.kind)
+        tokens = read_text(job.skeleton, self.calibration, job.context, self.kind, job.reading)
         job.calibrated_on = (self.calibration.identity(),)
         with out_of_memory("in front of the first block", job.context.device, LESS):
             return job.skeleton.capture_inputs(tokens, job.context.device, self.batch_size, job.together)

@@ -239,10 +239,8 @@ def test_a_stage_goes_on_without_keeping(
     run(stage, source, tmp_path / "whole", None)
     monkeypatch.setattr(kept_blocks, "save_tensors", refused)
     run(stage, source, tmp_path / "made", tmp_path / "work", lines)
-    (said,) = lines.lines
-    assert (
-        said == "prune: finished blocks are no longer kept, so a stopped run begins anew: [Errno 13] Permission denied"
-    )
+    said = "prune: finished blocks are no longer kept, so a stopped run begins anew: [Errno 13] Permission denied"
+    assert lines.lines == [said]
     assert files(tmp_path / "made") == files(tmp_path / "whole")
 
 
@@ -290,6 +288,33 @@ def test_states_are_written_over_those_that_are_out_of_date(
         run(STAGES["gptq"](few), tiny_model("llama"), tmp_path / "made", tmp_path / "work")
     (first,), (second,), (third,) = (each.values() for each in seen)
     assert first == third != second
+
+
+@pytest.mark.parametrize(("finished", "said"), [(1, []), (2, ["gptq: resumed at block 3 of 3"])])
+def test_blocks_behind_the_last_states_are_made_again(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, finished: int, said: list[str]
+) -> None:
+    stage, source, lines = STAGES["gptq"](few), tiny_model("llama"), Lines()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(KeptBlocks, "_look_ahead", lambda self, number: setattr(self, "_due", 1))
+        work = interrupted(stage, source, tmp_path, finished)
+    run(stage, source, tmp_path / "resumed", work, lines)
+    assert lines.lines == said
+    run(stage, source, tmp_path / "whole", None)
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+
+
+def test_states_that_take_long_to_write_are_written_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs: Any = SimpleNamespace(hidden=torch.empty(1 << 30, dtype=torch.uint8, device="meta"))
+    kept, due = KeptBlocks(None, "cpu", Lines(), "gptq", 0), set[int]()
+    kept.resume(32, inputs, {})
+    kept._place, kept._done_s = Path("work"), 0.0
+    for number in range(32):
+        monkeypatch.setattr(kept_blocks.time, "monotonic", lambda now=number + 1.0: now)
+        kept._look_ahead(number)
+        due.add(kept._due)
+        kept._writing_s = 0.3  # the file is there
+    assert due == {21, 28, 35}  # 20 times 1.07 s, at a block a second; then 20 times 0.3 s
 
 
 def test_blocks_of_a_gpu_come_behind_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.empty_model import _no_random_numbers
 from optkit.model.skeleton import Skeleton
 from tests.support.near import near
 from tests.support.skeletons import LENGTH, real, reference, run_all_blocks, some_tokens
@@ -240,3 +242,26 @@ def test_tokens_of_another_tokenizer(tiny_model) -> None:
 def test_no_tokens(tiny_model) -> None:
     with pytest.raises(StageError, match="there are no calibration tokens"):
         Skeleton(Checkpoint(tiny_model("llama"))).capture_inputs(torch.zeros(0, 8, dtype=torch.int64), "cpu")
+
+
+class Draws(TorchDispatchMode):
+    """Which functions draw random numbers for tensors on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [name for name in ("normal_", "uniform_") if func.__name__.startswith(name) and args[0].is_meta]
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_numbers_are_drawn_for_a_model_without_weights(tiny_model) -> None:
+    with Draws() as draws:
+        Skeleton(Checkpoint(tiny_model("llama")))
+        assert draws.names == []
+        nn.init.normal_(torch.empty(2, device="meta"))
+        with _no_random_numbers():
+            real = nn.init.normal_(torch.zeros(2))
+    assert draws.names == ["normal_"]
+    assert real.any()

@@ -5,6 +5,7 @@ cannot work.
 import shutil
 import weakref
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
+from optkit.stages.awq import Awq
+from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing import hessians as layer_inputs
 from optkit.stages.quantizing.hessians import collect_hessians, turns_of
@@ -271,6 +274,23 @@ def test_activations_that_overflow_are_an_error(tiny_model: TinyModel, tmp_path:
 def test_text_that_is_too_short_is_an_error(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     with pytest.raises(SourceError, match="Lower `samples`"):
         quantize(tiny_model("llama"), tmp_path / "q", Gptq(calibration=text.model_copy(update={"samples": 5000})))
+
+
+@pytest.mark.parametrize("stage", [Gptq, Awq, Fp8])
+def test_the_text_is_read_once_beside_the_opening_of_the_model(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch, stage: type[Gptq]
+) -> None:
+    readers: list[str] = []
+
+    def inputs(self: Calibration, *arguments: Any) -> torch.Tensor:
+        readers.append(current_thread().name)
+        return self.tokens(*arguments)
+
+    monkeypatch.setattr(Calibration, "inputs", inputs)
+    fields = {"activations": "static"} if stage is Fp8 else {}
+    few = text.model_copy(update={"samples": 2})
+    quantize(tiny_model("llama"), tmp_path / "q", stage(calibration=few, **fields))
+    assert readers == ["text_0"]
 
 
 def test_fused_experts_are_reported(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:

@@ -144,7 +144,7 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         less = (
             f"Lower {self.kind}.batch_size, {self.kind}.calibration.samples or {self.kind}.calibration.sequence_length"
         )
-        tokens = read_text(skeleton, text, job.context, self.kind)
+        tokens = read_text(skeleton, text, job.context, self.kind, job.reading)
         job.calibrated_on = (text.identity(),)
         with out_of_memory("in front of the first block", device, less):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size, job.together)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -116,14 +117,20 @@ def details_of_sums(device: str, dtype: torch.dtype, equal_tokens: bool) -> dict
     return {"hessians_of": "bfloat16"} if rounds else {}
 
 
-def read_text(skeleton: Skeleton, text: Calibration, context: Context, stage: str) -> Tensor | Any:
+def read_text(
+    skeleton: Skeleton, text: Calibration, context: Context, stage: str, begun: Future[Any] | None = None
+) -> Tensor | Any:
     """Return what a stage is calibrated on, as `Calibration.inputs` does, while the first weights are read.
-    Let every expert see all of it if the text says so. Raises StageError if the model has none that can.
+    `begun`: both are being read. Let every expert see all of it if the text says so. Raises StageError if the model
+    has none that can.
     """
-    skeleton.read_first(context.device)
+    if not begun:
+        skeleton.read_first(context.device)
     skeleton.experts_see_all = text.experts == "all"
     if skeleton.experts_see_all and not experts_in(skeleton.model):
         raise no_such_experts(f"{stage}.calibration.experts", next(iter(skeleton.fused.values()), "It is dense"))
+    if begun:
+        return begun.result()
     return text.inputs(skeleton.checkpoint.directory, context.data, context.trust_remote_code)
 
 

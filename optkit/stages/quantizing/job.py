@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,8 @@ class QuantizationJob:
     kept: KeptBlocks
     together: Together
     """The processes that do it, each with a share of the text."""
+    reading: Future[Any] | None = None
+    """Gives what it is calibrated on."""
     details: dict[str, Any] = field(default_factory=dict)
     """Goes into the report."""
     notes: list[str] = field(default_factory=list)

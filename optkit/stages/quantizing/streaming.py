@@ -7,6 +7,9 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -93,8 +96,17 @@ class LayerQuantizer(Transform):
         """Return what whoever deploys the model must know of its form, one sentence each."""
         return []
 
-    def begin(self, device: str) -> None:
-        """Begin what a run can do before its model is opened; nothing waits for it."""
+    def begin(self, source: Path, context: Context) -> Future[Any] | None:
+        """Begin what a run can do before its model is opened; return what it is going to be calibrated on, if it is."""
+        if not self._text:
+            return None
+        read = partial(self._text.inputs, source, context.data, context.trust_remote_code)
+        return ThreadPoolExecutor(1, "text").submit(read)
+
+    @property
+    def _text(self) -> Any:
+        """What it is calibrated on; None if that is nothing."""
+        return None if self.needs_no_text else getattr(self, "calibration", None)
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         """Yield what is left of each decoder block, in order. Raises StageError for weights or inputs
@@ -170,16 +182,20 @@ class LayerQuantizer(Transform):
             from optkit.model.named_skeleton import open_skeleton
             from optkit.model.skeleton_layers import layers_of_skeleton
 
+            if self._text:  # else this and the thread that reads it might import halves of each other
+                import_module("transformers.models.auto.tokenization_auto")
         started = time.monotonic()
-        self.begin(context.device)
+        text = self.begin(Path(source), context)
         skeleton = open_skeleton(read_apart(source, self.layer_format), context.trust_remote_code)
+        if text:
+            skeleton.read_first(context.device)
         selection = self.select_layers(*layers_of_skeleton(skeleton))
         formats = self.layer_formats(selection)
         with context.progress.task(self.kind, len(skeleton.blocks), "blocks") as task:
             size = skeleton.checkpoint.shape.size_bytes
             processes = together(getattr(self, "devices", 1))
             kept = KeptBlocks(context.workspace, context.device, context.progress, self.kind, size, processes)
-            job = QuantizationJob(skeleton, Path(source), selection, formats, context, task, kept, processes)
+            job = QuantizationJob(skeleton, Path(source), selection, formats, context, task, kept, processes, text)
             if not processes.first:
                 return self._followed(job)
             with CheckpointWriter(target, beside=context.device.startswith("cuda")) as writer:

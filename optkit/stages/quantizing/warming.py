@@ -17,6 +17,7 @@ def _rehearse(device: str) -> None:
     from optkit.algorithms.gptq import GptqOptions, gptq, row_errors
     from optkit.algorithms.grid import Grid
     from optkit.algorithms.hessian import Hessian
+    from optkit.algorithms.packing import pack
 
     # what fails here fails again where it is needed, and is told there
     with suppress(Exception), torch.no_grad(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
@@ -25,4 +26,5 @@ def _rehearse(device: str) -> None:
         weight, matrix = torch.eye(512, 1024, device=device), hessian.matrix()
         rounded = gptq(weight, matrix, Grid(4, 128, symmetric=True), GptqOptions()).weight
         row_errors(weight, rounded.dequantize(), matrix)
+        pack(rounded.codes, 4, 1)
         torch.cuda.current_stream().synchronize()
