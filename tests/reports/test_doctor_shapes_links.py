@@ -14,6 +14,7 @@ from optkit_cli.main import main
 from optkit_cli.output import plain_text
 
 from optkit.errors import ResourceError, UsageError
+from optkit.kernels.cpu import native
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.reports.doctor import gpu_links as links_module
 from optkit.reports.doctor import usable_kernels as kernel_parts_module
@@ -77,11 +78,14 @@ def test_the_view_shows_shapes_and_links(tiny_model: TinyModel) -> None:
     assert "1.07 GB  5.000 ms, 214 GB/s on the bus" in shown
 
 
-def test_kernels_that_are_missing_say_what_happens_without() -> None:
+def test_kernels_that_are_missing_say_what_happens_without(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(part.role == "kernel" for part in diagnose().parts[-3:])
-    compiled = {part.name: part for part in kernel_parts(None)}["compiled C++ on cpu"]
-    assert compiled.note == "no C++ compiler was found; FBGEMM's kernels, and no `compile`"
-    assert compiled.remedy == "apt install g++"
+    monkeypatch.setattr(native, "why_not_native", lambda: "g++ does not compile them (bad value 'x' for '-march=')")
+    for compiler, remedy in (("g++", ""), (None, "apt install g++")):
+        monkeypatch.setattr(kernel_parts_module, "find_compiler", lambda _, found=compiler: found)
+        own = {part.name: part for part in kernel_parts()}["optkit's own on cpu (C++)"]
+        said = "g++ does not compile them (bad value 'x' for '-march='); FBGEMM's and torch's take their place"
+        assert (own.works, own.note, own.remedy) == (False, said, remedy)
 
 
 def test_kernels_of_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,7 +192,7 @@ def _backends() -> Iterator[Part]:
 def _kernels() -> list[Part]:
     """Return the fast kernels of this machine's devices; none if torch cannot be imported."""
     try:
-        return list(kernel_parts(find_compiler("C++")))
+        return list(kernel_parts())
     except (ImportError, OSError):
         return []
 

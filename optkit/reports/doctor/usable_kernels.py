@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, TypeAlias
 
+from optkit.environment import find_compiler
+
 Role: TypeAlias = Literal["stage", "eval", "engine", "backend", "kernel"]
 
 
@@ -24,27 +26,28 @@ class Part:
     """What to type so that it can."""
 
 
-def kernel_parts(compiler: str | None) -> Iterator[Part]:
+def kernel_parts() -> Iterator[Part]:
     """Yield every kernel for the CPU, and for the first GPU that torch sees.
-    Tries tiny products out; imports torch.
+    Compiles and tries tiny products out; imports torch.
     """
     import torch
 
-    yield from _of_cpu(compiler)
+    yield from _of_cpu()
     if torch.cuda.is_available():
         yield from _of_gpu(torch.cuda.get_device_capability(0))
 
 
-def _of_cpu(compiler: str | None) -> Iterator[Part]:
+def _of_cpu() -> Iterator[Part]:
     import torch
 
+    from optkit.kernels.cpu.native import why_not_native
     from optkit.kernels.int8_linear import why_not_integers
 
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     why = "" if fbgemm else "this torch was built without FBGEMM"
-    yield _kernel("int2, int4, int8 on cpu (FBGEMM)", why, "without a compiler weights are dequantized at each call")
-    why = "" if compiler else "no C++ compiler was found"
-    yield _kernel("compiled C++ on cpu", why, "FBGEMM's kernels, and no `compile`", "apt install g++")
+    yield _kernel("int2, int4, int8 on cpu (FBGEMM)", why, "without optkit's own weights are dequantized at each call")
+    remedy = "" if find_compiler("C++") else "apt install g++"
+    yield _kernel("optkit's own on cpu (C++)", why_not_native(), "FBGEMM's and torch's take their place", remedy)
     why_not, without = why_not_integers(1024, 1024, "cpu"), "int8 weights and inputs are multiplied as floats"
     yield _kernel("int8 products on cpu (torch._int_mm)", why_not, without)
 
