@@ -64,6 +64,11 @@ class Combination:
     """Path -> value."""
     recipe: Recipe
 
+    @property
+    def content(self) -> str:
+        """What its recipe does, without the name."""
+        return _content(self.recipe)
+
     def trusting(self, trusted: bool) -> Combination:
         """Return it with the code of its model trusted, if the command line says so."""
         return replace(self, recipe=self.recipe.trusting(trusted))
@@ -128,8 +133,14 @@ class Matrix:
         left = [each for each in product if not self.is_excluded(each)]
         problems = list(self._idle_excludes(product))
         found = self._all_checked([*left, *self.include], problems)
-        problems = [*self._idle_axes(found[: len(left)])] or [*self._twice(found)]
-        if problems:
+        if problems := [*self._idle_axes(found[: len(left)])] or [*self._twice(found)]:
+            raise RecipeError(problems)
+        return found
+
+    def _different(self, chosen: Sequence[Chosen]) -> tuple[Combination, ...]:
+        """Return the combinations; raises RecipeError with what is wrong in any, and if two are the same."""
+        found = self._all_checked(chosen, [])
+        if problems := [*self._twice(found)]:
             raise RecipeError(problems)
         return found
 
@@ -146,7 +157,7 @@ class Matrix:
                 seen.add(number)
                 each = self._numbered(number)
                 found += [] if self.is_excluded(each) else [each]
-        return self._all_checked(found, [])
+        return self._different(found)
 
     def first(self, count: int) -> tuple[Combination, ...]:
         """Return so many combinations in their order, those of `include` first.
@@ -154,7 +165,7 @@ class Matrix:
         """
         if not self.has_more_than(count):
             return self.combinations(count)
-        return self._all_checked([*itertools.islice(itertools.chain(self.include, self._left()), count)], [])
+        return self._different([*itertools.islice(itertools.chain(self.include, self._left()), count)])
 
     def included(self, count: int) -> tuple[Combination, ...]:
         """Return the combinations of `include`, no more than so many; raises RecipeError."""
@@ -245,7 +256,7 @@ class Matrix:
             alike: dict[str, list[str]] = {}
             for each in found:
                 others = {path: value for path, value in each.assignment.items() if path != axis.path}
-                alike.setdefault(canonical_json(others), []).append(_content(each.recipe))
+                alike.setdefault(canonical_json(others), []).append(each.content)
             if len(axis.values) > 1 and all(len(set(recipes)) == 1 for recipes in alike.values()):
                 if len(found) > len(alike):
                     message = (
@@ -264,13 +275,13 @@ class Matrix:
             without = _content(self._recipe_of(rest, "without"))
         except RecipeError:
             return False
-        return any(without == _content(each.recipe) for each in found)
+        return any(without == each.content for each in found)
 
     def _twice(self, found: Sequence[Combination]) -> Iterator[Problem]:
         """Yield the combinations whose recipe another one has already."""
         first: dict[str, Combination] = {}
         for each in found:
-            earlier = first.setdefault(_content(each.recipe), each)
+            earlier = first.setdefault(each.content, each)
             if earlier is not each:
                 message = f"the combinations {earlier.name} and {each.name} are the same recipe. Exclude one of them."
                 yield self.place.problem(message)

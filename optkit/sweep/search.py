@@ -49,6 +49,8 @@ class Search:
     """Each names one row of a scorecard; a limit has no meaning."""
     limits: tuple[Gate, ...]
     """What must hold beside the recipe's own gates."""
+    made: frozenset[str] = frozenset()
+    """What combinations do that are made in any case."""
 
     def proposed(
         self, scorecard_of: Callable[[Combination], Scorecard | None], progress: Progress
@@ -71,6 +73,9 @@ class Search:
                 combination = self.matrix.combination(self.matrix.placed(places))
             except RecipeError as error:
                 progress.warn(f"a combination is left out: {error}")
+                study.tell(trial, state=TrialState.FAIL)
+                continue
+            if combination.content in self.made:
                 study.tell(trial, state=TrialState.FAIL)
                 continue
             yield combination
@@ -143,7 +148,8 @@ def chosen(
     if trials is not None and matrix.has_more_than(trials) and how in (TPE, NSGA2):
         search = _search(matrix, how, trials, seed, best, axes, require, progress)
         included = matrix.included(trials)
-        return included, replace(search, trials=trials - len(included))
+        made = frozenset(each.content for each in included)
+        return included, replace(search, trials=trials - len(included), made=made)
     if trials is None:
         found = matrix.combinations()
     else:

@@ -236,3 +236,10 @@ def test_no_more_are_made_than_trials_and_as_many_as_they_ask_for() -> None:
         few.combinations(most=1)
     for count in (1, 2, 3, 4, 9):
         assert len(few.some(count, seed=0)) == len(few.first(count)) == min(count, 4)
+
+
+def test_trials_do_not_make_one_recipe_twice() -> None:
+    text = matrix("seed: [1, 2, 3]\ninclude: [{seed: 2}]")
+    for trials in (load_matrix(text).first, lambda count: load_matrix(text).some(count, seed=0)):
+        with pytest.raises(RecipeError, match="the combinations seed2 and seed2 are the same recipe. Exclude one"):
+            trials(3)

@@ -148,6 +148,15 @@ def test_excluded_combinations_are_never_proposed_and_the_search_ends_when_there
     assert {each.assignment["stages.0.rtn.bits"] for each in some} == {4, 8}
 
 
+def test_what_is_included_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optkit.recipe.matrix.MOST", 1)  # of fewer a repetition is refused at once
+    text = RECIPE.replace("[2, 3, 4, 8]", "[3, 4]").replace("[16, 32, 64, 128]", "[32, 64]")
+    text += "  include: [{stages.0.rtn.bits: 3, stages.0.rtn.group_size: 32}]\n"
+    for seed in range(3):
+        some = found(8, text, lambda _: {"perplexity": 1.0}, seed=seed)
+        assert len({each.content for each in some}) == len(some) == 8
+
+
 def test_what_is_included_is_made_first() -> None:
     some = names(found(6, RECIPE + "  include: [{stages.0: nf4}]\n"))
     assert some[0] == "nf4"
