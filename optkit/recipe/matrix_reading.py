@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,7 @@ def load_matrix(source: Path | str, overrides: Sequence[str] = (), model: str | 
     problems += override(base, plain, model=None) if data else []
     read = _axes(placed, matrix, {axis.path for axis in given}, problems) if MATRIX in data else []
     axes = _labelled([*read, *given])
-    include = tuple(
-        tuple(replace(each, label=axis_labels(each.path, (each.value,), ())[0]) for each in values)
-        for values in _listed(placed, matrix, INCLUDE, problems)
-    )
+    include = _told_apart(_listed(placed, matrix, INCLUDE, problems), axes)
     exclude = tuple(_listed(placed, matrix, EXCLUDE, problems))
     problems += _of_no_axis(exclude, axes)
     if problems:
@@ -140,6 +138,20 @@ def _labelled(axes: Sequence[Axis]) -> list[Axis]:
         replace(axis, values=tuple(replace(each, label=word) for each, word in zip(axis.values, words, strict=True)))
         for axis, words in zip(axes, labels, strict=True)
     ]
+
+
+def _told_apart(listed: Sequence[Chosen], axes: Sequence[Axis]) -> tuple[Chosen, ...]:
+    """Return combinations with a word for each value, by which it differs from others of its path."""
+    known = {axis.path: {canonical_json(each.value): each.value for each in axis.values} for axis in axes}
+    for each in chain.from_iterable(listed):
+        known.setdefault(each.path, {})[canonical_json(each.value)] = each.value
+    words = {
+        path: dict(zip(values, axis_labels(path, [*values.values()], [*known.keys() - {path}]), strict=True))
+        for path, values in known.items()
+    }
+    return tuple(
+        tuple(replace(each, label=words[each.path][canonical_json(each.value)]) for each in chosen) for chosen in listed
+    )
 
 
 def _listed(placed: PlacedData, matrix: Any, key: str, problems: list[Problem]) -> list[Chosen]:

@@ -243,3 +243,10 @@ def test_trials_do_not_make_one_recipe_twice() -> None:
     for trials in (load_matrix(text).first, lambda count: load_matrix(text).some(count, seed=0)):
         with pytest.raises(RecipeError, match="the combinations seed2 and seed2 are the same recipe. Exclude one"):
             trials(3)
+
+
+def test_what_is_included_has_a_name_of_its_own() -> None:
+    text = matrix(
+        "stages.0: [rtn, nf4]\ninclude: [{stages.0: {rtn: {bits: 3}}}, {stages.0: {rtn: {bits: 8}}}, {stages.0: int8}]"
+    )
+    assert [each.name for each in load_matrix(text).combinations()] == ["rtn", "nf4", "rtn-bits3", "rtn-bits8", "int8"]
