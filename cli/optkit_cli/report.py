@@ -33,9 +33,14 @@ def command(places: tuple[Path, ...], out: Path, **asked: Any) -> int:
     """
     from optkit.common.atomic import write_text_atomically
     from optkit.common.byte_sizes import size_text
+    from optkit.errors import UsageError
     from optkit.page import report
     from optkit_cli.output import print_json
 
+    if out.is_file() and not out.read_bytes().lstrip().lower().startswith(b"<!doctype html"):
+        raise UsageError(
+            "is a file and no page", where=f"--out {out}", why="It would be replaced", remedy="Name another"
+        )
     made = report(places, **asked)
     write_text_atomically(out, made.html)
     size = len(made.html.encode())

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from optkit.errors import OptkitError, did_you_mean
+from optkit.errors import UsageError, did_you_mean
 
 TRANSFORMERS_5 = ("transformers==5.17.0", "accelerate==1.15.0", "safetensors==0.8.0", "numpy==2.2.6")
 """What current libraries stand on, in one set."""
@@ -99,7 +99,7 @@ LIBRARIES: Mapping[str, Library] = {
 
 
 def find_library(name: str) -> Library:
-    """Return a library by name; raises OptkitError for one that is not known."""
+    """Return a library by name; raises UsageError for one that is not known."""
     if name not in LIBRARIES:
-        raise OptkitError(f"there is no backend '{name}'.{did_you_mean(name, LIBRARIES)}")
+        raise UsageError(f"there is no backend '{name}'.{did_you_mean(name, LIBRARIES)}")
     return LIBRARIES[name]

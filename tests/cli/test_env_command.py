@@ -31,7 +31,7 @@ def test_list_build_remove(toys: Environments, capsys: pytest.CaptureFixture[str
 
 
 def test_errors(toys: Environments, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env", "build", "tyo"]) == 1
+    assert main(["env", "build", "tyo"]) == 2
     assert capsys.readouterr().err == "error: there is no backend 'tyo'. Did you mean 'toy'?\n"
     assert main(["env", "remove", "toy"]) == 1
     assert (

@@ -272,3 +272,8 @@ def test_report_says_what_is_wrong(artifacts: Path, tmp_path: Path, capsys: pyte
     status, said = refused(str(artifacts), "--out", str(tmp_path / "file" / "a.html"))
     assert status == 1
     assert f"{tmp_path}/file" in said
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: m\n", encoding="utf-8")
+    status, said = refused(str(artifacts), "--out", str(recipe))
+    assert (status, recipe.read_text(encoding="utf-8")) == (2, "model: m\n")
+    assert said == f"error: --out {recipe}: is a file and no page. It would be replaced. Name another.\n"
