@@ -1,8 +1,7 @@
 """What a stage is: one frozen class whose fields are its YAML keys, with one method.
 
-A `Transform` reads a model directory and fills another; a `Setting` changes no weights and is
-applied each time that the artifact is opened. Nothing live passes from one stage to the next. This
-module, like every stage module, imports no torch at import time.
+A `Transform` reads a model directory and fills another; a `Setting` changes no weights and is applied each time
+that the artifact is opened. Nothing live passes from one stage to the next. No stage module imports torch at once.
 """
 
 from __future__ import annotations
@@ -119,7 +118,6 @@ class Transform(Stage):
     """What it leaves, of a checkpoint with float weights if that hangs on what it reads (`leaves`)."""
     reads_origin: ClassVar[bool] = False
     """Needs the model that the recipe starts from beside its input: `Context.origin`."""
-
     unpacks: ClassVar[bool] = False
     """Reads weights by `Checkpoint` alone, which makes floats of packed ones when they are read."""
     finds_parts: ClassVar[bool] = False
@@ -141,11 +139,13 @@ class Transform(Stage):
         """Return the format that it leaves of one that it accepts."""
         return cls.produces
 
+    def begin(self, device: str) -> None:
+        """Begin what nothing waits for, once torch is there, while other libraries are imported."""
+
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Read the model in `source`, leave the changed one in the empty directory `target`.
 
-        Raises an `OptkitError` for everything that a user can cause: no package, no match, NaN
-        weights, no memory.
+        Raises an `OptkitError` for everything that a user can cause: no package, no match, NaN weights, no memory.
         """
         raise NotImplementedError
 

@@ -29,3 +29,5 @@ def join(device: str, rank: int, ranks: int, meeting: str, timeout_s: float) -> 
         timeout=timedelta(seconds=timeout_s),
         device_id=here if cuda else None,
     )
+    if cuda:
+        distributed.broadcast(torch.zeros(1, device=here), 0)  # nccl connects them at the first exchange

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -21,7 +19,6 @@ from optkit.model.shape import ModelShape
 from optkit.model.task import GENERATING, Task
 from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.source.calibration import Calibration
-from optkit.stage import Context
 from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.fitting import refuse_encoder_decoder
 from optkit.stages.quantizing.gptq_fields import GptqFields
@@ -130,12 +127,11 @@ class Gptq(GptqFields, SharedText, Backed):
         form = super().layer_format(layer)
         return replace(form, activation_order=self.activation_order) if isinstance(form, PackQuantized) else form
 
-    def begin(self, source: Path, context: Context) -> Future[Any] | None:
+    def begin(self, device: str) -> None:
         from optkit.stages.quantizing.warming import warm
 
-        if context.device.startswith("cuda"):
-            warm(context.device)
-        return super().begin(source, context)
+        if device.startswith("cuda"):
+            warm(device)
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         if self.scale_steps:

@@ -50,6 +50,8 @@ def work(parent: Parent) -> None:
 def run(job: Job, parent: Parent) -> Report:
     """Join the others and run the stage; the first process tells its progress."""
     device = "cpu" if job.device == "cpu" else f"cuda:{job.rank}"
+    stage = restored(job.stage)
+    assert isinstance(stage, Transform)
     with importing(), ThreadPoolExecutor(1) as beside:
         from torch import distributed
 
@@ -57,11 +59,10 @@ def run(job: Job, parent: Parent) -> Report:
 
         beside.submit(import_module, "optkit.model.skeleton")  # every stage needs it, and transformers with it
         join(device, job.rank, job.ranks, str(job.meeting), TIMEOUT_S)
+        stage.begin(device)
     paths = {name: value and Path(value) for name, value in job.context.items() if name in PATHS}
     progress = parent if job.rank == 0 else SilentProgress()
     context = Context(**{**job.context, **paths, "device": device, "progress": progress})
-    stage = restored(job.stage)
-    assert isinstance(stage, Transform)
     report = stage.run(job.source, job.target, context)
     distributed.barrier()
     distributed.destroy_process_group()

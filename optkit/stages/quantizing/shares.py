@@ -31,8 +31,8 @@ class Work:
 
 
 def factoring(inputs: int) -> float:
-    """Return what it takes to factor a Hessian."""
-    return inputs**3 / 12
+    """Return what it takes to factor a Hessian, and to tell others the factor."""
+    return inputs**3 / 9
 
 
 def rounding(stacks: int, outputs: int, inputs: int, factored: bool = False) -> Work:

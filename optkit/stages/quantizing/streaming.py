@@ -96,8 +96,8 @@ class LayerQuantizer(Transform):
         """Return what whoever deploys the model must know of its form, one sentence each."""
         return []
 
-    def begin(self, source: Path, context: Context) -> Future[Any] | None:
-        """Begin what a run can do before its model is opened; return what it is going to be calibrated on, if it is."""
+    def _begun_text(self, source: Path, context: Context) -> Future[Any] | None:
+        """Begin to read what it is calibrated on, if it is."""
         if not self._text:
             return None
         read = partial(self._text.inputs, source, context.data, context.trust_remote_code)
@@ -179,13 +179,15 @@ class LayerQuantizer(Transform):
         that are NaN or Inf, ResourceError when memory or disk runs out.
         """
         with importing():
+            import_module("torch")
+            self.begin(context.device)
             from optkit.model.named_skeleton import open_skeleton
             from optkit.model.skeleton_layers import layers_of_skeleton
 
             if self._text:  # else this and the thread that reads it might import halves of each other
                 import_module("transformers.models.auto.tokenization_auto")
         started = time.monotonic()
-        text = self.begin(Path(source), context)
+        text = self._begun_text(Path(source), context)
         skeleton = open_skeleton(read_apart(source, self.layer_format), context.trust_remote_code)
         if text:
             skeleton.read_first(context.device)
@@ -276,10 +278,10 @@ class LayerQuantizer(Transform):
         head = [job.head] if job.head else []
         packed = {f"{name}.weight" for name in (*towers, *head)}
         outside = [name for name in job.skeleton.outside_tensors if name not in packed]
-        if job.context.device.startswith("cuda"):
+        on_gpu = job.context.device.startswith("cuda")
+        if on_gpu and self.needs_no_text:
             inside = (name for block in blocks for name in job.skeleton.block_tensors(block))
-            rounded = (*map(job.weight, towers), *inside, *map(job.weight, head)) if self.needs_no_text else ()
-            job.read_ahead(outside, rounded)
+            job.read_ahead(outside, (*map(job.weight, towers), *inside, *map(job.weight, head)))
         outputs: Iterable[BlockOutput] = repeat(made, len(blocks))
         if not self.needs_no_text:
             flat = job.kept.each(map(BlockOutput.flat, self.quantized_blocks(job)))
@@ -290,7 +292,9 @@ class LayerQuantizer(Transform):
             yield from self._replaced(job, job.skeleton.block_tensors(block), layers, output)
             job.task.advance(note=block.name)
             left = len(blocks) - index
-            if index >= len(blocks) // 4 and left % 2:  # what is outside of blocks was read meanwhile
+            if index == 0 and on_gpu and not self.needs_no_text:  # what the first block takes was read before
+                job.read_ahead(outside, ())
+            if index >= len(blocks) // 8 and left % 2:  # what is outside of blocks was read meanwhile
                 # a shard of it is written while two blocks are computed, so that none waits for the one before
                 number = -(-len(outside) // (left // 2 + 1))
                 yield from ((name, job.read(name)) for name in outside[:number])

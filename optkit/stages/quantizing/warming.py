@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from threading import Thread
 
 
+@cache
 def warm(device: str) -> None:
-    """Begin to load it, in a thread that nothing waits for; no random number is drawn."""
+    """Begin to load it, once, in a thread that nothing waits for; no random number is drawn."""
     Thread(target=_rehearse, args=(device,), name="warming", daemon=True).start()
 
 
 def _rehearse(device: str) -> None:
     import torch
+    import torch.nn.functional as F
 
     from optkit.algorithms.gptq import GptqOptions, gptq, row_errors
     from optkit.algorithms.grid import Grid
@@ -27,4 +30,8 @@ def _rehearse(device: str) -> None:
         rounded = gptq(weight, matrix, Grid(4, 128, symmetric=True), GptqOptions()).weight
         row_errors(weight, rounded.dequantize(), matrix)
         pack(rounded.codes, 4, 1)
+        states = torch.zeros(4096, 4096, device=device, dtype=torch.bfloat16)
+        heads = states.view(1, 32, 4096, 128)
+        F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        F.linear(F.silu(states) * states.float().pow(2).mean(-1, keepdim=True).rsqrt().bfloat16(), states)
         torch.cuda.current_stream().synchronize()
