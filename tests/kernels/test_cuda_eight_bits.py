@@ -31,7 +31,7 @@ def test_products_of_8_bits_are_those_of_codes(
     outputs: int, inputs: int, numbers: NumberFormat, dtype: torch.dtype, static: bool, biased: bool
 ) -> None:
     torch.manual_seed(outputs + inputs)
-    limit = 8e-3 if dtype == torch.bfloat16 else 5e-3  # tensor cores add E4M3 products with 14 bits
+    limit = 1e-2 if dtype == torch.bfloat16 else 5e-3  # tensor cores add E4M3 products with 14 bits
     codes = numbers.round(torch.randn(outputs, inputs, device="cuda") * numbers.reach / 4)
     scales = torch.rand(outputs, device="cuda") + 0.5
     given = torch.full((1,), 5.0 / numbers.reach, device="cuda") if static else None
