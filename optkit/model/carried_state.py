@@ -46,21 +46,15 @@ class CarriedState:
         if cache is None and self.name == KEYS_AND_VALUES:
             self.held = _empty_cache(model)
 
-    def prompt(self, tokens: Tensor) -> Tensor:
-        """Return the logits, [batch, 1, vocabulary], behind the first tokens, int64 [batch, prompt]."""
-        return self.step(tokens, last=True)
-
-    def step(
-        self, tokens: Tensor, call: Callable[..., Any] | None = None, *, last: bool = False, at: Tensor | None = None
-    ) -> Tensor:
+    def step(self, tokens: Tensor, call: Callable[..., Any] | None = None, *, last: bool = False) -> Tensor:
         """Return the logits, [batch, new, vocabulary], of the next tokens, int64 [batch, new].
         `call` runs the model.
 
-        If `last`, those of the last token are enough; with `at`, int64 [1], those of the token there.
+        If `last`, those of the last token are enough.
 
         Raises SourceError for a model that gives no state back, or mixes the sequences of a batch.
         """
-        output = (call or self.model.forward)(input_ids=tokens, use_cache=True, **self._carried(tokens, last, at))
+        output = (call or self.model.forward)(input_ids=tokens, use_cache=True, **self._carried(tokens, last))
         self.held, self.seen = getattr(output, self.name, None), self.seen + tokens.shape[1]
         if self.held is None:
             raise _no_steps(self.model, f"takes `{self.name}` and returns none")
@@ -92,13 +86,11 @@ class CarriedState:
         """
         self.held.batch_select_indices(owners)
 
-    def _carried(self, tokens: Tensor, last: bool, at: Tensor | None) -> dict[str, Any]:
+    def _carried(self, tokens: Tensor, last: bool) -> dict[str, Any]:
         given = {} if self.held is None else {self.name: self.held}
         # For a state of tensors, the shape of a single token's logits has to show whether the batch
         # was mixed.
-        if at is not None:
-            given["logits_to_keep"] = at
-        elif last and (self.name in CACHES or tokens.shape[1] > 1) and keeps_logits(self.model):
+        if last and (self.name in CACHES or tokens.shape[1] > 1) and "logits_to_keep" in _arguments(self.model):
             given["logits_to_keep"] = 1
         if self.name == KEYS_AND_VALUES and needs_positions(self.model, tokens.device):
             given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None] + self.seen
@@ -192,11 +184,6 @@ def _last_logits(model: Any, tokens: Tensor, options: dict[str, Tensor]) -> Tens
     model.forward(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True)
     logits: Tensor = model.forward(input_ids=tokens[:, -1:], past_key_values=cache, use_cache=True, **options).logits
     return logits[:, -1].float()
-
-
-def keeps_logits(model: Any) -> bool:
-    """Say whether a model can be asked for the logits of some tokens alone."""
-    return "logits_to_keep" in _arguments(model)
 
 
 def _arguments(model: Any) -> Mapping[str, Any]:

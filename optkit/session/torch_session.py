@@ -277,11 +277,11 @@ class TorchSession(GeneratingSession, TorchModel):
         with self._state(batch, prompt + new_tokens) as state:
             for count in range(new_tokens):
                 with self._computes(f"at new token {count + 1} of {batch} x {prompt} tokens"):
+                    # The prompt is never compiled: its shape changes with every request.
+                    call = self.model.forward if count == 0 else self.model
                     if self.compiled:
                         torch.compiler.cudagraph_mark_step_begin()
-                    # The prompt is never compiled: its shape changes with every request.
-                    logits = state.step(step, self.model, last=True) if count else state.prompt(step)
-                    step = self.choose(logits)
+                    step = self.choose(state.step(step, call, last=True))
                     if waiting:
                         self._synchronize()
                 yield step[:, 0]
@@ -300,8 +300,8 @@ class TorchSession(GeneratingSession, TorchModel):
     def _state(self, batch: int, length: int) -> Iterator[CarriedState]:
         """Lend what the model keeps of `batch` sequences of `length` tokens, before any."""
         if self.compiled and state_name(self.model) in CACHES and not own_cache(self.model):
-            with self._static.lend(self.model, batch, length) as state:
-                yield state
+            with self._static.lend(batch, length) as cache:
+                yield CarriedState(self.model, cache)
         else:
             yield self.new_state()
 

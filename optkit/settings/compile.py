@@ -23,8 +23,7 @@ LANGUAGES = {"cpu": "C++", "cuda": "C"}
 
 class Compile(Setting):
     """Compile the decode step with torch.compile, on the devices that profit.
-    Prompts are not compiled, since each has its own shape. On a GPU those of up to 1,024 tokens, all
-    sequences together, are a CUDA graph from the second of about a length on.
+    Prompts run as they are, since each has its own shape.
 
     What was compiled is kept between processes, in torch's own cache (`$TORCHINDUCTOR_CACHE_DIR`).
     """

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from optkit.algorithms.eight_bit import INT8, amax_scales, quantize
 from optkit.errors import StageError
 from optkit.kernels import float8_linear
-from optkit.kernels.cuda import decoding, layer_pass, padded_prompts
+from optkit.kernels.cuda import decoding, layer_pass, prompts
 from optkit.kernels.cuda.decoding import GraphDecoder
 from optkit.kernels.cuda.experts import Mixture
 from optkit.kernels.cuda.nvrtc import compile_source
@@ -280,7 +280,7 @@ def test_a_session_decodes_by_the_graph(
 
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optkit.kernels.cuda.prompts.MOST_ROWS", 40)
-    monkeypatch.setattr("optkit.kernels.cuda.padded_prompts.MOST_CAPTURED", 0)
+    monkeypatch.setattr("optkit.kernels.cuda.prompts.MOST_CAPTURED", 0)
     ours, reference = logits_of_both(random_model("llama", {}), batch=5)
     assert float((ours - reference).norm() / reference.norm()) < 1e-4
 
@@ -293,7 +293,7 @@ def test_a_prompt_of_about_the_same_length_is_a_graph_from_the_second_on(monkeyp
         launches.append(launch)
         return SimpleNamespace(replay=launch)
 
-    monkeypatch.setattr(padded_prompts, "captured", captured)
+    monkeypatch.setattr(prompts, "captured", captured)
     model = random_model("llama", {})
     with GraphDecoder(model).steps(2, 128) as steps:
         for length, graphs in ((20, 0), (33, 1), (5, 1), (64, 1), (65, 1), (100, 2)):

@@ -17,16 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from optkit.algorithms.eight_bit import FLOAT8, INT8, round_inputs
-from optkit.kernels.cuda import (
-    decoding,
-    exchange,
-    experts,
-    finishing,
-    matrix,
-    padded_prompts,
-    step_layers,
-    step_products,
-)
+from optkit.kernels.cuda import decoding, exchange, experts, finishing, matrix, prompts, step_layers, step_products
 
 Macros = dict[str, str]
 WANTED = {
@@ -51,8 +42,7 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"shared_memory_per_multiprocessor": 1 << 17, "shared_memory_per_block_optin": 99 << 10}
     properties = SimpleNamespace(multi_processor_count=2, **sizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(padded_prompts, "waits", lambda launch: False)
-    for module in (decoding, padded_prompts):
+    for module in (decoding, prompts):
         monkeypatch.setattr(module, "captured", lambda launch: SimpleNamespace(replay=launch))
 
 

@@ -223,7 +223,7 @@ class Steps:
         self.partial = torch.zeros(shared, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(batch * decoder.kv_heads, dtype=torch.int32, device=device)
         self.rotations = rotations(decoder.model, self.rows.hidden[:1, None], capacity)
-        self.prompts = Prompts(capacity)
+        self.prompts = Prompts()
         self.graph = captured(self.launch)
         self._at = 0
 

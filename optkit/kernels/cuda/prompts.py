@@ -1,4 +1,9 @@
-"""Prompts through the layers of a `GraphDecoder`: many tokens in parts, few of them as a CUDA graph."""
+"""Prompts through the layers of a `GraphDecoder`: many tokens in parts, few of them as a CUDA graph.
+
+Python needs about 20 ms to launch the kernels of a prompt, and a few hundred tokens take the GPU
+less. So prompts of such a length are padded and captured when they come again: in causal attention
+what stands behind a token does not change it, and steps write over what padding left in the cache.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optkit.kernels.cuda.graph_capture import captured
 from optkit.kernels.cuda.layer_pass import Rows
-from optkit.kernels.cuda.padded_prompts import PaddedPrompts
 from optkit.kernels.cuda.step_layers import GatedMlp, Layer
 from optkit.kernels.cuda.step_products import step_product
 
@@ -18,25 +23,58 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 16384
 """Tokens of prompts that are read at once: what they need at most besides the cache."""
+MOST_CAPTURED = 1024
+"""Tokens of prompts, padded, that a graph reads: more keep the GPU busy while Python launches."""
+LENGTH_STEP = 64
+"""Prompts are padded to a multiple of this."""
 
 
 class Prompts:
     """Reads prompts into the cache of steps, which are given each time: they own this, and go when nobody else does."""
 
-    def __init__(self, capacity: int) -> None:
-        self._padded = PaddedPrompts(capacity)
+    def __init__(self) -> None:
+        self._padded: dict[int, PaddedPrompt] = {}
 
     def read(self, steps: Steps, tokens: Tensor) -> Tensor:
         """Return the tokens behind prompts, int64 [batch]; tokens: int64 [batch, prompt]."""
-        length, decoder = tokens.shape[1], steps.decoder
+        (batch, length), decoder = tokens.shape, steps.decoder
+        padded = min(-(-length // LENGTH_STEP) * LENGTH_STEP, steps.capacity)
         whole = all(isinstance(layer.mlp, GatedMlp) for layer in decoder.layers)
-        if whole and self._padded.takes(tokens):
-            logits = self._padded.read(tokens, lambda padded, last: through(steps, padded, steps.cache, last))
-            return decoder.all_logits(logits).argmax(-1)
+        if whole and batch * padded <= MOST_CAPTURED:
+            if padded not in self._padded:
+                self._padded[padded] = PaddedPrompt(tokens.new_zeros(batch, padded))
+            return self._padded[padded].read(steps, tokens)
         parts = tokens.split(max(1, MOST_ROWS // length))
         caches = steps.cache.split(len(parts[0]), dim=2)
         logits = torch.cat([through(steps, part, cache) for part, cache in zip(parts, caches, strict=True)])
         return decoder.all_logits(logits).argmax(-1)
+
+
+class PaddedPrompt:
+    """Prompts of about one length: the first are launched, those behind them are a graph."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens, self._uses = tokens, 0
+        self._last, self._logits = tokens.new_zeros(1), tokens.new_zeros(0)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def read(self, steps: Steps, tokens: Tensor) -> Tensor:
+        """Return the tokens behind prompts, int64 [batch]."""
+
+        def launch() -> None:
+            self._logits = through(steps, self._tokens, steps.cache, self._last)
+
+        length = tokens.shape[1]
+        self._tokens[:, :length] = tokens
+        self._last.fill_(length - 1)
+        self._uses += 1
+        if self._graph is None and self._uses > 1:
+            self._graph = captured(launch)
+        if self._graph is None:
+            launch()
+        else:
+            self._graph.replay()
+        return steps.decoder.all_logits(self._logits).argmax(-1)
 
 
 def through(steps: Steps, tokens: Tensor, cache: Tensor, last: Tensor | None = None) -> Tensor:
