@@ -133,7 +133,7 @@ def rounded_layer(weights: str, weight: Tensor) -> nn.Module:
 
 
 @torch.no_grad()
-def session_in_memory(weights: str, settings: list[Setting], layers: int | None, shape: str) -> Any:
+def session_in_memory(weights: str, settings: list[Setting], layers: int | None = None, shape: str = "llama") -> Any:
     """Return a session as `open_session` does, of a model that was never on a disk."""
     model = model_in_memory(layers, shape)
     if weights != "bfloat16":
