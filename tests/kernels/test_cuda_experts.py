@@ -39,7 +39,7 @@ def test_each_row_goes_through_its_experts(weights: str, gelu: bool) -> None:
     torch.manual_seed(0)
     (first, gate_up), (last, down) = matrices(weights, 2 * INSIDE, HIDDEN), matrices(weights, HIDDEN, INSIDE)
     layer = StackedExperts(Experts([torch.nn.Identity()] * COUNT), replace(first, gelu=gelu), last)
-    for tokens in (1, 2, 3, 8, 33, 130, 1000):
+    for tokens in (1, 2, 3, 8, 33, 130, 250):
         rows = torch.randn(tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         chosen = torch.rand(tokens, COUNT, device="cuda").topk(4).indices
         if tokens == 33:

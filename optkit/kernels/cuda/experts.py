@@ -23,9 +23,9 @@ from optkit.kernels.cuda.schedule import ROWS, Form, Schedule, choose_tiles
 from optkit.kernels.cuda.step_products import step_product
 from optkit.model.experts import Experts, experts_in
 
-STEPPED, MOST_PRODUCTS = 256, 2 << 30
-"""Tokens of a step; and of longer prompts the rows of an expert in the mean times its weights, at most. More go
-through the modules of the experts: they wait for the GPU once, and multiply all rows of an expert at once.
+MOST_STEPPED = 256
+"""Tokens. More go through the modules of the experts, which wait for the GPU once and multiply all rows of an
+expert at once.
 """
 MOST_ROWS = 8
 """Of a group."""
@@ -46,7 +46,7 @@ class StackedExperts(nn.Module):
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
-        if not self.takes(*chosen.shape):
+        if len(hidden) > MOST_STEPPED:
             total: Tensor = self.experts(hidden, chosen, weights)
             return total
         hidden, total = hidden.contiguous(), torch.empty_like(hidden)
@@ -54,11 +54,6 @@ class StackedExperts(nn.Module):
             given = chosen.contiguous(), weights.contiguous()
             self.through(Choices.of(*given, len(self.experts), self.most_rows(hidden)), hidden, total)
         return total
-
-    def takes(self, tokens: int, choices: int) -> bool:
-        """Say whether so many tokens are few enough to be multiplied here."""
-        weights = sum(each.outputs * each.inputs for each in (self.gate_up, self.down))
-        return tokens <= STEPPED or tokens * choices * weights <= MOST_PRODUCTS * len(self.experts)
 
     def most_rows(self, hidden: Tensor) -> int:
         """Return the rows of a group at most."""
@@ -118,10 +113,6 @@ class Mixture:
         expected = self.own(x[None])[0]
         far = (found - expected).float().norm(dim=1) / expected.float().norm(dim=1)
         return bool(far.median() < TRIED_ERROR)
-
-    def takes(self, tokens: int) -> bool:
-        """Say whether so many tokens are few enough for `add_to_`; more go through `own`."""
-        return self.experts.takes(tokens, self.choices)
 
     def add_to_(self, hidden: Tensor, norm: Tensor | None, epsilon: float) -> None:
         """Add to hidden states what it makes of them, normed if there is a norm."""
