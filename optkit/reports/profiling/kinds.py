@@ -11,7 +11,7 @@ ORDER: tuple[tuple[Kind, str], ...] = (
     ("attention", r"^attend$"),
     ("norm", r"^(arrange|line_up)$"),
     ("copies", r"^(dequantize|embed)$"),
-    ("elementwise", r"^(choose|keep|agree|sum|finish|finish_coded|turn_prompt|columns)$"),
+    ("elementwise", r"^(choose|keep|agree|sum|finish|finish_coded|turn_prompt|columns|route|group|weighted)$"),
     (
         "other",  # views, and what allocates
         r"^aten::(view|slice|transpose|t|expand|unsqueeze|squeeze|narrow|as_strided|select|permute|detach|reshape|alias|unflatten|split\w*"
