@@ -5,15 +5,20 @@ is found out.
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from optkit.backends.older_transformers import both_spellings, check_same_model, hand_over, logits_here
+from optkit.backends.process import LAUNCH
 from optkit.errors import StageError
+from optkit.model.config_file import read_config
 from tests.conftest import TinyModel
 from tests.support.near import near
 
@@ -116,3 +121,15 @@ def test_numbers_that_are_none_and_another_vocabulary_are_other_models() -> None
         match=r"transformers 5.0 gives logits \[4, 9\] and 5\.\S+ gives \[4, 8\]. They read the checkpoint as",
     ):
         check_same_model(here, torch.randn(4, 9), "float32", "toy", "5.0")
+
+
+def test_gemma_3_that_gptqmodel_saved_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gptqmodel", "gptqmodel.quantization", "gptqmodel.quantization.config"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    worker = runpy.run_path(str(LAUNCH.with_name("gptqmodel.py")))
+    config = Gemma3TextConfig(num_hidden_layers=6)
+    given = json.loads(json.dumps(config.rope_parameters))
+    config.rope_parameters |= {"rope_type": "default", "rope_theta": dict(config.default_theta)}  # as 7.6 adds them
+    worker["_drop_added_rope"](config)
+    config.save_pretrained(tmp_path)
+    assert read_config(tmp_path / "config.json")["rope_parameters"] == given

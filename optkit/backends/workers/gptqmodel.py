@@ -56,10 +56,11 @@ def quantize(job: Job) -> dict[str, Any]:
 
 def _drop_added_rope(config: Any) -> None:
     """Take out what the library adds beside rope parameters of each kind of layer (Gemma 3).
-    transformers does not save them.
+    transformers does not save them. `rope_theta` is an object here, and no kind of layer.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
-    if kinds := {kind: each for kind, each in parameters.items() if isinstance(each, dict)}:
+    kinds = {kind: each for kind, each in parameters.items() if isinstance(each, dict) and kind != "rope_theta"}
+    if kinds:
         config.rope_parameters = kinds
 
 
