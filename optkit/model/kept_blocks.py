@@ -89,6 +89,8 @@ class KeptBlocks:
         """The block behind which hidden states are written next, or were if it is done."""
         self._done_s = self._writing_s = 0.0
         """When the last block was done, and how long its states take to write."""
+        self._measured: dict[str, list[int] | None] = {}
+        """The files of what was measured in front of the first block, as `_seen`."""
         self._writer = ThreadPoolExecutor(1, "kept blocks")
         self._writing: Future[None] | None = None
         self._kept: Mapping[str, Any] = together.tell(self._whole(place) if place and together.first else {})
@@ -159,11 +161,11 @@ class KeptBlocks:
         path = self._place / f"{name}.json" if self._place else None
         found = self._together.tell(object_if_any(path) if path else {})
         if path is None or found.get("about") != self._about:
-            if self._place and self._kept:  # blocks were made with numbers that are lost
-                self._drop(self._place, f"{name}.json was changed or lost")
             found = {"about": self._about, "measured": self._together.tell(measure())}
             if path and self._together.first:
                 remember(path, json.dumps(found))
+        if path:
+            self._measured[path.name] = _seen(path)
         measured: T = found["measured"]
         return measured
 
@@ -176,18 +178,14 @@ class KeptBlocks:
                 path.unlink()
         if not there:
             return {}
-        changed = [name for name, known in found.get("files", {KEPT: None}).items() if _seen(place / name) != known]
+        known = found.get("files", {KEPT: None}).items()
+        changed = [name for name, seen in known if not seen or _seen(place / name) != seen]
         if not changed and found["about"] == self._about:
             return found
         why = f"{changed[0]} was changed or cut off" if changed else "device or versions are others now"
-        self._drop(place, why)
-        return {}
-
-    def _drop(self, place: Path, why: str) -> None:
         self._progress.warn(f"{self._label}: {why}, so the blocks that were kept are dropped")
-        self._kept = {}
-        if self._together.first:
-            shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
+        return {}
 
     def _keep(
         self, place: Path, number: int, tensors: Future[dict[str, Tensor]], size: int, facts: Mapping[str, Any]
@@ -202,7 +200,7 @@ class KeptBlocks:
                 states[self._mine(ENCODED)] = self._inputs.encoded
         needed = size + sum(hidden.nbytes for hidden in states.values())
         old = [name for name in known if name.startswith("states-")] if counts else []
-        files = {name: seen for name, seen in known.items() if name not in old}
+        files = {name: seen for name, seen in known.items() if name not in old} | self._measured
         # a copy, since the stage goes on to fill them
         self._kept = {"about": self._about, "done": number + 1, "facts": json.loads(json.dumps(facts)), "files": files}
         reading, spare = beside_computing(next(iter(states.values()), None)), place / self._mine(SPARE)

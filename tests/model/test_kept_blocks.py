@@ -253,12 +253,18 @@ def test_nothing_is_kept_behind_a_block_that_was_not(
     assert not (tmp_path / "work").exists()
 
 
-def test_blocks_go_with_what_was_measured_for_them(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
-    stage, source, lines = STAGES["prune"](few), tiny_model("llama"), Lines()
+@pytest.mark.parametrize(("kind", "name"), [("prune", "sparsities"), ("gptq that learns", "copies")])
+def test_blocks_go_with_what_was_measured_for_them(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, name: str
+) -> None:
+    stage, source, lines = STAGES[kind](few), tiny_model("llama"), Lines()
     work = interrupted(stage, source, tmp_path, 2)
-    (work / "sparsities.json").unlink()
+    (work / f"{name}.json").unlink()
     run(stage, source, tmp_path / "resumed", work, lines)
-    assert lines.lines == ["prune: sparsities.json was changed or lost, so the blocks that were kept are dropped"]
+    said = f"{stage.kind}: {name}.json was changed or cut off, so the blocks that were kept are dropped"
+    assert lines.lines == [said]
+    run(stage, source, tmp_path / "whole", None)
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(("kind", "states"), [("gptq", ["states-00002"]), ("prune", [])])
