@@ -88,7 +88,7 @@ class KeptBlocks:
         self._due = -1
         """The block behind which hidden states are written next, or were if it is done."""
         self._done_s = self._writing_s = 0.0
-        """When the last block was done, and how long its states take to write."""
+        """When the last block was done, with what was waited since, and how long its states take to write."""
         self._measured: dict[str, list[int] | None] = {}
         """The files of what was measured in front of the first block, as `_seen`."""
         self._writer = ThreadPoolExecutor(1, "kept blocks")
@@ -264,6 +264,7 @@ class KeptBlocks:
     def _settle(self) -> None:
         """Wait for the block that is being written."""
         writing, self._writing = self._writing, None
+        began = time.monotonic()
         try:
             if writing:
                 writing.result()
@@ -273,6 +274,7 @@ class KeptBlocks:
             )
             self._facts = None
             shutil.rmtree(f"{self._place}", ignore_errors=True)
+        self._done_s += time.monotonic() - began  # else waiting would bring more of it
 
 
 def _block(number: int) -> str:

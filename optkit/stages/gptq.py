@@ -278,7 +278,8 @@ class Gptq(GptqFields, SharedText, Backed):
             for stacks in named
             for stack in stacks
         )
-        text = self.calibration.model_copy(update={"samples": self.calibration.samples * (1 + (self.copies or 0))})
+        copies = 0 if self.calibration.images else self.copies or 0
+        text = self.calibration.model_copy(update={"samples": self.calibration.samples * (1 + copies)})
         sums = hessian_bytes(shape, layers, at_once=text.experts == "all")
         if self._in_one_pass and device == "cpu" and _is_known(shape):
             sums += waiting_bytes(shape, layers, text) // self.devices

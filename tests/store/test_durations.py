@@ -42,6 +42,8 @@ def test_a_stage_that_reads_no_text_says_nothing_of_one_that_does(durations: Dur
     assert durations.predict("mx", Mx.model_validate({"rounding": "gptq", **text}), 10**6) is None
     durations.note("gptq", gptq(128, learn="blocks", learning_steps=3), 10**9, 9.0)
     assert durations.predict("gptq", gptq(128, learn="blocks"), 10**9) is None
+    durations.note("gptq", gptq(128, learn="blocks", copies=0), 10**9, 90.0)
+    assert durations.predict("gptq", gptq(128, learn="blocks"), 10**9) is None
 
 
 def test_time_goes_with_weights_and_text(durations: Durations) -> None:

@@ -224,6 +224,13 @@ def test_the_plan_knows_the_form_and_asks_for_more_memory(
     fields = {"bits": 2, "group_size": 32, "batch_size": 2, "calibration": few}
     learned = predicted(Gptq(**fields, learn="blocks"), source, tmp_path / "learned")
     assert learned.ram_bytes > predicted(Gptq(**fields), source, tmp_path / "learned").ram_bytes
+    copied = predicted(Gptq(**fields, learn="blocks", copies=40), source, tmp_path / "learned")
+    assert copied.ram_bytes > learned.ram_bytes
+    fields["calibration"] = Calibration(dataset="pictures.jsonl", images="image", samples=4, sequence_length=64)
+    none, many = (
+        predicted(Gptq(**fields, learn="blocks", copies=copies), source, tmp_path / "learned") for copies in (0, 40)
+    )
+    assert many.ram_bytes == none.ram_bytes  # prompts with images have no copies
 
 
 def test_keys_without_it_are_what_they_were(few: Calibration) -> None:
