@@ -34,7 +34,7 @@ def redrawn(
     at_once = max(1, LOGIT_BYTES[torch.device(device).type] // (4 * vocabulary))
     for sequences in inputs.hidden.split(batch_size):  # as many at once as learn at once: the plan counts their logits
         for hidden in sequences.flatten(0, 1).split(at_once):
-            expected = logits_behind(skeleton.model, skeleton.blocks, hidden[None])[0].float().softmax(-1)
+            expected = logits_behind(skeleton.model, skeleton.blocks, hidden[:, None])[:, 0].float().softmax(-1)
             drawn.append(torch.multinomial(expected, copies, replacement=True, generator=generator).cpu())
     skeleton.release_outside_()
     next_tokens = torch.cat(drawn).view(*tokens.shape, copies)

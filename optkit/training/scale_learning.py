@@ -159,12 +159,12 @@ class ScaleLearner:
         at_once = max(1, LOGIT_BYTES[hidden.device.type] // (4 * vocabulary))
         total, gradients = torch.zeros((), device=hidden.device), []
         for ours, theirs in zip(given.split(at_once), wanted.split(at_once), strict=True):
-            leaf = ours.detach()[None].requires_grad_()
+            leaf = ours.detach()[:, None].requires_grad_()
             with torch.no_grad():
-                teacher = logits_behind(model, blocks, theirs[None])[0]
+                teacher = logits_behind(model, blocks, theirs[:, None])[:, 0]
             with torch.enable_grad():
-                loss = divergence(logits_behind(model, blocks, leaf)[0], teacher) / len(given)
-            gradients.append(torch.autograd.grad(loss, leaf)[0][0])
+                loss = divergence(logits_behind(model, blocks, leaf)[:, 0], teacher) / len(given)
+            gradients.append(torch.autograd.grad(loss, leaf)[0][:, 0])
             total += loss.detach()
         return total, torch.cat(gradients).view_as(hidden)
 

@@ -165,6 +165,17 @@ def test_blocks_and_scales_learn_from_copies_of_the_text_too(
         assert 0.3 < (copy != text).any(-1).float().mean() < 0.7
 
 
+def test_more_tokens_at_once_than_a_model_has_positions(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration
+) -> None:
+    source = tiny_model("gpt2")
+    positions = Checkpoint(source).config["n_positions"]
+    two = text.model_copy(update={"samples": 2, "sequence_length": positions, "packing": "joined"})
+    fields = {"scale_steps": 1, "copies": 1, "format": "gptq", "bits": 3, "include": ("transformer.h.0.*",)}
+    report = quantize(source, tmp_path / "learned", two, 0, **fields)
+    assert all(0 < each < 10 for each in report.details["divergence"])
+
+
 def test_the_seed_decides_and_nothing_else(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
     for name, seed in (("one", 0), ("two", 0), ("other", 1)):
         quantize(tiny_model("llama"), tmp_path / name, few, 3, seed=seed, include=("model.layers.0.*",))
