@@ -27,6 +27,15 @@ def logits_behind(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tenso
     return _behind(model, blocks, hidden, lambda tokens: model(input_ids=tokens, use_cache=False).logits)
 
 
+def logits_of_tokens(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tensor) -> Tensor:
+    """Return the logits, float [tokens, vocabulary], of the states of any tokens, float [tokens, hidden].
+
+    As `logits_behind`. Each token is a sequence of its own: a model with a table of positions has
+    fewer of them than a batch has tokens.
+    """
+    return logits_behind(model, blocks, hidden[:, None])[:, 0]
+
+
 def given_to_head(model: PreTrainedModel, blocks: Sequence[Block], hidden: Tensor) -> Tensor:
     """Return what the output layer is given, float [batch, positions, hidden]; it is not run.
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from optkit.training.logits_in_parts import TwoParts
 from optkit.training.losses import IGNORED, attention_divergence, cross_entropy, hidden_distance
-from optkit.training.predicted_memory import LOGIT_BYTES
+from optkit.training.predicted_memory import logits_at_once
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Objective(nn.Module):
             return total, torch.stack([found[name].detach() for name in names])
 
         vocabulary = self.student.get_output_embeddings().weight.shape[0]
-        at_once = max(1, LOGIT_BYTES.get(tokens.device.type, LOGIT_BYTES["cpu"]) // (4 * vocabulary))
+        at_once = logits_at_once(tokens.device.type, vocabulary)
         total, values = in_parts(compute, hidden.flatten(0, 1), at_once, self.parts.head_parameters)
         return total, dict(zip(names, values, strict=True))
 

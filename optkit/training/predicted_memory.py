@@ -289,12 +289,17 @@ def _casts(shape: ModelShape, setup: Setup, head: int) -> int:
     return casts + WIDE * (outside + GATHERED * _largest_block(shape))
 
 
+def logits_at_once(device: str, vocabulary: int) -> int:
+    """Return of how many tokens logits are held together."""
+    return max(1, LOGIT_BYTES.get(device.partition(":")[0], LOGIT_BYTES["cpu"]) // (WIDE * vocabulary))
+
+
 def _logit_bytes(shape: ModelShape, setup: Setup) -> int:
     """Return what the loss makes of the logits that are computed at once.
     It makes three float32 tensors, and the logits of both as they come.
     """
     vocabulary = vocabulary_of(shape)
-    positions = min(setup.share, max(1, LOGIT_BYTES[setup.device.partition(":")[0]] // (WIDE * vocabulary)))
+    positions = min(setup.share, logits_at_once(setup.device, vocabulary))
     tensors = 3 * WIDE + setup.computed + (setup.taught if setup.divergence and not setup.known_answers else 0)
     parts = 2 if setup.share > positions else 1  # one part's gradient of lm_head beside the sum of those before
     again = (parts - 1) * WIDE * _head_elements(shape) if setup.trained is None else 0

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optkit.model.head import logits_behind
+from optkit.model.head import logits_of_tokens
 from optkit.model.skeleton import Skeleton
-from optkit.training.predicted_memory import LOGIT_BYTES
+from optkit.training.predicted_memory import logits_at_once
 
 SHARE = 0.5
 """Of the tokens of a copy that are drawn anew."""
@@ -31,10 +31,10 @@ def redrawn(
     skeleton.load_outside_(device)
     generator, drawn = torch.Generator(device).manual_seed(seed), []
     vocabulary = skeleton.model.get_output_embeddings().weight.shape[0]
-    at_once = max(1, LOGIT_BYTES[torch.device(device).type] // (4 * vocabulary))
+    at_once = logits_at_once(device, vocabulary)
     for sequences in inputs.hidden.split(batch_size):  # as many at once as learn at once: the plan counts their logits
         for hidden in sequences.flatten(0, 1).split(at_once):
-            expected = logits_behind(skeleton.model, skeleton.blocks, hidden[:, None])[:, 0].float().softmax(-1)
+            expected = logits_of_tokens(skeleton.model, skeleton.blocks, hidden).float().softmax(-1)
             drawn.append(torch.multinomial(expected, copies, replacement=True, generator=generator).cpu())
     skeleton.release_outside_()
     next_tokens = torch.cat(drawn).view(*tokens.shape, copies)

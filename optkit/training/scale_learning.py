@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from optkit.algorithms.grid import Grid, QuantizedWeight
 from optkit.model.blocks import Batch, BlockInputs
-from optkit.model.head import logits_behind
+from optkit.model.head import logits_of_tokens
 from optkit.model.memory import room_for_states
 from optkit.model.replaced_forward import replaced_forward
 from optkit.model.skeleton import Skeleton
 from optkit.training.block_learning import drawn
 from optkit.training.losses import divergence
 from optkit.training.optimizer import BETAS, learning_rate
-from optkit.training.predicted_memory import LOGIT_BYTES
+from optkit.training.predicted_memory import logits_at_once
 
 SCALE_RATE = 1.2e-2
 """Highest learning rate of the logarithms of the scales, times the codes on one side of the middle.
@@ -156,15 +156,15 @@ class ScaleLearner:
         model, blocks = self.skeleton.model, self.skeleton.blocks
         given, wanted = hidden.flatten(0, 1), self.wanted[batch.rows].flatten(0, 1)
         vocabulary = model.get_output_embeddings().weight.shape[0]
-        at_once = max(1, LOGIT_BYTES[hidden.device.type] // (4 * vocabulary))
+        at_once = logits_at_once(hidden.device.type, vocabulary)
         total, gradients = torch.zeros((), device=hidden.device), []
         for ours, theirs in zip(given.split(at_once), wanted.split(at_once), strict=True):
-            leaf = ours.detach()[:, None].requires_grad_()
+            leaf = ours.detach().requires_grad_()
             with torch.no_grad():
-                teacher = logits_behind(model, blocks, theirs[:, None])[:, 0]
+                teacher = logits_of_tokens(model, blocks, theirs)
             with torch.enable_grad():
-                loss = divergence(logits_behind(model, blocks, leaf)[:, 0], teacher) / len(given)
-            gradients.append(torch.autograd.grad(loss, leaf)[0][:, 0])
+                loss = divergence(logits_of_tokens(model, blocks, leaf), teacher) / len(given)
+            gradients.append(torch.autograd.grad(loss, leaf)[0])
             total += loss.detach()
         return total, torch.cat(gradients).view_as(hidden)
 

@@ -19,11 +19,11 @@ from optkit.model.blocks import find_blocks
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.progress import SilentProgress
-from optkit.training import losses, objective
+from optkit.training import losses
 from optkit.training.answers import KnownTeacher, TopTargets
 from optkit.training.logits_in_parts import TwoParts
 from optkit.training.objective import LossWeights, Objective
-from optkit.training.predicted_memory import Setup, predicted_memory
+from optkit.training.predicted_memory import LOGIT_BYTES, Setup, predicted_memory
 from optkit.training.shared_answers import SharedPlace
 from optkit.training.student import checkpoint_activations_, open_student
 from optkit.training.teacher import LiveTeacher
@@ -130,7 +130,7 @@ def test_logits_in_parts_give_the_gradients_of_the_whole_model(tiny_model, kind,
         def divergence(self, logits, positions, temperature):
             return losses.divergence(logits, teacher.flatten(0, 1)[positions], temperature)
 
-    monkeypatch.setitem(objective.LOGIT_BYTES, "cpu", 4 * 512 * 5)
+    monkeypatch.setitem(LOGIT_BYTES, "cpu", 4 * 512 * 5)
     weights = LossWeights(divergence=0.5, cross_entropy=0.25, temperature=2.0)
     total, found = gradients(Objective(student, weights), tokens, Whole())
     assert total == pytest.approx(expected.item(), rel=1e-4)

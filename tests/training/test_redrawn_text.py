@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 from optkit.source.calibration import Calibration
-from optkit.training import redrawn_text
+from optkit.training import predicted_memory
 from optkit.training.redrawn_text import redrawn
 from tests.conftest import TinyModel
 
@@ -33,7 +33,7 @@ def test_tokens_are_drawn_from_what_the_model_expects_there(
     tokens = text.tokens(source, None)[:3, :8]
     with torch.no_grad():
         logits: Tensor = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(tokens).logits
-    monkeypatch.setattr(redrawn_text, "LOGIT_BYTES", {"cpu": 4 * logits.shape[-1] * 5})  # logits of few tokens at once
+    monkeypatch.setattr(predicted_memory, "LOGIT_BYTES", {"cpu": 4 * logits.shape[-1] * 5})  # few at once
     skeleton = Skeleton(Checkpoint(source))
     copies = redrawn(skeleton, tokens, COPIES, "cpu", 2, 0, "").view(COPIES, *tokens.shape)
     assert all(parameter.is_meta for parameter in skeleton.model.parameters())

@@ -22,7 +22,7 @@ from optkit.stage import Context, Report
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.learning import logit_tensors
 from optkit.stages.quantizing.overrides import Override
-from optkit.training import scale_learning
+from optkit.training import predicted_memory, scale_learning
 from optkit.training.losses import divergence
 from optkit.training.scale_learning import ScaleLearner
 from tests.conftest import TinyModel
@@ -51,7 +51,7 @@ class Scaled(torch.nn.Module):
 def test_gradients_are_those_of_the_whole_model(
     tiny_model: TinyModel, text: Calibration, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scale_learning, "LOGIT_BYTES", {"cpu": 4 * 512 * 40})  # logits of few tokens at once
+    monkeypatch.setattr(predicted_memory, "LOGIT_BYTES", {"cpu": 4 * 512 * 40})  # logits of few tokens at once
     source = tiny_model(kind)
     tokens = text.tokens(source, None)[:2]
     skeleton, whole = Skeleton(Checkpoint(source)), Skeleton(Checkpoint(source))
