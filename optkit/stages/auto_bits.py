@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast
 
@@ -21,7 +21,7 @@ from optkit.devices.datasheets import DEVICES, Device, datasheet
 from optkit.errors import StageError, UsageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
-from optkit.model.linear_layers import Selection, layers_of, select
+from optkit.model.linear_layers import layers_of, select
 from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.packed_tensors.base import packable
@@ -30,7 +30,7 @@ from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.overrides import Override
 from optkit.stages.rtn import Rtn
-from optkit.stages.sensitivity.budget import Budget, Choice, Item, make_items, tightest_budget, uniform_choices
+from optkit.stages.sensitivity.budget import Choice, Item, Problem, make_items, tightest_budget
 from optkit.stages.sensitivity.needed_memory import sensitivity_memory
 
 if TYPE_CHECKING:
@@ -53,31 +53,6 @@ DEFAULT_CHOICES = (
 """What vLLM opens on GPUs; on CPUs it opens 4 bits alone. With 2 and 3 bits the sum of divergences
 at 4.5 bits was 0.6% less (SmolLM2).
 """
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """A model's layers, what they may become and how much there is for it."""
-
-    selection: Selection
-    items: Sequence[Item]
-    budget: Budget
-
-    def uniform(self) -> list[Choice]:
-        """Return the choices that every layer can have and that fit the budget."""
-        sizes = {
-            choice: sum(item.sizes[item.choices.index(choice)] for item in self.items)
-            for choice in uniform_choices(self.items)
-        }
-        return [choice for choice, size in sizes.items() if size <= self.budget.size_bytes]
-
-    def unfit(self, choices: Sequence[Choice]) -> dict[str, int]:
-        """Return how many layers each choice was not offered to because it does not fit them."""
-        counts = {
-            choice.form.label: sum(len(item.layers) for item in self.items if choice not in item.choices)
-            for choice in choices
-        }
-        return {label: count for label, count in counts.items() if count}
 
 
 class AutoBits(Transform):
@@ -115,6 +90,8 @@ class AutoBits(Transform):
     budget below 4.1 bits add some of 2 or 3 bits, which transformers opens."""
     method: Literal["gptq", "rtn"] = "gptq"
     """What rounds the weights in the end, and so what the predictions are of."""
+    effort: Literal["fast", "balanced", "best"] = Field(default="fast", exclude_if=lambda value: value == "fast")
+    """That of `gptq`, which rounds in the end. The predictions are those of `fast`."""
     fused: bool = True
     """Give layers that vLLM joins (q, k and v; gate and up) the same form; without it vLLM does not
     open the model. All experts always have one form, as transformers opens them."""
@@ -140,6 +117,12 @@ class AutoBits(Transform):
             raise ValueError("decode_ms and decode_device belong together: give both, or neither")
         if self.devices > 1 and self.method == "rtn":
             raise ValueError("devices share a calibration text, and rtn reads none. Leave devices out")
+        if self.effort != "fast" and self.method == "rtn":
+            raise ValueError(f"effort: {self.effort} is of gptq, and rtn rounds here. Leave one of them out")
+        if self.effort != "fast" and self.devices > 1:
+            raise ValueError(
+                f"effort: {self.effort} has the unmodified model beside it, on one device. Leave out devices"
+            )
         self._device()
         least = min(choice.bits for choice in self.choices)
         if self.average_bits is not None and self.average_bits < least:
@@ -233,14 +216,14 @@ class AutoBits(Transform):
             names = ", ".join(DEVICES)
             raise ValueError(f"decode_device '{self.decode_device}' is none of {names}. Take one of them") from error
 
-    def _problem(self, shape: ModelShape) -> _Problem:
+    def _problem(self, shape: ModelShape) -> Problem:
         chosen = select(layers_of(shape), tuple(outside_of(shape)), self.include, self.exclude, KIND)
         selection = packable(chosen, lambda _: self.choices[0].form, KIND)
         items = make_items(selection.layers, shape, self.choices, self.fused, KIND)
         limits = (self.average_bits, self.size_bytes, self.decode_ms)
         budget = tightest_budget(items, shape, *limits, self._device())
         budget.refuse_too_small(items, KIND)
-        return _Problem(selection, items, budget)
+        return Problem(selection, items, budget)
 
     def _costs(self, source: Path, items: Sequence[Item], tokens: Inputs, context: Context) -> list[list[float]]:
         """Return the predicted divergence of each item under each of its choices, nats per token."""
@@ -269,7 +252,7 @@ class AutoBits(Transform):
         }
         if self.method == "rtn":
             return Rtn(scale_search="mse", **fields)
-        return Gptq(calibration=self.calibration, devices=self.devices, **fields)
+        return Gptq(calibration=self.calibration, devices=self.devices, effort=self.effort, **fields)
 
     def _keep_the_better(
         self,

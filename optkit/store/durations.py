@@ -28,7 +28,7 @@ LAST = 8
 MOST_LINES = 10_000
 AMOUNTS = (("samples", "sequence_length"), ("windows", "window"))
 """Fields whose product says how much text is read."""
-WAYS = ("rounding", "learn", "learning_steps", "scale_steps", "copies", "earlier_errors", "backend")
+WAYS = ("rounding", "learn", "learning_steps", "scale_steps", "copies", "earlier_errors", "effort", "backend")
 """Fields that change the time by a multiple."""
 IGNORED = frozenset({"revision"})
 

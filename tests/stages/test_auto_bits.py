@@ -87,6 +87,15 @@ def test_the_whole_model_fits_the_bytes_and_joined_layers_have_one_form(
     assert report.details["not_offered"] == {}
 
 
+def test_the_chosen_forms_learn(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+    fields = {"average_bits": 5.0, "choices": (SMALL, LARGE), "calibration": text, "held_out_samples": 0}
+    report = quantize(tiny_model("llama"), tmp_path / "out", effort="best", **fields)
+    assert set(report.details["counts"]) == {SMALL.form.label, LARGE.form.label}
+    before, after = map(sum, zip(*report.details["block_losses"].values(), strict=True))
+    assert after < before
+    assert report.details["divergence"][1] < report.details["divergence"][0]
+
+
 def test_the_choice_is_the_best_of_all_that_fit(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     source = tiny_model("qwen2")
     fields = {
@@ -202,6 +211,8 @@ def test_it_says_what_is_wrong_before_anything_runs(
         ({"decode_ms": 2.0}, "decode_ms and decode_device belong together: give both, or neither"),
         ({"average_bits": 4.5, "decode_device": "h200"}, "decode_ms and decode_device belong together"),
         ({"decode_ms": 2.0, "decode_device": "h20"}, "decode_device 'h20' is none of b200, h200, .* Take one of them"),
+        ({"average_bits": 4.5, "effort": "best", "method": "rtn"}, "effort: best is of gptq, and rtn rounds here"),
+        ({"average_bits": 4.5, "effort": "balanced", "devices": 2}, "effort: balanced has the unmodified model"),
     ],
 )
 def test_limits_that_say_nothing_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -16,7 +16,7 @@ from optkit.common.field_types import CodeBits, GroupSize
 from optkit.common.frozen import Frozen
 from optkit.devices.datasheets import Device
 from optkit.errors import StageError
-from optkit.model.linear_layers import EXPERTS, Layer, stacks
+from optkit.model.linear_layers import EXPERTS, Layer, Selection, stacks
 from optkit.model.output_layer import HEAD, tied_embedding
 from optkit.model.shape import ModelShape
 from optkit.packed_tensors.integers import PackQuantized
@@ -180,3 +180,28 @@ def tightest_budget(
 def uniform_choices(items: Sequence[Item]) -> list[Choice]:
     """Return the choices that every layer can have."""
     return [choice for choice in items[0].choices if all(choice in item.choices for item in items)]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model's layers, what they may become and how much there is for it."""
+
+    selection: Selection
+    items: Sequence[Item]
+    budget: Budget
+
+    def uniform(self) -> list[Choice]:
+        """Return the choices that every layer can have and that fit the budget."""
+        sizes = {
+            choice: sum(item.sizes[item.choices.index(choice)] for item in self.items)
+            for choice in uniform_choices(self.items)
+        }
+        return [choice for choice, size in sizes.items() if size <= self.budget.size_bytes]
+
+    def unfit(self, choices: Sequence[Choice]) -> dict[str, int]:
+        """Return how many layers each choice was not offered to because it does not fit them."""
+        counts = {
+            choice.form.label: sum(len(item.layers) for item in self.items if choice not in item.choices)
+            for choice in choices
+        }
+        return {label: count for label, count in counts.items() if count}
