@@ -3,10 +3,11 @@
     python -m docs.benchmarks.suite [--only PATTERN] [--history FILE] [--accept]
 
 Each row is a command, run several times in turns with the others. The fastest run counts, and is
-compared with those of earlier calls on the same device, in history.jsonl. A row is slower if the
-whole 95% interval of the ratio lies above 1.03: that of one more call, by the spread of the earlier
-ones. Exit status 1 names it, and it is not written into the history unless `--accept` says that it
-is meant. A row that other programs disturbed is neither judged nor written.
+compared with those of earlier calls on the same device with the same versions, in history.jsonl. A
+row is slower if the whole 95% interval of the ratio lies above 1.03: that of one more call, by the
+spread of the earlier ones. Exit status 1 names it, and it is not written into the history unless
+`--accept` says that it is meant. Then, and if it became faster, its history begins anew. A row of
+which other programs disturbed every run is neither judged nor written.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ RECENT = 10
 FEWEST = 3
 """Earlier calls from which on a row is judged: the spread of two says too little."""
 CALM = 0.1
-"""Share of the cores that other programs may use while a row is timed."""
+"""Share of the cores that other programs may use in one run of a row: the fastest took no longer."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,11 @@ ROWS = (
         "cuda",
     ),
 )
-SLOWER, DISTURBED, UNKNOWN, KEPT = "slower", "disturbed", "not judged yet", "not slower"
+SLOWER, FASTER, DISTURBED, UNKNOWN, KEPT = "slower", "faster", "disturbed", "not judged yet", "not slower"
+SAME = ("row", "command", "device", "versions")
+"""What calls have in common that are compared."""
+ANEW = "anew"
+"""Of a call: what was before it is compared no more."""
 Timer = Callable[[str], tuple[float, str]]
 """Runs a command: its seconds, and what it printed."""
 
@@ -134,38 +139,48 @@ def measured(
             watch = CpuWatch()
             before = watch.now()
             output = timer(command)
-            others[command] = max(others.get(command, 0.0), watch.others(before))
+            others[command] = min(others.get(command, 1.0), watch.others(before))
             for row in chosen:
                 if row.command == command:
                     samples[row.name].append(seconds(row, *output))
     lines = history.read_text(encoding="utf-8").splitlines() if history.exists() else []
+    calls = [json.loads(line) for line in lines]
     verdicts: dict[str, list[str]] = {}
     for row in chosen:
         told = {"row": row.name, "command": row.command, **about[row.device], "seconds": samples[row.name]}
-        same = ("row", "command", "device")
-        known = [min(each["seconds"]) for each in map(json.loads, lines) if all(each[key] == told[key] for key in same)]
-        verdict, why = judged(min(samples[row.name]), known, others[row.command])
-        print(f"{row.name}: {min(samples[row.name]):.4g} s, {verdict}: {why}")
+        verdict, why = judged(min(samples[row.name]), comparable(calls, told), others[row.command])
+        print(f"{row.name}: {min(samples[row.name]):.4g} s, {verdict}: {why}.")
         verdicts.setdefault(verdict, []).append(row.name)
-        if accept or verdict in (KEPT, UNKNOWN):
+        if verdict != DISTURBED and (accept or verdict != SLOWER):
             with history.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(told) + "\n")
+                file.write(json.dumps({**told, ANEW: verdict in (FASTER, SLOWER)}) + "\n")
     return verdicts
+
+
+def comparable(calls: Iterable[Mapping[str, Any]], told: Mapping[str, Any]) -> list[float]:
+    """Return the seconds of earlier calls that this one is compared with, the oldest first."""
+    found: list[float] = []
+    for call in calls:
+        if all(call[key] == told[key] for key in SAME):
+            found = [*([] if call.get(ANEW) else found), min(call["seconds"])]
+    return found
 
 
 def judged(seconds: float, earlier: Sequence[float], others: float) -> tuple[str, str]:
     """Return what is to be said of a row, and why.
-    others: the share of the cores that other programs used, at most in a run.
+    others: the share of the cores that other programs used, in the calmest run.
     """
     ratio = compared(seconds, earlier)
     low, high = (ratio.interval if ratio else None) or (1.0, 1.0)
     if others > CALM:
         return DISTURBED, f"other programs used {others:.0%} of the cores. Run it again when nothing else runs"
     if not ratio:
-        return UNKNOWN, f"earlier calls: {len(earlier)} of the {FEWEST} that are needed"
+        return UNKNOWN, f"{len(earlier)} earlier calls with this device and these versions, {FEWEST} are needed"
     seen = LEAST * ratio.value / low - 1
-    why = f"{ratio.value:.2f} times [{low:.2f}, {high:.2f}] the {len(earlier[-RECENT:])} calls before"
-    return (SLOWER if low > LEAST else KEPT), f"{why}. A loss is seen from {seen:.0%} on"
+    count = len(earlier[-RECENT:])
+    why = f"{ratio.value:.2f} times as long as in {count} earlier calls, 95% interval [{low:.2f}, {high:.2f}]"
+    verdict = SLOWER if low > LEAST else FASTER if high < 1 / LEAST else KEPT
+    return verdict, f"{why}. Slowdowns from {seen:.0%} on are seen"
 
 
 def told_of(device: str) -> dict[str, Any]:
@@ -198,9 +213,11 @@ def main() -> None:
     if waiting := [row.name for row in ROWS if row not in here and fnmatch(row.name, asked.only)]:
         print(f"not timed, for there is no NVIDIA GPU here: {'; '.join(waiting)}")
     found = measured(rows, asked.history, about, asked.accept, timed)
-    if SLOWER in found:
-        raise SystemExit(f"slower than before: {'; '.join(found[SLOWER])}. If it is meant, --accept writes it down.")
-    print(f"nothing is slower than before, of {len(found.get(KEPT, []))} of {len(rows)} rows that could be judged")
+    slower = found.get(SLOWER, [])
+    if slower and not asked.accept:
+        raise SystemExit(f"slower than before: {'; '.join(slower)}. If it is meant, --accept writes it down.")
+    judged_rows = sum(len(found.get(verdict, [])) for verdict in (SLOWER, FASTER, KEPT))
+    print(f"{judged_rows} of {len(rows)} rows were judged; slower than before: {'; '.join(slower) or 'none'}")
 
 
 if __name__ == "__main__":

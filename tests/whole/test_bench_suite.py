@@ -6,7 +6,8 @@ import math
 import random
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from docs.benchmarks import suite
 from docs.benchmarks.suite import (
     DISTURBED,
+    FASTER,
     KEPT,
     ROWS,
     SLOWER,
@@ -40,11 +42,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Time two rows of 1 s, within 5% and by seed, and return what is said of them."""
     noise = random.Random(0)
 
-    def once(times: float = 1.0, about: Any = ABOUT, accept: bool = False, others: float = 0.0) -> dict[str, list[str]]:
+    def once(
+        times: float = 1.0, about: Any = ABOUT, accept: bool = False, others: Sequence[float] = (0.0,)
+    ) -> dict[str, list[str]]:
+        seen = cycle(others)
+
         def timer(command: str) -> tuple[float, str]:
             return noise.uniform(0.95, 1.05) * (times if command == "slow" else 1.0), ""
 
-        monkeypatch.setattr(CpuWatch, "others", lambda self, before: others)
+        monkeypatch.setattr(CpuWatch, "others", lambda self, before: next(seen))
         return measured((FAST, SLOW), tmp_path / "history.jsonl", about, accept, timer)
 
     return once
@@ -52,25 +58,31 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def test_a_row_that_got_slower_is_named_and_noise_is_not(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert [run() for _ in range(3)] == [{UNKNOWN: ["fast", "slow"]}] * 3
-    assert "not judged yet: earlier calls: 2 of the 3 that are needed\n" in capsys.readouterr().out
+    needed = "not judged yet: 2 earlier calls with this device and these versions, 3 are needed.\n"
+    assert needed in capsys.readouterr().out
     assert [run() for _ in range(5)] == [ALL_KEPT] * 5
     assert run(1.3) == {KEPT: ["fast"], SLOWER: ["slow"]}
     said = capsys.readouterr()
-    assert "] the 8 calls before. A loss is seen from " in said.out
+    assert " times as long as in 8 earlier calls, 95% interval [" in said.out
+    assert "]. Slowdowns from " in said.out
     assert said.err.endswith(
         "run 1 of 2: fast\nrun 1 of 3: slow\nrun 2 of 2: fast\nrun 2 of 3: slow\nrun 3 of 3: slow\n"
     )
     assert run(1.3) == {KEPT: ["fast"], SLOWER: ["slow"]}, "what is slower is not written down"
-    assert run(0.7) == ALL_KEPT
 
 
-def test_what_is_accepted_is_history(run: Run, tmp_path: Path) -> None:
-    for _ in range(3):
+@pytest.mark.parametrize(("times", "verdict"), [(1.5, SLOWER), (0.7, FASTER)])
+def test_behind_a_row_that_changed_its_history_begins_anew(
+    times: float, verdict: str, run: Run, tmp_path: Path
+) -> None:
+    for _ in range(6):
         run()
     before = len((tmp_path / "history.jsonl").read_text().splitlines())
-    assert run(1.5, accept=True)[SLOWER] == ["slow"]
+    assert run(times, accept=True) == {KEPT: ["fast"], verdict: ["slow"]}
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == before + 2
-    assert run(1.5) == ALL_KEPT
+    assert [run(times) for _ in range(2)] == [{KEPT: ["fast"], UNKNOWN: ["slow"]}] * 2
+    assert [run(times) for _ in range(3)] == [ALL_KEPT] * 3
+    assert run(1.3 * times) == {KEPT: ["fast"], SLOWER: ["slow"]}
 
 
 def test_what_others_disturb_is_neither_judged_nor_history(
@@ -79,10 +91,11 @@ def test_what_others_disturb_is_neither_judged_nor_history(
     for _ in range(4):
         run()
     before = (tmp_path / "history.jsonl").read_text()
-    assert run(9.0, others=0.4) == {DISTURBED: ["fast", "slow"]}
+    assert run(9.0, accept=True, others=[0.4]) == {DISTURBED: ["fast", "slow"]}
     assert (tmp_path / "history.jsonl").read_text() == before
-    said = "disturbed: other programs used 40% of the cores. Run it again when nothing else runs\n"
+    said = "disturbed: other programs used 40% of the cores. Run it again when nothing else runs.\n"
     assert capsys.readouterr().out.endswith(said)
+    assert run(others=[0.4, 0.4, 0.4, 0.0, 0.4]) == {DISTURBED: ["fast"], KEPT: ["slow"]}, "one calm run is enough"
 
 
 def test_what_a_row_itself_computes_is_not_taken_for_others() -> None:
@@ -93,12 +106,16 @@ def test_what_a_row_itself_computes_is_not_taken_for_others() -> None:
     assert after.own_s - before.own_s > 0.05
 
 
-def test_another_device_has_a_history_of_its_own(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("other", [{"device": "another CPU"}, {"versions": {"torch": "9.9"}}])
+def test_other_devices_and_versions_are_not_compared(
+    other: dict[str, Any], run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(4):
         run()
     capsys.readouterr()
-    assert run(1.5, {"cpu": {"device": "another CPU", "versions": {}}}) == {UNKNOWN: ["fast", "slow"]}
-    assert capsys.readouterr().out.count("earlier calls: 0 of the 3") == 2
+    assert run(1.5, {"cpu": {**ABOUT["cpu"], **other}}) == {UNKNOWN: ["fast", "slow"]}
+    assert capsys.readouterr().out.count(": 0 earlier calls ") == 2
+    assert run() == ALL_KEPT
 
 
 def test_the_interval_is_that_of_one_more_call() -> None:
@@ -171,10 +188,10 @@ def test_rows_of_devices_that_are_not_here_are_named(
     for only, said in (("gptq*", "no NVIDIA GPU here: gptq on a GPU; gptq, decode on a GPU\n"), ("help", "")):
         monkeypatch.setattr(sys, "argv", ["suite", "--only", only, "--history", str(tmp_path / "history.jsonl")])
         suite.main()
-        waiting, nothing, _ = capsys.readouterr().out.partition("nothing is slower")
+        waiting, judged_rows, _ = capsys.readouterr().out.partition("1 of ")
         assert waiting.endswith(said)
         assert bool(waiting) == bool(said)
-        assert nothing
+        assert judged_rows
 
 
 def test_a_slower_row_is_the_exit_status(
@@ -185,6 +202,11 @@ def test_a_slower_row_is_the_exit_status(
     monkeypatch.setattr(suite, "measured", lambda *_: {SLOWER: ["help"]})
     with pytest.raises(SystemExit, match=r"slower than before: help\. If it is meant, --accept writes it down\."):
         suite.main()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--accept"])
+    suite.main()
     monkeypatch.setattr(suite, "measured", lambda *_: {DISTURBED: ["help"]})
     suite.main()
-    assert capsys.readouterr().out == "nothing is slower than before, of 0 of 1 rows that could be judged\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "1 of 1 rows were judged; slower than before: help",
+        "0 of 1 rows were judged; slower than before: none",
+    ]
