@@ -17,10 +17,10 @@ from optkit.common.field_types import AtLeastOne, Count, Distinct, Factor, Learn
 from optkit.errors import StageError
 from optkit.model.adapter import ADAPTER, DOWN, FEW_BITS, LEARNABLE, PREFIX, UP
 from optkit.model.checkpoint import INDEX
-from optkit.model.linear_layers import CONV1D_MODELS, Layer, Selection, refuse_unmatched, select
+from optkit.model.linear_layers import CONV1D_MODELS, Layer, Selection, layers_of, refuse_unmatched, select
+from optkit.model.packed_floats import float_shape
 from optkit.model.read_weights import Read, reads_of
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.model.stored_linears import stored_linears
 from optkit.model.writer import copy_companions, link_or_copy
 from optkit.stage import Context, Cost, Format, Report
 from optkit.stages.teaching.layers import linear_modules
@@ -135,8 +135,8 @@ class LoraRecover(TrainingStage):
             raise StageError(
                 f"there are no gradients through {what}", where="lora_recover", why=FEW_BITS, remedy=LEARNABLE
             )
-        linears = stored_linears(shape)
-        selection = self._select(linears, shape.config, packed)
+        floats = float_shape(shape, "float32") if packed else shape
+        selection = self._select(layers_of(floats), shape.config, packed)
         ranks = self._ranks(selection)
         adapter = {
             f"{ADAPTER}/{PREFIX}{name}{half}": info
@@ -149,7 +149,7 @@ class LoraRecover(TrainingStage):
         added = sum(info.elements for info in adapter.values())
         self._check_teacher(shape, origin)
         start = None if origin.config.get("quantization_config") else origin
-        kinds = self._memory(_in_floats(shape, linears) if packed else shape, device, added, start)
+        kinds = self._memory(floats, device, added, start)
         left = ModelShape(config=shape.config, tensors={**shape.tensors, **adapter}) if packed else shape
         disk = left.size_bytes + CHECKPOINTS * 4 * NUMBERS * added
         if device == "cpu":
@@ -261,13 +261,3 @@ def _without_gradients(config: Mapping[str, Any]) -> str:
     formats = {config.get("format"), *(group.get("format") for group in groups)} & EIGHT_BITS
     formats |= {group.get("format") for group in groups if group.get("input_activations")}
     return " and ".join(f"{each} weights" for each in sorted(formats))
-
-
-def _in_floats(shape: ModelShape, linears: Mapping[str, Layer]) -> ModelShape:
-    """Return the shape of a quantized model whose layers are dequantized."""
-    packed = tuple(f"{name}." for name in linears)
-    rest = {name: info for name, info in shape.tensors.items() if not name.startswith(packed) or name.endswith(".bias")}
-    floats = {f"{name}.weight": TensorInfo("F32", (layer.outputs, layer.inputs)) for name, layer in linears.items()}
-    return ModelShape(
-        {key: value for key, value in shape.config.items() if key != "quantization_config"}, rest | floats
-    )
