@@ -148,11 +148,6 @@ def clear(place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def drawn(cases: list[Any], count: int | None, draw: random.Random) -> list[Any]:
-    """Return so many of the cases, in a drawn order; all of them if None."""
-    return draw.sample(cases, len(cases))[: len(cases) if count is None else count]
-
-
 Family = Callable[[Desk, int | None], None]
 
 
