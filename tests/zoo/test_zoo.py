@@ -10,7 +10,7 @@ from optkit.recipe.registry import STAGES as KINDS
 from tests.zoo.cells import cell
 from tests.zoo.models import save_model
 from tests.zoo.stages import STAGES
-from tests.zoo.table import Table
+from tests.zoo.table import Table, template
 
 TABLE = Table.read()
 CHEAP = ("attention", "rtn")
@@ -51,7 +51,8 @@ MENDED = [
 def test_what_the_table_says(kind: str, stage: str, tmp_path: Path) -> None:
     source = save_model(kind, tmp_path / "model")
     (desk := tmp_path / "desk").mkdir()
-    assert tuple(cell(source, stage, desk)) == TABLE.rows[kind][stage]
+    mark, said = cell(source, stage, desk)
+    assert (mark, template(kind, stage, said)) == TABLE.rows[kind][stage]
 
 
 def test_every_stage_has_a_column() -> None:
