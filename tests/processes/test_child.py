@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import errno
 import gc
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-from optkit_cli.failures import failure_of
 
 from optkit.common.out_of_resources import is_out_of_memory
 from optkit.errors import ResourceError
@@ -117,25 +115,6 @@ def test_an_error_without_a_word_is_the_line_that_raised_it() -> None:
     with pytest.raises(ChildError) as caught:
         ask("python_error", code="raise KeyError")
     assert caught.value.first_words == "KeyError:  (<string>, line 1)"
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("raise MemoryError", "out of memory."),
-        ("raise RuntimeError('DefaultCPUAllocator: not enough memory')", "out of memory."),
-        ("raise ValueError('so') from MemoryError()", "out of memory."),
-        ("raise OSError(28, 'No space left on device')", "the output: the disk is full."),
-        ("raise OSError(27, 'File too large', 'm')", "larger than this process may write (ulimit -f)."),
-        ("raise ValueError('I/O error: No space left on device (os error 28)')", "the disk is full."),
-    ],
-)
-def test_memory_and_room_that_ran_out_over_there_are_no_bug(code: str, said: str) -> None:
-    assert (errno.ENOSPC, errno.EFBIG) == (28, 27)
-    with pytest.raises(ChildError) as caught:
-        ask("python_error", code=code)
-    failure = failure_of(caught.value)
-    assert (failure.kind, said in failure.message) == ("ResourceError", True)
 
 
 def test_what_is_no_json_is_an_error() -> None:

@@ -17,6 +17,9 @@ from optkit.processes.child_program import described, one_line
 from optkit.processes.crashes import ChildError, error_of
 from tests.support.fresh_python import python
 
+OUT_OF_MEMORY = ValueError("so")
+OUT_OF_MEMORY.__cause__ = MemoryError()
+
 
 def raised(error: Exception) -> Exception:
     try:
@@ -49,6 +52,7 @@ def test_an_error_of_optkit_survives_as_json() -> None:
     ("error", "said"),
     [
         (MemoryError(), "out of memory."),
+        (OUT_OF_MEMORY, "out of memory."),
         (
             RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
             "out of memory.",

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -279,8 +277,3 @@ def test_fields() -> None:
     for fields in ({}, {"dtype": "int2"}, {"dtype": "int4", "group_size": 0}, {"dtype": "int8", "bits": 8}):
         with pytest.raises(ValidationError):
             KvCache.model_validate(fields)
-
-
-def test_no_torch_at_import() -> None:
-    program = "import sys, optkit.settings.kv_cache; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -23,7 +23,6 @@ from optkit.stage import Context, Format, Report
 from optkit.stages.kv_scales import KvScales
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
-from tests.support.fresh_python import imported_by
 from tests.support.predictions import predicted
 
 TEXT = Calibration(dataset="python-reference", samples=4, sequence_length=32)
@@ -187,7 +186,3 @@ def test_a_scale_that_is_missing_is_an_error(tiny_model: TinyModel, tmp_path: Pa
         match=r"1 scales of the KV cache are missing: model\.layers\.1\.self_attn\.v_scale\. kv_cache_scheme",
     ):
         split_kv_scales(Checkpoint(tmp_path / "scaled"))
-
-
-def test_no_torch_at_import() -> None:
-    assert "torch" not in imported_by("import optkit.stages.kv_scales")

@@ -18,7 +18,6 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.stage import Context, Report
 from optkit.stages.rotate import Rotate
 from tests.conftest import TinyModel
-from tests.support.fresh_python import imported_by
 from tests.support.predictions import predicted
 
 SIZES = {
@@ -322,7 +321,3 @@ def test_nan_weights_are_refused(tiny_model: TinyModel, target: Path, tmp_path: 
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(SourceError, match=r"up_proj\.weight: 1 of 8,192 weights are NaN"):
         rotate(source, target)
-
-
-def test_importing_the_stage_imports_no_torch() -> None:
-    assert "torch" not in imported_by("import optkit.stages.rotate")
