@@ -7,6 +7,10 @@ import warnings
 
 RECOMPILE_LIMIT = 64
 """Shapes of requests (batch, length of the cache) that are compiled before torch stops compiling."""
+WAITING = "transformers::grouped_mm_fallback"
+"""Products of experts that are compiled in another dtype than bfloat16: Python waits for the GPU in them, which no
+CUDA graph can.
+"""
 GIVEN_UP = "Dynamo recompile limit exceeded"
 """How torch's counter of what it does not compile names too many shapes."""
 
@@ -23,6 +27,16 @@ def allow_many_shapes() -> None:
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+
+
+def keep_waiting_out_of_graphs() -> None:
+    """Let torch's compiler end a CUDA graph in front of products that wait, and begin another one behind them.
+    torch before 2.10 cannot.
+    """
+    import torch._inductor.config as inductor
+
+    if WAITING not in getattr(inductor, "custom_should_partition_ops", [WAITING]):
+        inductor.custom_should_partition_ops.append(WAITING)
 
 
 def times_given_up() -> int:

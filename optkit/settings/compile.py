@@ -11,7 +11,7 @@ from optkit.common.field_types import AtLeastOne
 from optkit.environment import COMPILERS, find_compiler
 from optkit.errors import MissingPackageError, StageError
 from optkit.model.attention import refuse_without_steps
-from optkit.model.compiling import allow_many_shapes, silence_advice
+from optkit.model.compiling import allow_many_shapes, keep_waiting_out_of_graphs, silence_advice
 from optkit.model.shape import ModelShape
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
@@ -93,6 +93,7 @@ class Compile(Setting):
         _require_tools(_kind(device))
         silence_advice()
         allow_many_shapes()
+        keep_waiting_out_of_graphs()
         model.compile(
             mode=None if self.mode == "default" else self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph
         )

@@ -253,6 +253,16 @@ def test_a_step_is_compiled_once(kind: str, tiny_model: TinyModel) -> None:
     session.close()
 
 
+@pytest.mark.gpu
+def test_experts_that_python_waits_for_stand_between_graphs(tiny_model: TinyModel) -> None:
+    tokens = prompt(2, 6)
+    expected = open_session(tiny_model("mixtral"), device="cuda")
+    session = open_session(tiny_model("mixtral"), [Compile(mode="reduce-overhead")], "cuda")
+    for _ in range(2):  # the first steps record the graphs that those behind them replay
+        assert torch.equal(session.generate(tokens, 12), expected.generate(tokens, 12))
+    session.close()
+
+
 @pytest.mark.parametrize("settings", [(), (Traced(),)])
 def test_streams_do_not_disturb_each_other(settings: tuple[Setting, ...], tiny_model: TinyModel) -> None:
     session = open_session(tiny_model("qwen2"), settings)

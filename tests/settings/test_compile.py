@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 from pydantic import ValidationError
 
 from optkit.errors import MissingPackageError, StageError
-from optkit.model.compiling import RECOMPILE_LIMIT
+from optkit.model.compiling import RECOMPILE_LIMIT, WAITING
 from optkit.model.shape import ModelShape
 from optkit.settings import compile as compile_stage
 from optkit.settings.compile import Compile
@@ -119,6 +121,14 @@ def test_only_the_advice_on_tensorfloat32_is_silenced() -> None:
         say("another warning")
         say("TensorFloat32 tensor cores", "elsewhere")
     assert [str(warning.message) for warning in heard] == ["another warning", "TensorFloat32 tensor cores"]
+
+
+def test_no_graph_has_products_that_wait() -> None:
+    for _ in range(2):
+        Compile().on_load(Model(), "cuda")
+    assert torch._inductor.config.custom_should_partition_ops == [WAITING]
+    import_module("transformers.integrations.moe")
+    assert torch.ops.transformers.grouped_mm_fallback.default.name() == WAITING
 
 
 def test_flex_attention_has_no_compiled_step_on_the_cpu() -> None:
