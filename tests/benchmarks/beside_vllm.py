@@ -1,11 +1,11 @@
 """optkit beside vLLM on one GPU, of the same artifacts: as served, and their kernels alone.
 
-    python tests/benchmarks/beside_vllm.py make DIRECTORY [--layers 32]
+    python tests/benchmarks/beside_vllm.py make DIRECTORY [--shape llama] [--layers 32] [--weights int4,fp8]
     python tests/benchmarks/beside_vllm.py optkit DIRECTORY/int4 [--batches 1,32,64,128]
     python tests/benchmarks/beside_vllm.py vllm DIRECTORY/int4      (the Python that has vLLM)
 
-`make` writes random weights in the shape of Llama-3-8B as `bfloat16`, and what `rtn` (groups of 128)
-and `fp8` make of them. vLLM has its own scheduler, compiler and full CUDA graphs. Its graphs have
+`make` writes random weights in a shape of `decode_gpu.py` as `bfloat16`, and what `rtn` (groups of
+128) and `fp8` make of them. vLLM has its own scheduler, compiler and full CUDA graphs. Its graphs have
 the sizes of the batches alone and its cache a fixed size, so that it starts sooner. "As served" is
 the wall clock from token to token. "Kernels alone" is the part of a step in which the GPU computed,
 by torch's profiler, later in the same process. With `--turn FILE` several calls run beside each
@@ -48,18 +48,18 @@ def turn(file: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_UN)
 
 
-def make(directory: Path, layers: int) -> None:
-    """Write the model and its two artifacts."""
+def make(directory: Path, shape: str, layers: int, artifacts: list[str]) -> None:
+    """Write the model and its artifacts."""
     from decode_gpu import WEIGHTS, random_model
 
     from optkit.stage import Context
 
     directory.mkdir(parents=True, exist_ok=True)
-    model = random_model(directory / "bfloat16", layers)
+    model = random_model(directory / "bfloat16", layers, shape)
     print("bfloat16 made")
-    for name, weights in (("int4", "int4, groups of 128"), ("fp8", "fp8")):
+    for name in artifacts:
         (directory / name).mkdir(exist_ok=True)
-        stage: Any = WEIGHTS[weights]
+        stage: Any = WEIGHTS[{"int4": "int4, groups of 128"}.get(name, name)]
         stage.run(model, directory / name, Context(device="cuda"))
         print(f"{name} made")
 
@@ -220,13 +220,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("make", "optkit", "vllm"))
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--shape", default="llama")
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--weights", default="int4,fp8")
     parser.add_argument("--batches", default="1,32,64,128")
     parser.add_argument("--turn", default="")
     given = parser.parse_args()
     batches = [int(each) for each in given.batches.split(",")]
     if given.what == "make":
-        make(given.directory, given.layers)
+        make(given.directory, given.shape, given.layers, given.weights.split(","))
     else:
         {"optkit": under_optkit, "vllm": under_vllm}[given.what](given.directory, batches, given.turn)
 

@@ -98,12 +98,12 @@ def model_in_memory(layers: int | None = None, shape: str = "llama") -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def random_model(directory: Path, layers: int | None = None) -> Path:
-    """Write such a model in the shape of Llama-3-8B, and a tokenizer, into a directory."""
+def random_model(directory: Path, layers: int | None = None, shape: str = "llama") -> Path:
+    """Write such a model, and a tokenizer, into a directory."""
     from transformers import PreTrainedTokenizerFast
 
     if not (directory / "config.json").exists():
-        model_in_memory(layers).save_pretrained(directory)
+        model_in_memory(layers, shape).save_pretrained(directory)
         words = str(Path(__file__).parents[1] / "support" / "tiny_tokenizer.json")  # for the stage that reads a text
         PreTrainedTokenizerFast(tokenizer_file=words, eos_token="<|endoftext|>").save_pretrained(directory)
         torch.cuda.empty_cache()
