@@ -69,6 +69,18 @@ def test_shares_of_packed_weights_decode_as_without_the_graph(tiny_model: TinyMo
     assert written[0].equal(written[1])
 
 
+@pytest.mark.usefixtures("warm_children")
+def test_a_split_mixture_says_why_it_has_no_graph(tiny_model: TinyModel) -> None:
+    split: Any = open_session(tiny_model("mixtral"), [TWO, CudaGraphs()])
+    tokens = torch.randint(5, 90, (2, 6), generator=torch.Generator().manual_seed(0))
+    assert (
+        "cuda_graphs: compile: reduce-overhead in its place, because "
+        "MixtralSparseMoeBlock is split over GPUs and is no MLP of gate, up and down"
+    ) in split.notes
+    assert split.generate(tokens, 4).equal(open_session(tiny_model("mixtral")).generate(tokens, 4))  # type: ignore[union-attr]
+    split.close()
+
+
 @pytest.mark.parametrize(
     ("name", "dimension", "reason"),
     [
