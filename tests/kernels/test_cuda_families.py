@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from optkit.algorithms.eight_bit import INT8, amax_scales, quantize
 from optkit.errors import StageError
 from optkit.kernels import float8_linear
-from optkit.kernels.cuda import decoding, layer_pass, prompts
+from optkit.kernels.cuda import decoding, experts, layer_pass, prompts
 from optkit.kernels.cuda.decoding import GraphDecoder
 from optkit.kernels.cuda.experts import Mixture
 from optkit.kernels.cuda.nvrtc import compile_source
@@ -145,6 +145,21 @@ def test_experts_that_lie_one_by_one_are_stacked(kind: str, batch: int) -> None:
         expert.get_submodule(name).weight.untyped_storage() for expert in (first, second) for name in expert.input_names
     ]
     assert len({start.data_ptr() for start in starts}) == 1
+
+
+def test_experts_of_long_prompts_are_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("qwen3_moe", KNOWN["qwen3_moe"])
+    unfuse_experts_(model)
+    monkeypatch.setattr(experts, "STEPPED", 3)
+    monkeypatch.setattr(experts, "MOST_PRODUCTS", 0)
+    ours, reference = logits_of_both(model)
+    assert float((ours - reference).norm() / reference.norm()) < 1e-4
+    taken = GraphDecoder(model).layers[0].mlp.takes
+    assert [taken(tokens) for tokens in (3, 4)] == [True, False]
+    monkeypatch.setattr(experts, "MOST_PRODUCTS", 5 << 30)
+    assert [taken(tokens) for tokens in (4, 65535, 65536)] == [True, True, False], "blocks of a launch are counted"
+    monkeypatch.setattr(experts, "MOST_BLOCKS", 8 + 100)
+    assert [taken(tokens) for tokens in (100, 403, 404)] == [True, False, False]
 
 
 def test_another_router_is_the_models_own() -> None:
@@ -286,7 +301,10 @@ def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @torch.no_grad()
-def test_a_prompt_of_about_the_same_length_is_a_graph_from_the_second_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_prompt_of_about_the_same_length_is_a_graph_from_the_second_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launches = []
 
     def captured(launch: Callable[[], object]) -> Any:
@@ -294,7 +312,8 @@ def test_a_prompt_of_about_the_same_length_is_a_graph_from_the_second_on(monkeyp
         return SimpleNamespace(replay=launch)
 
     monkeypatch.setattr(prompts, "captured", captured)
-    model = random_model("llama", {})
+    model = random_model(kind, KNOWN[kind])
+    unfuse_experts_(model)
     with GraphDecoder(model).steps(2, 128) as steps:
         for length, graphs in ((20, 0), (33, 1), (5, 1), (64, 1), (65, 1), (100, 2)):
             tokens = torch.randint(0, 97, (2, length))

@@ -23,10 +23,12 @@ from optkit.kernels.cuda.schedule import ROWS, Form, Schedule, choose_tiles
 from optkit.kernels.cuda.step_products import step_product
 from optkit.model.experts import Experts, experts_in
 
-MOST_STEPPED = 256
-"""Tokens. More go through the modules of the experts, which wait for the GPU once and multiply all rows of an
-expert at once.
+STEPPED, MOST_PRODUCTS = 256, 5 << 30
+"""Tokens of a step; and of longer prompts the rows of an expert in the mean times its weights, at most. More go
+through the modules of the experts: they wait for the GPU once, and multiply all rows of an expert at once.
 """
+MOST_BLOCKS = 65535
+"""Of a launch, side by side."""
 MOST_ROWS = 8
 """Of a group."""
 MOST_CHOICES = 32
@@ -46,18 +48,24 @@ class StackedExperts(nn.Module):
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
-        if len(hidden) > MOST_STEPPED:
+        if not self.takes(*chosen.shape):
             total: Tensor = self.experts(hidden, chosen, weights)
             return total
         hidden, total = hidden.contiguous(), torch.empty_like(hidden)
         with torch.cuda.device(hidden.device):
             given = chosen.contiguous(), weights.contiguous()
-            self.through(Choices.of(*given, len(self.experts), self.most_rows(hidden)), hidden, total)
+            self.through(Choices.of(*given, len(self.experts), self.most_rows()), hidden, total)
         return total
 
-    def most_rows(self, hidden: Tensor) -> int:
+    def takes(self, tokens: int, choices: int) -> bool:
+        """Say whether so many tokens are few enough to be multiplied here."""
+        experts, weights = len(self.experts), sum(each.outputs * each.inputs for each in (self.gate_up, self.down))
+        blocks = max(tokens, experts + tokens * choices // self.most_rows())
+        return tokens <= STEPPED or (blocks <= MOST_BLOCKS and tokens * choices * weights <= MOST_PRODUCTS * experts)
+
+    def most_rows(self) -> int:
         """Return the rows of a group at most."""
-        device = hidden.get_device()
+        device = self.gate_up.weight.get_device()
         return min(_most_rows(self.gate_up.form, True, device), _most_rows(self.down.form, False, device))
 
     def through(
@@ -114,11 +122,15 @@ class Mixture:
         far = (found - expected).float().norm(dim=1) / expected.float().norm(dim=1)
         return bool(far.median() < TRIED_ERROR)
 
+    def takes(self, tokens: int) -> bool:
+        """Say whether so many tokens are few enough for `add_to_`; more go through `own`."""
+        return self.experts.takes(tokens, self.choices)
+
     def add_to_(self, hidden: Tensor, norm: Tensor | None, epsilon: float) -> None:
         """Add to hidden states what it makes of them, normed if there is a norm."""
         logits = torch.empty(len(hidden), self.router.outputs, dtype=torch.float32, device=hidden.device)
         step_product(self.router, hidden, logits, norm=norm, epsilon=epsilon)
-        choices = Choices.routed(logits, self.choices, self.to_one, self.experts.most_rows(hidden))
+        choices = Choices.routed(logits, self.choices, self.to_one, self.experts.most_rows())
         self.experts.through(choices, hidden, hidden, norm, epsilon, add=True)
 
 

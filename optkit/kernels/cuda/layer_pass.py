@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.kernels.cuda.experts import MOST_STEPPED, Mixture
+from optkit.kernels.cuda.experts import Mixture
 from optkit.kernels.cuda.finishing import Coded, Products, finish, finish_coded
 from optkit.kernels.cuda.matrix import Matrix, scratch_bytes
 from optkit.kernels.cuda.scaled_products import is_scaled
@@ -66,7 +66,7 @@ class Rows:
             return
         self.finish()
         mlp = layer.mlp
-        if isinstance(mlp, Mixture) and layer.fed_norm is None and len(self.hidden) <= MOST_STEPPED:
+        if isinstance(mlp, Mixture) and asks_nothing(layer, len(self.hidden)):
             mlp.add_to_(self.hidden, layer.mlp_norm, self.epsilon)
             return
         normed = self.hidden if layer.mlp_norm is None else self._normed(self.hidden, layer.mlp_norm)
@@ -135,6 +135,12 @@ class Rows:
 
     def _normed(self, x: Tensor, norm: Tensor) -> Tensor:
         return F.rms_norm(x, norm.shape, norm, self.epsilon)
+
+
+def asks_nothing(layer: Layer, tokens: int) -> bool:
+    """Say whether so many tokens go through a layer without Python asking the GPU for anything."""
+    mlp = layer.mlp
+    return isinstance(mlp, GatedMlp) or (isinstance(mlp, Mixture) and layer.fed_norm is None and mlp.takes(tokens))
 
 
 def norms_all_heads(layer: Layer) -> bool:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.kernels.cuda.graph_capture import captured
-from optkit.kernels.cuda.layer_pass import Rows
-from optkit.kernels.cuda.step_layers import GatedMlp, Layer
+from optkit.kernels.cuda.layer_pass import Rows, asks_nothing
+from optkit.kernels.cuda.step_layers import Layer
 from optkit.kernels.cuda.step_products import step_product
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class Prompts:
         """Return the tokens behind prompts, int64 [batch]; tokens: int64 [batch, prompt]."""
         (batch, length), decoder = tokens.shape, steps.decoder
         padded = min(-(-length // LENGTH_STEP) * LENGTH_STEP, steps.capacity)
-        whole = all(isinstance(layer.mlp, GatedMlp) for layer in decoder.layers)
-        if whole and batch * padded <= MOST_CAPTURED:
+        rows = batch * padded
+        if rows <= MOST_CAPTURED and all(asks_nothing(layer, rows) for layer in decoder.layers):
             if padded not in self._padded:
                 self._padded[padded] = PaddedPrompt(tokens.new_zeros(batch, padded))
             return self._padded[padded].read(steps, tokens)
