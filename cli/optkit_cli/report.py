@@ -37,7 +37,7 @@ def command(places: tuple[Path, ...], out: Path, **asked: Any) -> int:
     from optkit.page import report
     from optkit_cli.output import print_json
 
-    if out.is_file() and not out.read_bytes().lstrip().lower().startswith(b"<!doctype html"):
+    if out.is_file() and not _is_page(out):
         raise UsageError(
             "is a file and no page", where=f"--out {out}", why="It would be replaced", remedy="Name another"
         )
@@ -52,3 +52,8 @@ def command(places: tuple[Path, ...], out: Path, **asked: Any) -> int:
         )
         click.echo(f"{out}  {several if made.scorecards > 1 else '1 scorecard'}  {size_text(size)}")
     return made.exit_status
+
+
+def _is_page(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(1024).lstrip().lower().startswith(b"<!doctype html")

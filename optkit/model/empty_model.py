@@ -66,13 +66,17 @@ def empty_model(
 @contextmanager
 def _no_random_numbers() -> Iterator[None]:
     """Draw none for tensors on the meta device: finding out what comes of it takes longer than all else."""
-    for name in (drawn := ("normal_", "uniform_")):
+    own = {name: vars(torch.Tensor).get(name) for name in ("normal_", "uniform_")}
+    for name in own:
         setattr(torch.Tensor, name, _unless_meta(getattr(torch.Tensor, name)))
     try:
         yield
     finally:
-        for name in drawn:
-            delattr(torch.Tensor, name)  # there is that of the base class again
+        for name, fill in own.items():
+            if fill is None:
+                delattr(torch.Tensor, name)  # there is that of the base class again
+            else:
+                setattr(torch.Tensor, name, fill)
 
 
 def _unless_meta(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -81,6 +81,8 @@ class CudaGraphs(Setting):
         """
         if not self.applies(session.device):
             return session
+        from torch.nn import Module
+
         if session.codes_cache:
             raise StageError(
                 "the checkpoint has scales for a KV cache of codes, and cuda_graphs keeps floats",
@@ -93,6 +95,12 @@ class CudaGraphs(Setting):
             session.add_note(decoder)
         else:
             session.decode_with(decoder)
+            slower = {type(layer.mlp).__name__ for layer in decoder.layers if isinstance(layer.mlp, Module)}
+            if slower:
+                session.add_note(
+                    f"{self.kind}: {', '.join(sorted(slower))} runs by the model's own code in the graph, "
+                    "slower than kernels of optkit, which do not compute the same"
+                )
         return session
 
     def step_mode(self, device: str) -> str:

@@ -265,3 +265,16 @@ def test_no_numbers_are_drawn_for_a_model_without_weights(tiny_model) -> None:
             real = nn.init.normal_(torch.zeros(2))
     assert draws.names == ["normal_"]
     assert real.any()
+
+
+def test_who_else_watches_the_drawing_of_numbers_is_kept(monkeypatch) -> None:
+    seen, fill = list[str](), torch.Tensor.normal_
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda *given, **named: (seen.append("normal_"), fill(*given))[1])
+    with _no_random_numbers():
+        with _no_random_numbers():
+            torch.empty(2, device="meta").normal_()
+        torch.empty(2, device="meta").normal_()
+        assert seen == []
+    torch.zeros(2).normal_()
+    assert seen == ["normal_"]
+    assert "uniform_" not in vars(torch.Tensor)

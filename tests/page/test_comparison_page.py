@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -277,3 +278,6 @@ def test_report_says_what_is_wrong(artifacts: Path, tmp_path: Path, capsys: pyte
     status, said = refused(str(artifacts), "--out", str(recipe))
     assert (status, recipe.read_text(encoding="utf-8")) == (2, "model: m\n")
     assert said == f"error: --out {recipe}: is a file and no page. It would be replaced. Name another.\n"
+    os.truncate(recipe, 1 << 40)  # more than can be read whole
+    status, said = refused(str(artifacts), "--out", str(recipe))
+    assert (status, said) == (2, f"error: --out {recipe}: is a file and no page. It would be replaced. Name another.\n")

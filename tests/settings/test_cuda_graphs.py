@@ -129,6 +129,20 @@ def test_batches_that_the_graph_does_not_take_are_noted() -> None:
     )
 
 
+def test_experts_that_the_model_itself_computes_are_noted() -> None:
+    """Its own router in the graph takes longer."""
+    notes: list[str] = []
+    session: Any = SimpleNamespace(codes_cache=False, device="cuda", add_note=notes.append, decode_with=lambda _: None)
+    session.model = SimpleNamespace(
+        graph_decoder=SimpleNamespace(layers=[SimpleNamespace(mlp=torch.nn.Identity())] * 2)
+    )
+    CudaGraphs().on_open(session)
+    assert notes == [
+        "cuda_graphs: Identity runs by the model's own code in the graph, slower than kernels of "
+        "optkit, which do not compute the same"
+    ]
+
+
 def test_it_is_off_on_the_cpu(tiny_model: Callable[[str], Path]) -> None:
     assert CudaGraphs().describe("cpu") == "cuda_graphs: off on cpu"
     assert CudaGraphs().describe("cuda") == "cuda_graphs: on"
