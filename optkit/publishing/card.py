@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +148,7 @@ def _eval_results(scorecard: Scorecard, task: Task) -> Iterator[EvalResult]:
     """Yield each number that was measured on a text or a task, as the hub's `model-index` has it."""
     from huggingface_hub import EvalResult
 
-    texts = dict(_texts(scorecard.recipe.get("evals", ())))
+    texts = dict(_texts(scorecard.recipe.get("evals") or ()))
     for row in scorecard.rows:
         metric = row.metric
         text = texts.get(metric.name, {})
@@ -165,10 +165,10 @@ def _eval_results(scorecard: Scorecard, task: Task) -> Iterator[EvalResult]:
             )
 
 
-def _texts(evals: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _texts(evals: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield name of a metric -> fields of the eval that measured it on one text."""
-    for entry in evals if isinstance(evals, list | tuple) else ():
-        for kind, fields in entry.items() if isinstance(entry, Mapping) else ((entry, {}),):
+    for entry in evals:
+        for kind, fields in entry.items():
             with contextlib.suppress(OptkitError):  # a plug-in that is not installed here
                 yield from ((name, fields) for name in eval_class(kind).metrics if fields.get("dataset"))
 

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, computed_field, field_validator, model_v
 
 from optkit.common.attachment import Attachment
 from optkit.common.files import read_object, reading, shown, texts_of
-from optkit.common.frozen import Frozen
+from optkit.common.frozen import Frozen, canonical_json
 from optkit.common.own_files import ATTACHMENTS
 from optkit.common.statistics import Estimate
 from optkit.devices.memory_watch import MemoryTrace
@@ -221,6 +221,15 @@ class Scorecard(Frozen):
     loading: tuple[Loading, ...] = ()
     """What other programs made of the artifact (`optkit verify`)."""
 
+    @field_validator("recipe")
+    @classmethod
+    def _check_recipe(cls, recipe: dict[str, Any]) -> dict[str, Any]:
+        for part in ("stages", "evals"):
+            for entry in recipe.get(part) or ():
+                if not isinstance(entry, Mapping) or not all(isinstance(fields, Mapping) for fields in entry.values()):
+                    raise ValueError(f"{part}: {shown(entry)} is no kind with its fields")
+        return recipe
+
     @model_validator(mode="before")
     @classmethod
     def _without_computed(cls, value: Any) -> Any:
@@ -286,4 +295,5 @@ def read_json(path: Path) -> Scorecard:
             remedy="Open it with the optkit that wrote it, or run its recipe again",
         )
     with reading(path, "the scorecard is damaged", REMEDY, ArtifactError):
+        canonical_json(record)  # raises ValueError for infinity, which no JSON holds
         return Scorecard.model_validate(record)

@@ -165,7 +165,7 @@ def test_markup_in_names_is_text(card: Scorecard) -> None:
     hostile = build_scorecard(
         name=EVIL,
         artifact_key="c" * 64,
-        recipe={"name": EVIL, "model": {"name": EVIL, EVIL: EVIL}, "stages": [EVIL]},
+        recipe={"name": EVIL, "model": {"name": EVIL, EVIL: EVIL}, "stages": [{EVIL: {EVIL: EVIL}}]},
         metrics=[perplexity(2.0).model_copy(update={"labels": {EVIL: EVIL}, "protocol": EVIL})],
         baseline=[perplexity(2.1).model_copy(update={"labels": {EVIL: EVIL}, "protocol": EVIL})],
         settings=(EVIL,),

@@ -92,7 +92,7 @@ def test_a_directory_has_no_base_model_and_its_card_and_licence_travel(
 
 def test_numbers_on_texts_are_a_model_index(artifact: Path) -> None:
     scorecard = full_scorecard().model_copy(
-        update={"recipe": {"evals": [{"perplexity": {"dataset": "wikitext-2", "split": "test"}}, "footprint"]}}
+        update={"recipe": {"evals": [{"perplexity": {"dataset": "wikitext-2", "split": "test"}}, {"footprint": {}}]}}
     )
     found = parsed(card_of(read_artifact(artifact), scorecard))
     (result,) = found.data.eval_results or []

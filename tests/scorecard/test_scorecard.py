@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
@@ -221,6 +223,22 @@ def test_json_that_is_no_scorecard(tmp_path):
         read_json(path)
     path.write_text(json.dumps({"schema": 1, "name": 3}))
     with pytest.raises(ArtifactError, match="the scorecard is damaged"):
+        read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"recipe": {"stages": 1.0}}, "'float' object is not iterable"),
+        ({"recipe": {"stages": ["rtn"]}}, r'recipe: Value error, stages: "rtn" is no kind with its fields\.'),
+        ({"recipe": {"evals": [{"footprint": None}]}}, r'evals: {"footprint": null} is no kind with its fields\.'),
+        ({"environment": {"cores": float("inf")}}, "Out of range float values are not JSON compliant"),
+    ],
+)
+def test_json_of_a_scorecard_that_was_changed(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    path = tmp_path / "scorecard.json"
+    path.write_text(json.dumps(json.loads(to_json(full_card())) | changed))
+    with pytest.raises(ArtifactError, match=f"the scorecard is damaged. .*{said}.* Run its recipe again"):
         read_json(path)
 
 
