@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from optkit.common.markdown import markdown_table
 from optkit.comparison.choice import difference_text
 from optkit.comparison.result import Cell, Column, Comparison, Entry, Floor, Group, Relation
-from optkit.recipe.gates import parse_gate
+from optkit.recipe.gates import Verdict, parse_gate
 from optkit.scorecard.numbers import format_ratio, format_value, interval_text, significant
 from optkit.scorecard.scorecard import GateResult
 from optkit.scorecard.summary import KEPT
@@ -173,8 +173,10 @@ def legend(comparison: Comparison, group: Group) -> str:
     """Return what the words and signs of a group's table mean."""
     *most, last = (comparison.column(key).title for key in group.axes)
     axes = f"{', '.join(most)} and {last}" if most else last
-    near = "of those that pass, the nearest to the best of each"
-    standings = {standing(entry) for entry in comparison.members(group)}
+    entries = comparison.members(group)
+    passing = any(entry.passes is Verdict.PASS for entry in entries)
+    near = f"of {'those that pass' if passing else 'all, since none passes'}, the nearest to the best of each"
+    standings = {standing(entry) for entry in entries}
     pick = f"Pick: of those that pass, the best by {comparison.best}." if comparison.best else f"Pick: {near}."
     words = [
         "x: ratio to the unmodified model, behind it its 95% interval. ↓: less is better, ↑: more.",

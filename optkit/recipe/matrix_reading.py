@@ -54,26 +54,28 @@ def load_matrix(source: Path | str, overrides: Sequence[str] = (), model: str | 
 def _of_command_line(
     overrides: Sequence[str], matrix: Mapping[str, Any], problems: list[Problem]
 ) -> tuple[list[Axis], list[str]]:
-    """Return the axes among overrides, and the others.
+    """Return the axes among overrides, and the others. Of one path the last counts.
     One value is an axis too if it takes the place of one of the recipe's.
     """
-    axes, plain = [], []
+    found: dict[str, Axis | str] = {}
     for text in overrides:
         try:
             path, written = assignment(text)
             place = Place(f"--set {path}")
             parts = _parts(written)
+            found.pop(path, None)
             if len(parts) == 1 and path not in matrix:
-                plain.append(text)
+                found[path] = text
                 continue
             if not all(parts):
                 raise RecipeError([place.problem(f"an empty value in '{written}'. Write PATH=VALUE,VALUE.")])
             values = tuple(Value(path, read_value(part, place), place) for part in parts)
             problems += _twice(values)
-            axes.append(Axis(path, place, values))
+            found[path] = Axis(path, place, values)
         except RecipeError as error:
             problems += error.problems
-    return axes, plain
+    axes = [each for each in found.values() if isinstance(each, Axis)]
+    return axes, [each for each in found.values() if isinstance(each, str)]
 
 
 def _parts(written: str) -> list[str]:

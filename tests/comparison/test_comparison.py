@@ -11,7 +11,7 @@ import pytest
 
 from optkit.comparison import Comparison, compare_scorecards, to_csv, to_markdown
 from optkit.comparison.axes import Axis
-from optkit.comparison.table import bests_text
+from optkit.comparison.table import bests_text, legend
 from optkit.errors import UsageError
 from optkit.measure import Metric
 from optkit.scorecard import Beside
@@ -93,6 +93,7 @@ def test_what_fails_its_own_gates_is_not_picked() -> None:
     assert compared(failing, best="size_bytes").exit_status == 3
     alone = compared(failing)
     assert (alone.exit_status, alone.groups[0].why) == (0, "none passes its gates")
+    assert legend(alone, alone.groups[0]).endswith("Knee: of all, since none passes, the nearest to the best of each.")
 
 
 def test_what_was_not_measured_does_not_meet_a_limit() -> None:
