@@ -90,6 +90,13 @@ class Checkpoint:
         files = dict(zip(shards, self._shards(shards), strict=True)) if listed else {SINGLE: self._single_file()}
         beside = {path.name for path in self.directory.glob("*.safetensors")} - files.keys()
         self.unnamed = tuple(sorted(beside))
+        if SINGLE in beside:
+            raise SourceError(
+                f"{SINGLE} and {INDEX} are both there",
+                where=str(directory),
+                why="transformers reads the first, and other programs the shards that the second names",
+                remedy="Remove the one that is not the model's",
+            )
         lying: dict[str, str] = {}
         for shard, path in files.items():
             places, self._stamps[path] = read_places(path)
@@ -137,11 +144,12 @@ class Checkpoint:
         whole = self.tensors[name]
         return self._read(name, TensorInfo(whole.dtype, whole.shape[1:]), index)
 
-    def read_bytes(self, name: str) -> bytes:
-        """Return the bytes of a tensor as they lie in the file, little-endian and row by row; without
-        torch. Raises SourceError for a file that was changed meanwhile.
+    def read_bytes(self, name: str, most: int | None = None) -> bytes:
+        """Return the bytes of a tensor, or the first ones, as they lie in the file, little-endian and row by row;
+        without torch. Raises SourceError for a file that was changed meanwhile.
         """
-        return bytes(self._data(name, self.tensors[name].size_bytes))
+        size = self.tensors[name].size_bytes
+        return bytes(self._data(name, size if most is None else min(size, most)))
 
     def _read(self, name: str, info: TensorInfo, index: int = 0, pinned: bool = False) -> Tensor:
         """Return the tensor of a header, or the one that begins so many of its sizes behind it."""

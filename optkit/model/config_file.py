@@ -59,6 +59,7 @@ PARTS = (
 """Objects, if they are there and not null."""
 NESTED = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
 BESIDE = "hf_quant_config.json"
+OTHER_WEIGHTS = "transformers_weights"
 HEAD_WIDTHS = ("head_dim", "kv_channels", "d_kv", "attention_head_size")
 """How keys end that say how wide a head is; without any, the heads divide the hidden size."""
 
@@ -68,6 +69,13 @@ def read_config(path: Path) -> dict[str, Any]:
     is damaged. What NVIDIA's ModelOpt did to weights may stand in a file beside it.
     """
     config = read_object(path, remedy=AGAIN)
+    if OTHER_WEIGHTS in config:
+        raise SourceError(
+            f"`{OTHER_WEIGHTS}` names {shown(config[OTHER_WEIGHTS])}",
+            where=str(path),
+            why="transformers reads that file, and other programs model.safetensors",
+            remedy="Name the file model.safetensors, and take the key out",
+        )
     beside = path.with_name(BESIDE)
     if beside.is_file() and not config.get("quantization_config"):
         told = read_object(beside, remedy=f"Take {BESIDE} from the model's source again").get("quantization")

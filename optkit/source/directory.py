@@ -8,6 +8,7 @@ from typing import Any
 
 from optkit.common.frozen import digest
 from optkit.errors import SourceError
+from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import files_beside, find_companions
 from optkit.model.config_file import check_against_tensors, read_config
 from optkit.model.formats.base import Format
@@ -24,10 +25,13 @@ from optkit.model.task import (
     sees_ahead,
     task_of,
 )
+from optkit.model.ties import broken_tie
 from optkit.progress import Progress
 from optkit.source.digests import PREFIX, FileDigests
 from optkit.source.foreign_code import classes_in, kernels_in
 
+START = 1 << 20
+"""Bytes of a tensor that tell it from another one: plans read no weights."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
 
 
@@ -104,7 +108,18 @@ def check_directory(directory: Path, trust_remote_code: bool) -> tuple[Path, ...
         shape = found.shape(directory)
         check_config(shape.config, str(directory), trust_remote_code)
         check_against_tensors(shape.config, {name: info.shape for name, info in shape.tensors.items()}, str(directory))
+        _refuse_broken_tie(directory)
     return found.check(directory)
+
+
+def _refuse_broken_tie(directory: Path) -> None:
+    if wrong := broken_tie(Checkpoint(directory), START):
+        raise SourceError(
+            wrong,
+            where=str(directory),
+            why="transformers computes with both, and other programs with one of them",
+            remedy="Set tie_word_embeddings to false in config.json, or take the first tensor out of the file",
+        )
 
 
 def directory_revision(

@@ -14,15 +14,9 @@ from optkit.model.expected_tensors import FLOATS
 from optkit.model.schemes import activation_bits
 from optkit.model.shape import TensorInfo, place_in_list
 from optkit.model.task import Task, task_of
+from optkit.model.ties import HEADS, broken_tie, output_and_embedding
 from optkit.verification.layers import linear_layers, problems_of_layers
 from optkit.verification.model_files import Check, ModelFiles, Weights, check_of
-
-HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "proj_out.weight")
-"""How the name of the output layer ends."""
-EMBEDDINGS = tuple(
-    f"{name}.weight"
-    for name in ("embed_tokens", "wte", "embeddings", "word_embeddings", "embed_in", "tok_embeddings", "shared")
-)
 
 
 class SafetensorsFiles(ModelFiles):
@@ -110,20 +104,15 @@ def _add_to_block(blocks: dict[str, dict[int, set[str]]], checkpoint: Checkpoint
 
 
 def _problems_of_ties(checkpoint: Checkpoint) -> list[str]:
-    tied = checkpoint.config.get("tie_word_embeddings")
-    head = next((name for name in checkpoint.tensors if f".{name}".endswith(tuple(f".{end}" for end in HEADS))), None)
-    embedding = next((name for end in EMBEDDINGS for name in checkpoint.tensors if name.endswith(end)), None)
+    tied, (head, embedding) = checkpoint.config.get("tie_word_embeddings"), output_and_embedding(checkpoint)
     if embedding is None:
         return ["there are no token embeddings"]
     packed_head = any(".lm_head." in f".{name}" for name in checkpoint.tensors)
     if tied is False and head is None and not packed_head:
         return [f"tie_word_embeddings is false, and there is no {HEADS[0]}"]
-    if tied and head and checkpoint.tensors[head] == checkpoint.tensors[embedding]:
-        same = checkpoint.read_bytes(head) == checkpoint.read_bytes(embedding)
-        return [] if same else [f"tie_word_embeddings is true, and {head} differs from {embedding}"]
-    if tied and head:
+    if tied and head and checkpoint.tensors[head] != checkpoint.tensors[embedding]:
         return [f"tie_word_embeddings is true, and {head} has another shape or dtype than {embedding}"]
-    return []
+    return [wrong] if (wrong := broken_tie(checkpoint)) else []
 
 
 def _describe(checkpoint: Checkpoint) -> str:

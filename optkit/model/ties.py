@@ -1,0 +1,30 @@
+"""Whether the output layer is the embedding, as config.json says, by the bytes of both. No torch."""
+
+from __future__ import annotations
+
+from optkit.model.checkpoint import Checkpoint
+
+HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "proj_out.weight")
+"""How the name of the output layer ends."""
+EMBEDDINGS = tuple(
+    f"{name}.weight"
+    for name in ("embed_tokens", "wte", "embeddings", "word_embeddings", "embed_in", "tok_embeddings", "shared")
+)
+
+
+def output_and_embedding(checkpoint: Checkpoint) -> tuple[str | None, str | None]:
+    """Return the names of both tensors, None for one that is not there."""
+    head = next((name for name in checkpoint.tensors if f".{name}".endswith(tuple(f".{end}" for end in HEADS))), None)
+    return head, next((name for end in EMBEDDINGS for name in checkpoint.tensors if name.endswith(end)), None)
+
+
+def broken_tie(checkpoint: Checkpoint, most: int | None = None) -> str:
+    """Return how tied tensors of one shape that are both stored differ, empty if they do not: in their first bytes,
+    or in all.
+    """
+    head, embedding = output_and_embedding(checkpoint)
+    tied = checkpoint.config.get("tie_word_embeddings")
+    if not (tied and head and embedding) or checkpoint.tensors[head] != checkpoint.tensors[embedding]:
+        return ""
+    same = checkpoint.read_bytes(head, most) == checkpoint.read_bytes(embedding, most)
+    return "" if same else f"tie_word_embeddings is true, and {head} differs from {embedding}"
