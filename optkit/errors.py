@@ -34,11 +34,17 @@ BARE = LookupError, TypeError, AttributeError
 """Exceptions of code that met a value that it does not expect; what they say is little more than the value."""
 
 
+def opening_of(error: BaseException) -> str:
+    """Return the first line of what an exception says, and the next if the first ends in a colon; maybe nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 1 + (lines[0].endswith(":"))]) if lines else ""
+
+
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says. That of `BARE` ones stands behind their names; one that
+    """Return how an exception begins, by `opening_of`. What `BARE` ones say stands behind their names; one that
     says nothing is returned itself.
     """
-    said = next(iter(str(error).strip().splitlines()), "")
+    said = opening_of(error)
     return f"{type(error).__name__}: {said}" if said and isinstance(error, BARE) else said or repr(error)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.common.out_of_resources import is_out_of_memory
-from optkit.errors import OptkitError, SourceError
+from optkit.errors import OptkitError, SourceError, opening_of
 
 MOST_BYTES = 1 << 30
 """More than any JSON or text beside a model has."""
@@ -54,7 +54,7 @@ def _said(error: BaseException) -> str:
     if isinstance(error, ValueError) and callable(problems := getattr(error, "errors", None)):  # of pydantic
         problem = next(iter(problems()))
         return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"[:200]
-    first = next(iter(str(error).strip().splitlines()), "")[:200]
+    first = opening_of(error)[:200]
     says_enough = first and (isinstance(error, ValueError | EOFError) or type(error) is Exception)
     return first if says_enough else f"{type(error).__name__}: {first}".removesuffix(": ")
 

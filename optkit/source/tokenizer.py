@@ -24,7 +24,7 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     with quiet_transformers():
         from transformers import AutoTokenizer
 
-        remedy = "Copy tokenizer.json and tokenizer_config.json into it"
+        remedy = "Take tokenizer.json, tokenizer_config.json and config.json from the model's source again"
         with reading(directory, "the tokenizer cannot be loaded", remedy):
             tokenizer = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=trust_remote_code

@@ -1,4 +1,6 @@
 import json
+import shutil
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -176,6 +178,14 @@ def test_a_damaged_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(
-        SourceError, match="the tokenizer cannot be loaded. .* Copy tokenizer.json and tokenizer_config.json into it"
+        SourceError, match="the tokenizer cannot be loaded. .* Take tokenizer.json, .* from the model's source again"
     ):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_beside_a_config_that_is_wrong(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), encoding="utf-8")
+    with pytest.raises(SourceError, match=r"`num_hidden_layers` \(1\) must be equal to .* and config.json from"):
+        load_tokenizer(model)
