@@ -39,23 +39,32 @@ class PipelineFiles:
 
     def prepare(self) -> None:
         """Delete what an earlier run left there, before anything runs.
-        Raises MissingPackageError, UsageError if a file cannot be written.
+        Raises MissingPackageError, UsageError if a file cannot be written, or would be lost.
         """
         from importlib.util import find_spec
 
-        wanted = (("--junit", self.junit, "junitparser"), ("--metrics", self.metrics, "prometheus_client"))
-        for option, path, module in wanted:
+        from optkit_cli.written_files import refuse_other
+
+        if self.junit and self.metrics and self.junit.resolve() == self.metrics.resolve():
+            raise UsageError(f"{self.junit} is the file of --junit", where="--metrics", remedy="Name another file")
+        wanted = (
+            ("--junit", self.junit, "junitparser", "JUnit report", (b"<?xml", b"<testsuite")),
+            ("--metrics", self.metrics, "prometheus_client", "OpenMetrics text", (b"# help", b"# type", b"# eof")),
+        )
+        for option, path, module, what, starts in wanted:
             if path is None:
                 continue
             if find_spec(module) is None:
                 raise MissingPackageError(module, where=option, install="optkit[ci]")
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(b"")
-                path.unlink()
+                refuse_other(path, option, what, *starts)
+                if path.is_file() or not path.exists():  # a device or a pipe stays as it is
+                    path.write_bytes(b"")
+                    path.unlink()
             except OSError as error:
-                what, remedy = f"{path} cannot be written: {error.strerror}", "Name another file"
-                raise UsageError(what, where=option, remedy=remedy) from error
+                why = f"{path} cannot be written: {error.strerror}"
+                raise UsageError(why, where=option, remedy="Name another file") from error
 
     def write(self, scorecard: Scorecard, places: Callable[[], Mapping[str, Place]]) -> None:
         """Write the files, and what GitHub reads if the run is a job there.

@@ -33,14 +33,11 @@ def command(places: tuple[Path, ...], out: Path, **asked: Any) -> int:
     """
     from optkit.common.atomic import write_text_atomically
     from optkit.common.byte_sizes import size_text
-    from optkit.errors import UsageError
     from optkit.page import report
     from optkit_cli.output import print_json
+    from optkit_cli.written_files import refuse_other
 
-    if out.is_file() and not _is_page(out):
-        raise UsageError(
-            "is a file and no page", where=f"--out {out}", why="It would be replaced", remedy="Name another"
-        )
+    refuse_other(out, "--out", "page", b"<!doctype html")
     made = report(places, **asked)
     write_text_atomically(out, made.html)
     size = len(made.html.encode())
@@ -52,8 +49,3 @@ def command(places: tuple[Path, ...], out: Path, **asked: Any) -> int:
         )
         click.echo(f"{out}  {several if made.scorecards > 1 else '1 scorecard'}  {size_text(size)}")
     return made.exit_status
-
-
-def _is_page(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(1024).lstrip().lower().startswith(b"<!doctype html")

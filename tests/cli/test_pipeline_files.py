@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_files_are_written_and_the_status_stays(words: list[str], desk: Path) ->
 
 
 def test_what_an_earlier_run_left_does_not_stand_for_this_one(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (desk / "junit.xml").write_text("all green")
+    (desk / "junit.xml").write_text("<testsuites/>")
     assert main(["run", "missing.yaml", "--junit", "junit.xml"]) == 2
     assert not (desk / "junit.xml").exists()
 
@@ -94,6 +95,24 @@ def test_a_file_that_cannot_be_written_is_said_before_the_run(
     )
     assert main(["run", "tiny.yaml", option, "file"]) == 1
     assert "is not installed. Run: pip install 'optkit[ci]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "what"), [("--junit", "JUnit report"), ("--metrics", "OpenMetrics text")])
+def test_no_other_file_is_replaced(option: str, what: str, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "tiny.yaml", option, "tiny.yaml"]) == 2
+    said = f"error: {option} tiny.yaml: is a file and no {what}. It would be replaced. Name another.\n"
+    assert (capsys.readouterr().err, (desk / "tiny.yaml").read_text()) == (said, RECIPE)
+    assert main(["run", "tiny.yaml", "--junit", "a", "--metrics", "./a"]) == 2
+    assert capsys.readouterr().err == "error: --metrics: a is the file of --junit. Name another file.\n"
+
+
+def test_a_pipe_stays_one(desk: Path) -> None:
+    os.mkfifo(desk / "pipe")
+    reader = os.open(desk / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    assert main(["run", "tiny.yaml", "--junit", "pipe"]) == 3
+    assert os.read(reader, 12) == b"<testsuites "
+    os.close(reader)
+    assert (desk / "pipe").is_fifo()
 
 
 def test_github_marks_the_lines_of_the_recipe(

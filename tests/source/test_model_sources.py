@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, ValidationError
-from safetensors.torch import load_file, save_file
 
 from optkit.common.own_files import OWN_FILES
 from optkit.errors import MissingPackageError, SourceError
@@ -106,18 +105,6 @@ class TestNames:
         assert find_model(ModelSource(name=f"{tmp_path.name}/model")) == Path(tmp_path.name, "model")
 
 
-def two_sets_of_weights(model: Path) -> None:
-    shutil.copy(model / "model.safetensors", model / "model-00001-of-00001.safetensors")
-    places = dict.fromkeys(load_file(model / "model.safetensors"), "model-00001-of-00001.safetensors")
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-
-
-def another_head(model: Path) -> None:
-    held = load_file(model / "model.safetensors")
-    held["lm_head.weight"] = held["model.embed_tokens.weight"] + 1
-    save_file(held, model / "model.safetensors", metadata={"format": "pt"})
-
-
 class TestDirectory:
     def test_it_is_pinned_by_content_and_used_where_it_is(self, model):
         pinned = pin_model(ModelSource(name=str(model)))
@@ -189,20 +176,6 @@ class TestDirectory:
             (
                 lambda model: (model / "config.json").rename(model / "model.gguf"),
                 "no config.json but 1 GGUF file. Name the file: .*l.gguf",
-            ),
-            (
-                two_sets_of_weights,
-                "model.safetensors and model.safetensors.index.json are both there. transformers reads the first, .* "
-                "Remove the one that is not the model's",
-            ),
-            (
-                lambda model: change_config(model, transformers_weights="other.safetensors"),
-                '`transformers_weights` names "other.safetensors". transformers reads that file, .* take the key out',
-            ),
-            (
-                another_head,
-                "tie_word_embeddings is true, and lm_head.weight differs from model.embed_tokens.weight. .* "
-                "Set tie_word_embeddings to false in config.json, or take the first tensor out of the file",
             ),
         ],
     )
