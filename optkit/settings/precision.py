@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
+from optkit.common.tensor_float32 import tensor_float32
 from optkit.environment import compute_capability
 from optkit.errors import StageError
 from optkit.model.shape import FLOAT_NAMES, ModelShape
@@ -106,7 +106,7 @@ class Precision(Setting):
     def computing(self, device: str) -> AbstractContextManager[Any]:
         """Return what every call of the model runs in."""
         if self.mode == "tf32":
-            return _tensor_float32()
+            return tensor_float32()
         if self.mode == "autocast":
             import torch
 
@@ -122,16 +122,3 @@ class Precision(Setting):
     def describe(self, device: str) -> str:
         """Return e.g. `precision: autocast to bfloat16`."""
         return f"precision: autocast to {self._cast_to}" if self.mode == "autocast" else f"precision: {self.mode}"
-
-
-@contextmanager
-def _tensor_float32() -> Iterator[None]:
-    """Allow TF32 within the block; it is a switch of the whole process."""
-    import torch
-
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

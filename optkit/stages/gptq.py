@@ -64,7 +64,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
     kind: ClassVar[str] = "gptq"
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
-    version: ClassVar[int] = 14
+    version: ClassVar[int] = 15
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
     sees_images: ClassVar[bool] = True
     shows_experts: ClassVar[bool] = True

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.algorithms.grid import Grid, QuantizedWeight
+from optkit.common.tensor_float32 import tensor_float32
 from optkit.model.blocks import Batch, BlockInputs, Call
 from optkit.model.memory import room_for_states
 from optkit.model.readings import readings
@@ -65,6 +66,7 @@ class BlockLearner:
         self.weights = {name: float_weight(module).clone() for name, module in modules.items()}
         self._entered = index + 1
 
+    @tensor_float32()
     def learn_(
         self,
         index: int,

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.algorithms.grid import Grid, QuantizedWeight
+from optkit.common.tensor_float32 import tensor_float32
 from optkit.model.blocks import Batch, BlockInputs
 from optkit.model.head import logits_of_tokens
 from optkit.model.memory import room_for_states
@@ -108,6 +109,7 @@ class ScaleLearner:
             self.skeleton.release_(places[modules[name]])
         self.layers.append(made)
 
+    @tensor_float32()
     def learn_(self, steps: int, seed: int, told: Callable[[], None]) -> tuple[float, float]:
         """Let the scales learn; return the divergence in nats a token before and after.
         `told` is called behind each step.

@@ -127,6 +127,24 @@ def test_a_step_is_given_tensors_of_one_shape(
     assert all(len(seen) <= 1 for seen in shapes)
 
 
+@pytest.mark.parametrize(("learner", "part"), [("BlockLearner", "_train_"), ("ScaleLearner", "_descend")])
+def test_learning_alone_computes_in_tensor_float32(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, learner: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = getattr(block_learning if learner == "BlockLearner" else scale_learning, learner)
+    run, seen = getattr(owner, part), set()
+
+    def watched(self: Any, *given: Any) -> Any:
+        seen.add(torch.get_float32_matmul_precision())
+        return run(self, *given)
+
+    monkeypatch.setattr(owner, part, watched)
+    stage = Gptq(bits=2, group_size=32, calibration=few, learn="blocks", learning_steps=1, scale_steps=1, copies=0)
+    stage.run(tiny_model("llama"), tmp_path, Context())
+    assert seen == {"high"}
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_experts_learn(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     experts = ("*experts*",)
     report = quantize(tiny_model("mixtral"), tmp_path / "learned", text, include=experts, batch_size=8)
@@ -270,8 +288,11 @@ def test_effort_picks_fields_and_is_in_no_key(few: Calibration) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_learns_what_the_cpu_learns(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
+def test_a_gpu_learns_what_the_cpu_learns(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
     losses = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # a CPU has no TF32
     for device in ("cpu", "cuda"):
         (tmp_path / device).mkdir()
         fields = {"bits": 2, "group_size": 32, "batch_size": 2, "learning_steps": STEPS}
