@@ -13,9 +13,9 @@ from optkit_cli.main import main
 from optkit_cli.pipeline_files import _data, _property, annotation_lines
 
 from optkit import pipeline
-from optkit.measure import Metric
 from optkit.recipe.gate_places import gate_places
 from optkit.scorecard import Scorecard, build_scorecard
+from tests.support.scorecards import metric, size
 
 RECIPE = """\
 model: smollm2-135m
@@ -31,19 +31,11 @@ gates:
 
 def card() -> Scorecard:
     """Return a scorecard with a gate that FAILs and one that is INCONCLUSIVE."""
-    speed = Metric(
-        name="decode_tokens_per_s",
-        labels={"batch": 1, "prompt": "50%,\n::error::x"},
-        value=100.0,
-        interval=(90.0, 110.0),
-        unit="tokens/s",
-        higher_is_better=True,
-        protocol="clock",
-        pairing="independent",
-    )
-    size = Metric(name="size_bytes", value=2.0, unit="bytes", higher_is_better=False, protocol="files")
+    labels = {"batch": 1, "prompt": "50%,\n::error::x"}
+    told = {"labels": labels, "interval": (90.0, 110.0), "pairing": "independent", "higher_is_better": True}
+    speed = metric("decode_tokens_per_s", 100.0, "tokens/s", "clock", **told)
     gates = {"size_bytes": "<= 1", "decode_tokens_per_s[batch=1]": ">= 100"}
-    return build_scorecard(name="small", artifact_key="ab" * 32, recipe={}, metrics=(size, speed), gates=gates)
+    return build_scorecard(name="small", artifact_key="ab" * 32, recipe={}, metrics=(size(2.0), speed), gates=gates)
 
 
 @pytest.fixture

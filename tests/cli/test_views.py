@@ -16,16 +16,13 @@ from rich.console import Console
 
 from optkit.measure import Metric
 from optkit.scorecard import Scorecard, StepLine, build_scorecard, first_rows
+from tests.support.scorecards import metric
 
 WINDOWS = "python-reference test, joined, 15 windows of 1024 tokens, no BOS, revision sha256:ab12cd34"
 TIMING = (
     "batch {batch}, prompt of 128 random tokens, 64 new tokens, 2 warm-up runs, 5 repeats, "
     "perf_counter, device synchronised"
 )
-
-
-def metric(name: str, value: float, unit: str, protocol: str, better: bool = False, **fields: object) -> Metric:
-    return Metric(name=name, value=value, unit=unit, higher_is_better=better, protocol=protocol, **fields)
 
 
 LATER = -1, -2, 1, 0, 2
@@ -41,9 +38,8 @@ def decode(value: float, batch: int, shifts: tuple[int, ...] = (-2, -1, 0, 1, 2)
     rates = tuple(value * (1 + 0.01 * shift) for shift in shifts)
     labels: dict[str, int | str] = {"batch": batch, "prompt": 128, "new_tokens": 64}
     protocol = TIMING.format(batch=batch)
-    return metric(
-        "decode_tokens_per_s", value, "tokens/s", protocol, True, labels=labels, samples=rates, pairing="paired_turns"
-    )
+    told = {"higher_is_better": True, "labels": labels, "samples": rates, "pairing": "paired_turns"}
+    return metric("decode_tokens_per_s", value, "tokens/s", protocol, **told)
 
 
 def card(name: str = "llama_int4", decode_gate: str = ">= 1.75x", gated: bool = True) -> Scorecard:

@@ -16,7 +16,7 @@ from optkit.errors import UsageError
 from optkit.measure import Metric
 from optkit.scorecard import Beside
 from tests.support.candidates import BASELINE, FAST, GOOD, LOSSES, SMALL, TURNS, WASTE, compared, made
-from tests.support.scorecards import CPU, TEXT, card, decode, divergence, perplexity, size
+from tests.support.scorecards import CPU, TEXT, card, decode, divergence, metric, perplexity, size
 
 
 def test_one_is_dominated_only_by_what_is_measurably_better_and_nowhere_worse() -> None:
@@ -159,14 +159,8 @@ def test_divergences_from_other_models_are_two_columns() -> None:
 
 
 def noise(name: str, value: float, unit: str, against: str) -> Metric:
-    return Metric(
-        name=f"noise_{name}",
-        labels={"against": against},
-        value=value,
-        unit=unit,
-        higher_is_better=False,
-        protocol="the unmodified model against itself",
-    )
+    labels = {"against": against}
+    return metric(f"noise_{name}", value, unit, "the unmodified model against itself", labels=labels)
 
 
 def test_a_difference_below_the_noise_floor_is_none() -> None:
@@ -285,16 +279,8 @@ def test_a_thousand_are_ranked_by_one_pass_over_each_axis(monkeypatch: pytest.Mo
 
 
 def test_scores_of_tasks_are_compared_across_machines() -> None:
-    score = Metric(
-        name="f1",
-        labels={"task": "squad"},
-        value=0.5,
-        unit="fraction",
-        higher_is_better=True,
-        interval=(0.4, 0.6),
-        protocol="squad",
-        pairing="independent",
-    )
+    told = {"labels": {"task": "squad"}, "interval": (0.4, 0.6), "pairing": "independent"}
+    score = metric("f1", 0.5, "fraction", "squad", higher_is_better=True, **told)
     better = score.model_copy(update={"value": 0.9, "interval": (0.85, 0.95)})
     found = compared(card("a", [score]), card("b", [better], environment={"device": "cuda"}))
     (group,) = found.groups

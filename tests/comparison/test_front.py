@@ -22,7 +22,7 @@ from optkit.comparison.columns import table_of
 from optkit.comparison.front import _members, front_of
 from optkit.measure import Metric
 from optkit.scorecard import ratio_to_baseline
-from tests.support.scorecards import card, decode, divergence, perplexity, size
+from tests.support.scorecards import card, decode, divergence, metric, perplexity, size
 
 WINDOWS, COUNT = 12, 14
 
@@ -107,17 +107,8 @@ def test_exact_numbers_alone_give_the_ordinary_front() -> None:
 
 def scores(draw: Random, share: float, name: str = "acc") -> Metric:
     items = tuple(float(draw.random() < share) for _ in range(60))
-    return Metric(
-        name=name,
-        value=sum(items) / 60,
-        unit="fraction",
-        higher_is_better=True,
-        interval=(0.0, 1.0),
-        protocol="task",
-        samples=items,
-        trials=(1,) * 60,
-        pairing="paired_mean",
-    )
+    told = {"interval": (0.0, 1.0), "samples": items, "trials": (1,) * 60, "pairing": "paired_mean"}
+    return metric(name, sum(items) / 60, "fraction", "task", higher_is_better=True, **told)
 
 
 @pytest.mark.parametrize("key", ["perplexity", "acc", "graded"])

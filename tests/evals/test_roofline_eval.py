@@ -10,7 +10,7 @@ from optkit_evals.roofline import LIMITS, Roofline
 from optkit_evals.throughput import Throughput
 
 from optkit.devices.roof import Rate, Roof
-from optkit.measure import EvalContext, Metric
+from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
 from optkit.reports.roofline import Device, work_of
 from optkit.reports.roofline.forms import parse_form
@@ -19,6 +19,7 @@ from optkit.session import open_session
 from optkit.settings.precision import Precision
 from tests.conftest import TinyModel
 from tests.support.packed_models import save_packed
+from tests.support.scorecards import metric
 
 DEVICE = Device("Abacus", 1e9, {"fp32": 1e9, "bf16": 4e9}, 1e9, "counted by hand")
 
@@ -89,22 +90,14 @@ def test_every_number_stands_beside_its_limit(tiny_model: TinyModel, roof: Roof)
 def test_a_row_that_failed_has_no_share(tiny_model: TinyModel, roof: Roof, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = {"batch": 1, "prompt": 8, "new_tokens": 4}
     rows = [
-        Metric(
-            name=name,
-            labels=labels,
-            value=0,
-            unit="tokens/s",
-            higher_is_better=True,
-            protocol="p",
-            failure="memory ran out",
-        )
+        metric(name, 0, "tokens/s", "p", higher_is_better=True, labels=labels, failure="memory ran out")
         for name in ("prefill_tokens_per_s", "decode_tokens_per_s")
     ]
     monkeypatch.setattr(Throughput, "run", lambda self, session, context: list(rows))
     found = Roofline(prompts=(8,), new_tokens=4).run(open_session(tiny_model("llama")), EvalContext())
-    for metric in found[2:]:
-        assert bool(metric.failure) != metric.name.endswith("limit_tokens_per_s")
-        assert metric.samples == ()
+    for each in found[2:]:
+        assert bool(each.failure) != each.name.endswith("limit_tokens_per_s")
+        assert each.samples == ()
 
 
 def test_packed_weights_are_read_as_they_are_held(tiny_model: TinyModel, tmp_path: Path) -> None:

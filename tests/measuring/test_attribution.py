@@ -17,6 +17,7 @@ from optkit.scorecard import Rung, read_json, to_json, to_markdown, waterfall
 from optkit.store.contents import prune
 from optkit.store.store import Store
 from tests.conftest import TinyModel
+from tests.support.scorecards import metric
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it all. "
 
@@ -116,18 +117,11 @@ def test_numbers_stay_while_others_prune(
 
 def losses(*values: float) -> Metric:
     mean = math.exp(sum(values) / len(values))
-    fields = {
-        "unit": "perplexity",
-        "higher_is_better": False,
-        "protocol": "p",
-        "samples": values,
-        "pairing": "paired_log",
-    }
-    return Metric(name="perplexity", value=mean, **fields)  # type: ignore[arg-type]
+    return metric("perplexity", mean, "perplexity", "p", samples=values, pairing="paired_log")
 
 
 def moved(value: float) -> Metric:
-    return Metric(name="kl_divergence", value=value, unit="nats/token", higher_is_better=False, protocol="p")
+    return metric("kl_divergence", value, "nats/token", "p")
 
 
 def test_the_table_has_ratios_of_paired_numbers_and_differences_of_others() -> None:

@@ -9,9 +9,10 @@ import pytest
 from optkit_cli.output import plain_text
 from optkit_cli.scorecard_view import whole_scorecard
 
-from optkit.measure import Metric
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import Scorecard, build_scorecard, read_json, table_rows, to_json, to_markdown
+from tests.support import scorecards
+from tests.support.scorecards import decode, size
 
 TEXT = (
     "wikitext2 test (revision abc), first 8 windows of 128 tokens without overlap, token ids 77; exp of the mean loss"
@@ -24,46 +25,16 @@ def recipe(revision="sha256:1", name="llama"):
 
 def perplexity(losses, protocol=TEXT, **more):
     value = math.exp(sum(losses) / len(losses))
-    fields = {"unit": "perplexity", "higher_is_better": False, "interval": (value / 1.2, value * 1.2)}
-    return Metric(
-        **{"name": "perplexity", "value": value, "protocol": protocol, "pairing": "paired_log"}
-        | fields
-        | {"samples": tuple(losses)}
-        | more
-    )
+    return scorecards.perplexity(losses, protocol, **{"interval": (value / 1.2, value * 1.2)} | more)
 
 
 def divergence(windows):
     value = sum(windows) / len(windows)
-    interval = (value * 0.5, value * 1.5)
-    return Metric(
-        name="kl_divergence",
-        value=value,
-        unit="nats/token",
-        higher_is_better=False,
-        interval=interval,
-        protocol=TEXT,
-        samples=tuple(windows),
-    )
+    return scorecards.divergence(windows, protocol=TEXT, interval=(value * 0.5, value * 1.5))
 
 
 def speed(turns, machine="CPU, torch 2.13"):
-    value = sum(turns) / len(turns)
-    interval = (min(turns), max(turns))
-    return Metric(
-        name="decode_tokens_per_s",
-        value=value,
-        unit="tokens/s",
-        higher_is_better=True,
-        interval=interval,
-        protocol=f"greedy; wall clock; {machine}",
-        samples=tuple(turns),
-        pairing="paired_turns",
-    )
-
-
-def size(value):
-    return Metric(name="size_bytes", value=value, unit="bytes", higher_is_better=False, protocol="all files")
+    return decode(turns, labels={}, protocol=f"greedy; wall clock; {machine}", interval=(min(turns), max(turns)))
 
 
 def card(metrics, gates=None, previous=None, **more):

@@ -6,7 +6,6 @@ import math
 import pytest
 from ruamel.yaml import YAML
 
-from optkit.measure import Metric
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import (
     Scorecard,
@@ -20,6 +19,8 @@ from optkit.scorecard import (
     to_json,
     to_markdown,
 )
+from tests.support import scorecards
+from tests.support.scorecards import metric, size
 
 RECIPE = {
     "name": "small",
@@ -29,47 +30,20 @@ RECIPE = {
 }
 
 
-def perplexity(losses, protocol="wikitext2 test, 3 windows"):
+def perplexity(losses):
     value = math.exp(sum(losses) / len(losses))
-    return Metric(
-        name="perplexity",
-        value=value,
-        unit="perplexity",
-        higher_is_better=False,
-        interval=(value - 1, value + 1),
-        protocol=protocol,
-        samples=losses,
-        pairing="paired_log",
-    )
+    return scorecards.perplexity(losses, "wikitext2 test, 3 windows", interval=(value - 1, value + 1))
 
 
 def speed(samples, batch=1):
     value = sum(samples) / len(samples)
-    return Metric(
-        name="decode_tokens_per_s",
-        labels={"batch": batch, "new_tokens": 64},
-        value=value,
-        unit="tokens/s",
-        higher_is_better=True,
-        interval=(value - 1, value + 1),
-        protocol="greedy, 3 repeats",
-        samples=samples,
-        pairing="independent",
-    )
-
-
-def size(value, protocol="all files"):
-    return Metric(name="size_bytes", value=value, unit="bytes", higher_is_better=False, protocol=protocol)
+    told = {"labels": {"batch": batch, "new_tokens": 64}, "interval": (value - 1, value + 1), "samples": samples}
+    told |= {"pairing": "independent", "higher_is_better": True}
+    return metric("decode_tokens_per_s", value, "tokens/s", "greedy, 3 repeats", **told)
 
 
 def divergence(value):
-    return Metric(
-        name="kl_divergence",
-        value=value,
-        unit="nats/token",
-        higher_is_better=False,
-        protocol="wikitext2 test, 3 windows; KL",
-    )
+    return metric("kl_divergence", value, "nats/token", "wikitext2 test, 3 windows; KL")
 
 
 OURS = (
@@ -106,8 +80,8 @@ def full_card() -> Scorecard:
 
 def accuracy(samples):
     value = sum(samples) / len(samples)
-    fields = {"name": "acc", "labels": {"task": "arc_easy"}, "unit": "fraction", "protocol": "100 items"}
-    return Metric(value=value, higher_is_better=True, samples=samples, pairing="paired_mean", **fields)
+    fields = {"labels": {"task": "arc_easy"}, "higher_is_better": True, "pairing": "paired_mean"}
+    return metric("acc", value, "fraction", "100 items", samples=samples, **fields)
 
 
 def test_the_ratio_of_accuracies_is_paired_by_item():

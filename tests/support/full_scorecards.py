@@ -10,6 +10,7 @@ from pathlib import Path
 from optkit.devices.memory_watch import MemoryTrace
 from optkit.measure import Metric
 from optkit.scorecard import Rung, Scorecard, StepLine, build_scorecard
+from tests.support.scorecards import metric
 
 PARTS = (
     "self_attn.q_proj",
@@ -31,15 +32,8 @@ def perplexity(loss: float, *, seed: int = 0) -> Metric:
     value = math.exp(sum(losses) / len(losses))
     text = "python-reference test, 12 windows of 1024 tokens"
     interval = (value * 0.93, value * 1.07)
-    return Metric(
-        name="perplexity",
-        value=value,
-        unit="perplexity",
-        higher_is_better=False,
-        interval=interval,
-        protocol=text,
-        samples=tuple(losses),
-        pairing="paired_log",
+    return metric(
+        "perplexity", value, "perplexity", text, interval=interval, samples=tuple(losses), pairing="paired_log"
     )
 
 
@@ -47,9 +41,7 @@ def divergence(value: float) -> Metric:
     """Return a mean divergence from the unmodified model."""
     text = "python-reference test, 4 windows of 1024 tokens; KL(baseline || model)"
     interval = (value * 0.8, value * 1.2)
-    return Metric(
-        name="kl_divergence", value=value, unit="nats/token", higher_is_better=False, interval=interval, protocol=text
-    )
+    return metric("kl_divergence", value, "nats/token", text, interval=interval)
 
 
 def timed(name: str, value: float, unit: str, *, higher: bool = True, seed: int = 1) -> Metric:
@@ -57,23 +49,14 @@ def timed(name: str, value: float, unit: str, *, higher: bool = True, seed: int 
     noise = random.Random(seed)
     turns = tuple(tuple(value * noise.uniform(0.97, 1.03) for _ in range(3)) for _ in range(4))
     samples = tuple(sum(turn) / len(turn) for turn in turns)
-    return Metric(
-        name=name,
-        labels=LABELS,
-        value=sum(samples) / 4,
-        unit=unit,
-        higher_is_better=higher,
-        protocol=TIMED,
-        interval=(min(samples), max(samples)),
-        samples=samples,
-        repeats=turns,
-        pairing="paired_turns",
-    )
+    told = {"labels": LABELS, "samples": samples, "repeats": turns, "pairing": "paired_turns"}
+    interval = min(samples), max(samples)
+    return metric(name, sum(samples) / 4, unit, TIMED, higher_is_better=higher, interval=interval, **told)
 
 
 def count(name: str, value: float, unit: str = "bytes") -> Metric:
     """Return a number without error."""
-    return Metric(name=name, value=value, unit=unit, higher_is_better=False, protocol="counted")
+    return metric(name, value, unit, "counted")
 
 
 def timings(factor: float) -> list[Metric]:
@@ -140,15 +123,8 @@ def full_scorecard(name: str = "llama_int4", bits: int = 4) -> Scorecard:
         Rung(stage="lora_recover", metrics=(perplexity(2.31 + harm), divergence(harm))),
     ]
     layers = [
-        Metric(
-            name="layer_kl_divergence",
-            labels={"layer": f"model.layers.{29 - index}.mlp.down_proj"},
-            value=0.004 / (index + 1),
-            unit="nats/token",
-            higher_is_better=False,
-            protocol="second order",
-        )
-        for index in range(6)
+        metric("layer_kl_divergence", 0.004 / (index + 1), "nats/token", "second order", labels={"layer": layer})
+        for index, layer in enumerate(f"model.layers.{29 - index}.mlp.down_proj" for index in range(6))
     ]
     measured = [
         perplexity(2.31 + harm),

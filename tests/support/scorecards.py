@@ -15,55 +15,38 @@ TURNS = "random token ids; mean of 4 turns, each in a fresh process; cpu"
 CPU = {"device": "cpu", "device_name": "AMD EPYC", "cpu_cores": 2, "cpu_threads": 2, "torch": "2.13.0"}
 
 
-def perplexity(losses: Sequence[float], protocol: str = TEXT) -> Metric:
+def metric(name: str, value: float, unit: str, protocol: str, **fields: Any) -> Metric:
+    """Return a number of which less is better, if `fields` do not say otherwise."""
+    return Metric(
+        **{"name": name, "value": value, "unit": unit, "higher_is_better": False, "protocol": protocol} | fields
+    )
+
+
+def perplexity(losses: Sequence[float], protocol: str = TEXT, **fields: Any) -> Metric:
     """Return a perplexity from the losses of windows."""
     loss = neighbours_estimate(losses)
     low, high = loss.interval or (loss.value, loss.value)
-    return Metric(
-        name="perplexity",
-        value=math.exp(loss.value),
-        unit="perplexity",
-        higher_is_better=False,
-        interval=(math.exp(low), math.exp(high)),
-        protocol=protocol,
-        samples=tuple(losses),
-        pairing="paired_log",
-    )
+    told = {"interval": (math.exp(low), math.exp(high)), "samples": tuple(losses), "pairing": "paired_log"}
+    return metric("perplexity", math.exp(loss.value), "perplexity", protocol, **told | fields)
 
 
-def divergence(means: Sequence[float], protocol: str = TEXT) -> Metric:
+def divergence(means: Sequence[float], protocol: str = TEXT, **fields: Any) -> Metric:
     """Return a mean divergence from those of windows."""
     found = neighbours_estimate(means, 0.0)
-    return Metric(
-        name="kl_divergence",
-        value=found.value,
-        unit="nats/token",
-        higher_is_better=False,
-        interval=found.interval,
-        protocol=f"{protocol}; KL",
-        samples=tuple(means),
-    )
+    told = {"interval": found.interval, "samples": tuple(means)}
+    return metric("kl_divergence", found.value, "nats/token", f"{protocol}; KL", **told | fields)
 
 
-def decode(rates: Sequence[float], batch: int = 1, protocol: str = TURNS) -> Metric:
+def decode(rates: Sequence[float], batch: int = 1, protocol: str = TURNS, **fields: Any) -> Metric:
     """Return a speed of decoding from those of turns."""
     found = mean_estimate(rates, 0.0)
-    return Metric(
-        name="decode_tokens_per_s",
-        labels={"batch": batch},
-        value=found.value,
-        unit="tokens/s",
-        higher_is_better=True,
-        interval=found.interval,
-        protocol=protocol,
-        samples=tuple(rates),
-        pairing="paired_turns",
-    )
+    told = {"labels": {"batch": batch}, "interval": found.interval, "samples": tuple(rates), "pairing": "paired_turns"}
+    return metric("decode_tokens_per_s", found.value, "tokens/s", protocol, higher_is_better=True, **told | fields)
 
 
-def size(size_bytes: float) -> Metric:
+def size(size_bytes: float, protocol: str = "all files") -> Metric:
     """Return bytes on disk."""
-    return Metric(name="size_bytes", value=size_bytes, unit="bytes", higher_is_better=False, protocol="all files")
+    return metric("size_bytes", size_bytes, "bytes", protocol)
 
 
 def card(
