@@ -20,6 +20,7 @@ from optkit.backends.process import LAUNCH
 from optkit.errors import StageError
 from optkit.model.config_file import read_config
 from tests.conftest import TinyModel
+from tests.support.changes import change_json
 from tests.support.near import near
 
 
@@ -97,9 +98,7 @@ def test_lost_frequencies_are_found_by_the_logits(tiny_model: TinyModel, tmp_pat
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     for directory, theta in ((right, 1e6), (wrong, 1e4)):
         shutil.copytree(tiny_model("llama"), directory)
-        config = json.loads((directory / "config.json").read_text())
-        config["rope_parameters"]["rope_theta"] = theta
-        (directory / "config.json").write_text(json.dumps(config))
+        change_json(directory / "config.json", rope_parameters={"rope_type": "default", "rope_theta": theta})
     tokens = list(range(100, 228))
     here = logits_here(right, tokens, "float32")
     assert check_same_model(here, here + 1e-6, "float32", "autoawq", "4.51.3") < 1e-4

@@ -24,6 +24,7 @@ from optkit import comparison
 from optkit.errors import ResourceError, SourceError
 from optkit.processes import commands as processes
 from optkit.processes.signals import Terminated
+from tests.support.changes import change_json
 from tests.support.fresh_python import environment, python
 
 ROOT = Path(__file__).parents[2]
@@ -240,9 +241,8 @@ def test_what_a_models_own_code_prints_is_in_no_document(
     for file in tiny_model("llama").iterdir():
         (model / file.name).write_bytes(file.read_bytes())
     (model / "chatty.py").write_text(CHATTY, encoding="utf-8")
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config |= {"architectures": ["ChattyForCausalLM"], "auto_map": {"AutoModelForCausalLM": "chatty.ChattyForCausalLM"}}
-    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    places = {"AutoModelForCausalLM": "chatty.ChattyForCausalLM"}
+    change_json(model / "config.json", architectures=["ChattyForCausalLM"], auto_map=places)
     quick = "prompts: [8], new_tokens: 3, repeats: 2, processes: 2, warmup: 1, limit_s: 1"
     in_children = ["eval", "model", "--evals", "chatty.yaml", "--trust-remote-code", "--json"]
     for words, isolated in ((in_children, "true"), (["run", "chatty.yaml"], "false")):

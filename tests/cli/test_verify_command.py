@@ -15,6 +15,7 @@ from optkit.errors import ArtifactError
 from optkit.model.carried_state import CarriedState
 from optkit.verification.model_files import Check
 from optkit.verification.result_file import read_loading
+from tests.support.changes import change_json
 from tests.support.command_line import spoken
 from tests.support.fake_engine import program, refusal, replaced, spoiled
 
@@ -160,8 +161,7 @@ def test_weights_that_are_no_model(
     monkeypatch.setattr(
         "optkit.verification.artifact_checks.check_digests", lambda _: Check(name="digests", ok=True, detail="")
     )
-    config = json.loads((artifact / "config.json").read_text())
-    (artifact / "config.json").write_text(json.dumps(config | {"hidden_size": 128}))
+    change_json(artifact / "config.json", hidden_size=128)
     out, _ = spoken(capsys, "verify", "out", "--device", "cpu", "--quiet", status=3)
     assert "!! opens" in out
 

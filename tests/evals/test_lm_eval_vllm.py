@@ -24,6 +24,7 @@ pytest.importorskip("lm_eval")
 from optkit_evals import vllm
 from optkit_evals.lm_eval import LmEval
 
+from tests.support.changes import change_json
 from tests.support.harness_tasks import ITEMS, write_tasks
 
 LIBRARY = Path(__file__).parents[1] / "support" / "fake_vllm.py"
@@ -109,9 +110,7 @@ def test_what_vllm_cannot_do_is_an_error(session, tasks, tmp_path, monkeypatch, 
 def test_code_of_the_model_runs_under_vllm_if_it_is_trusted(tiny_model, tasks, tmp_path, monkeypatch, trusted):
     model = tmp_path / "own"
     shutil.copytree(tiny_model("llama"), model)
-    config = json.loads((model / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "configuration_mine.Mine"}
-    (model / "config.json").write_text(json.dumps(config))
+    change_json(model / "config.json", auto_map={"AutoConfig": "configuration_mine.Mine"})
     monkeypatch.setenv("OPTKIT_VLLM_PYTHON", program(tmp_path, refusal("ValueError: it wants its own code")))
     requests = []
     monkeypatch.setattr(vllm, "ask", lambda *args: requests.append(args[2]) or ask(*args))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from optkit_evals.sensitivity import Sensitivity, quantized_alone
-from safetensors.torch import load_file, save_file
 from torch.nn.functional import kl_div
 
 from optkit.errors import EvalError
@@ -19,6 +18,7 @@ from optkit.session import open_session
 from optkit.stage import Context
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.support.changes import changing
 from tests.support.recipe_stand_ins import problems_of
 
 
@@ -76,9 +76,8 @@ def test_what_cannot_be_predicted_is_refused(tiny_model: TinyModel, tmp_path: Pa
         evaluation.run(before, EvalContext(baseline=before))
     folded = tmp_path / "folded"
     shutil.copytree(artifact, folded)
-    tensors = load_file(folded / "model.safetensors")
-    tensors["model.layers.1.input_layernorm.weight"] *= 1.1
-    save_file(tensors, folded / "model.safetensors", {"format": "pt"})
+    with changing(folded) as tensors:
+        tensors["model.layers.1.input_layernorm.weight"] *= 1.1
     with pytest.raises(EvalError, match=r"model.layers.1.input_layernorm.weight differs from the unmodified model's"):
         evaluation.run(open_session(folded), EvalContext(baseline=before))
     adapted = tmp_path / "adapted"

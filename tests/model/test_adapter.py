@@ -20,6 +20,7 @@ from optkit.stage import Context
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.support.changes import change_json
 
 RANK, ALPHA = 4, 8.0
 
@@ -119,8 +120,7 @@ def test_a_model_with_another_adapter_is_another_model(adapted: Path, tmp_path: 
 
 
 def change_config(directory: Path, **fields: object) -> None:
-    path = directory / "adapter" / CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    change_json(directory / "adapter" / CONFIG, **fields)
 
 
 @pytest.mark.parametrize(

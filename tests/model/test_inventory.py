@@ -21,8 +21,9 @@ from optkit.stage import Context, Transform
 from optkit.stages.gptq import Gptq
 from optkit.stages.prune_structured import PruneStructured
 from optkit.stages.rtn import Rtn
+from tests.support.changes import changed_copy
 from tests.support.predictions import predicted
-from tests.support.skeletons import changed_copy, some_tokens
+from tests.support.skeletons import some_tokens
 
 WEIGHT = TensorInfo("BF16", (8, 8))
 BLOCKS = {f"model.layers.{index}.up_proj.weight": WEIGHT for index in range(4)}

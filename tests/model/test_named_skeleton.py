@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from optkit.stages.int8 import Int8
 from optkit.stages.mx import Mx
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
+from tests.support.changes import change_json
 from tests.support.predictions import predicted
 
 STAGES: dict[str, Transform] = {
@@ -48,9 +48,8 @@ def unknown(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     tensors["model.layers.0.mixer.conv"] = torch.zeros(64, 1, 4)
     tensors["model.between.weight"] = torch.ones(64, 64, dtype=torch.bfloat16)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((target / "config.json").read_text())
-    config |= {"model_type": "frobnicator", "architectures": ["FrobnicatorForCausalLM"], "dtype": "bfloat16"}
-    (target / "config.json").write_text(json.dumps(config))
+    told = {"model_type": "frobnicator", "architectures": ["FrobnicatorForCausalLM"], "dtype": "bfloat16"}
+    change_json(target / "config.json", **told)
     return target
 
 
@@ -84,8 +83,7 @@ def test_it_computes_what_it_does_of_a_known_model(unknown: Path, tmp_path: Path
     tensors = load_file(known / "model.safetensors")
     left = {name: tensor for name, tensor in tensors.items() if "mixer" not in name and "between" not in name}
     save_file(left, known / "model.safetensors")
-    config = json.loads((known / "config.json").read_text())
-    (known / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    change_json(known / "config.json", model_type="llama")
     made = []
     for source in (unknown, known):
         target = tmp_path / f"of {source.name} {len(made)}"
@@ -147,7 +145,6 @@ def test_code_that_is_not_trusted_is_still_refused(unknown: Path, tmp_path: Path
     from optkit.recipe.recipe import load_recipe
 
     own = Path(shutil.copytree(unknown, tmp_path / "own"))
-    config = json.loads((own / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "m.F"}}
-    (own / "config.json").write_text(json.dumps(config))
+    change_json(own / "config.json", auto_map={"AutoModelForCausalLM": "m.F"})
     with pytest.raises(SourceError, match="comes with code of its own"):
         pipeline.plan(load_recipe(recipe(own, {"rtn": {"group_size": 32}})), store=tmp_path / "store")

@@ -14,7 +14,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.readings import readings
 from optkit.model.skeleton import Skeleton
 from tests.conftest import TinyModel
-from tests.support.skeletons import changed_copy
+from tests.support.changes import changed_copy
 from tests.support.tiny_models import CONFIGS, SIZES
 
 

@@ -14,17 +14,9 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
+from tests.support.changes import Change, changed_copy, replacing, without
 from tests.support.near import near
-from tests.support.skeletons import (
-    Change,
-    changed_copy,
-    logits_of,
-    reference,
-    replacing,
-    run_all_blocks,
-    some_tokens,
-    without,
-)
+from tests.support.skeletons import logits_of, reference, run_all_blocks, some_tokens
 from tests.zoo.models import save_model
 
 

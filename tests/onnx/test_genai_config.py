@@ -19,7 +19,8 @@ from optkit.verification.agreement import compare_logits, read_logits
 from optkit.verification.engines import ONNXRUNTIME_GENAI, ask
 from optkit.verification.onnx_configs import problems_of_genai
 from tests.conftest import TinyModel
-from tests.support.onnx_changes import change_graph, change_json
+from tests.support.changes import change_json
+from tests.support.onnx_changes import change_graph
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

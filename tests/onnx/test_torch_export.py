@@ -104,7 +104,7 @@ def test_a_graph_that_says_something_else_is_refused(
 
 
 def test_weights_that_are_not_there(tiny_encoder_source: TinyModel, target: Path, tmp_path: Path) -> None:
-    from tests.support.skeletons import changed_copy
+    from tests.support.changes import changed_copy
 
     def lost(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor for name, tensor in tensors.items() if "layer.1.output.dense" not in name}

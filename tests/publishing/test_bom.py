@@ -14,6 +14,7 @@ import pytest
 from optkit import pipeline
 from optkit.artifact import read_artifact
 from optkit.common.files import sha256_of
+from tests.support.changes import change_json
 from tests.support.command_line import spoken
 
 schema = pytest.importorskip("cyclonedx.schema")
@@ -111,9 +112,8 @@ def test_licences_of_the_base_model(
 
 
 def test_a_hub_model_has_its_commit(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = json.loads((artifact / "optkit.json").read_text(encoding="utf-8"))
-    record["recipe"]["model"].update(name="org/name", revision="0" * 40)
-    (artifact / "optkit.json").write_text(json.dumps(record), encoding="utf-8")
+    told = {"name": "org/name", "revision": "0" * 40}
+    change_json(artifact / "optkit.json", lambda record: record["recipe"]["model"].update(told))
     (base, *_) = bom_of(artifact, capsys)["components"]
     assert (base["version"], base["purl"]) == ("0" * 40, f"pkg:huggingface/org/name@{'0' * 40}")
 

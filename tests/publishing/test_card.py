@@ -20,6 +20,7 @@ from optkit.scorecard import Loading
 from optkit.source.models import BUILT_IN
 from optkit.verification.artifact_checks import check_artifact
 from optkit.verification.result_file import keep_loading, read_scorecard
+from tests.support.changes import change_json
 from tests.support.command_line import spoken
 from tests.support.full_scorecards import full_scorecard
 from tests.support.publishing import published
@@ -41,10 +42,7 @@ def card(artifact: Path, place: str = "") -> Any:
 
 
 def recorded(artifact: Path, **model: Any) -> None:
-    path = artifact / "optkit.json"
-    record = json.loads(path.read_text(encoding="utf-8"))
-    record["recipe"]["model"] |= model
-    path.write_text(json.dumps(record), encoding="utf-8")
+    change_json(artifact / "optkit.json", lambda record: record["recipe"]["model"].update(model))
 
 
 def test_the_metadata_of_a_quantized_model_of_the_hub(artifact: Path) -> None:

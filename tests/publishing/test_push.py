@@ -18,6 +18,8 @@ from optkit.progress import Progress, SilentProgress
 from optkit.publishing.push import prepare_push, without_secrets
 from optkit.publishing.targets.base import Shipment, Target, Upload
 from optkit.publishing.targets.registry import TARGETS, target_of
+from optkit.scorecard import read_json
+from tests.support.changes import change_json
 from tests.support.command_line import spoken
 
 README = Path(__file__).parents[2] / "optkit" / "publishing" / "targets" / "README.md"
@@ -58,11 +60,10 @@ class Wall(Target):
 
 def gated(artifact: Path, verdict: str) -> Path:
     """Give the first number of a scorecard a gate."""
-    path = artifact / "scorecard.json"
-    card = json.loads(path.read_text(encoding="utf-8"))
-    key = card["rows"][0]["metric"]["name"]
-    card["rows"][0]["gates"] = [{"key": key, "limit": "<= 1 kB", "verdict": verdict}]
-    path.write_text(json.dumps(card), encoding="utf-8")
+
+    first = read_json(artifact / "scorecard.json").rows[0]
+    gate = {"key": first.metric.name, "limit": "<= 1 kB", "verdict": verdict}
+    change_json(artifact / "scorecard.json", lambda card: card["rows"][0].update(gates=[gate]))
     return artifact
 
 

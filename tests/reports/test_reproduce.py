@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from optkit import pipeline
+from optkit.common.own_files import RECORD
 from optkit.errors import ArtifactError, SourceError
 from optkit.reports.reproduction import reproduce
 from optkit.reports.reproduction.reproduce import differing_tensors
 from optkit.stages.rtn import Rtn
+from tests.support.changes import change_json, changing
 from tests.support.command_line import spoken
 
 TEXT = "{{dataset: {text}, samples: 8, sequence_length: 16}}"
@@ -54,12 +56,6 @@ def make(home: Path, *stages: str, name: str = "out") -> Path:
     return home / name
 
 
-def change_record(artifact: Path, change: Callable[[Any], Any]) -> None:
-    record = json.loads((artifact / "optkit.json").read_text(encoding="utf-8"))
-    change(record)
-    (artifact / "optkit.json").write_text(json.dumps(record), encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     "stages",
     [*STAGES.values(), *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW.values())],
@@ -90,7 +86,7 @@ def test_another_stage_than_before_is_found_and_told(
 ) -> None:
     artifact = make(home, "rotate", "rtn: {{group_size: 32}}")
     monkeypatch.setattr(Rtn, "run", _shifted(Rtn.run))
-    change_record(artifact, lambda record: record["steps"][1]["environment"].update(torch="1.0", cpu="Z80"))
+    change_json(artifact / RECORD, lambda record: record["steps"][1]["environment"].update(torch="1.0", cpu="Z80"))
     out, _ = spoken(capsys, "reproduce", str(artifact), "--out", str(home / "again"), "--quiet", status=3)
     for said in ("rotate  5 identical", "FAIL", "others: model.safetensors, since the step rtn", "Z80", "1.0"):
         assert said in out
@@ -111,12 +107,10 @@ def test_another_stage_than_before_is_found_and_told(
 
 def _shifted(run: Callable[..., Any]) -> Callable[..., Any]:
     def shifted(stage: Rtn, source: Path, target: Path, context: Any) -> Any:
-        from safetensors.torch import load_file, save_file
 
         report = run(stage, source, target, context)
-        tensors = load_file(target / "model.safetensors")
-        tensors["model.norm.weight"][3] += 0.25
-        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+        with changing(target) as tensors:
+            tensors["model.norm.weight"][3] += 0.25
         return report
 
     return shifted
@@ -150,11 +144,11 @@ def test_what_moved_is_looked_for(home: Path, tmp_path: Path) -> None:
 
 def test_a_changed_artifact_is_not_compared(home: Path) -> None:
     artifact = make(home, "cast: {{dtype: bfloat16}}")
-    change_record(artifact, lambda record: record["steps"][0].update(kind="rtn"))
+    change_json(artifact / RECORD, lambda record: record["steps"][0].update(kind="rtn"))
     with pytest.raises(ArtifactError, match=r"optkit\.json: its steps are rtn, and its recipe has cast\. One of them"):
         reproduce(artifact)
-    change_record(artifact, lambda record: record["steps"][0].update(kind="cast"))
-    change_record(artifact, lambda record: record["recipe"]["stages"][0]["cast"].update(dtype="float16"))
+    change_json(artifact / RECORD, lambda record: record["steps"][0].update(kind="cast"))
+    change_json(artifact / RECORD, lambda record: record["recipe"]["stages"][0]["cast"].update(dtype="float16"))
     found = reproduce(artifact)
     assert found.exit_status == 3
     assert found.notes == (
@@ -169,7 +163,7 @@ def test_a_changed_artifact_is_not_compared(home: Path) -> None:
 
 def test_an_older_record_says_less(home: Path) -> None:
     artifact = make(home, "cast: {{dtype: bfloat16}}")
-    change_record(artifact, lambda record: [record["steps"][0].pop(name) for name in ("environment", "sha256")])
+    change_json(artifact / RECORD, lambda record: [record["steps"][0].pop(name) for name in ("environment", "sha256")])
     found = reproduce(artifact)
     assert found.exit_status == 0
     assert found.notes == ("cast: an earlier optkit made it, and recorded neither its machine nor its digests",)
@@ -178,6 +172,6 @@ def test_an_older_record_says_less(home: Path) -> None:
 
 def test_code_of_others_is_not_run_unasked(home: Path) -> None:
     artifact = make(home, "cast: {{dtype: bfloat16}}")
-    change_record(artifact, lambda record: record["recipe"]["model"].update(trust_remote_code=True))
+    change_json(artifact / RECORD, lambda record: record["recipe"]["model"].update(trust_remote_code=True))
     with pytest.raises(SourceError, match=r"making it again runs code of others: that of mine\. .*--trust-remote-code"):
         reproduce(artifact)

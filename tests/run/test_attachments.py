@@ -22,6 +22,7 @@ from optkit.measure import Eval, EvalContext, Found, Metric, Opened, TimedEval
 from optkit.recipe import registry
 from optkit.recipe.recipe import load_recipe
 from optkit.scorecard.published import published_attachments
+from tests.support.changes import change_json
 from tests.support.command_line import spoken
 
 RECIPE = """\
@@ -198,9 +199,7 @@ def test_two_files_of_one_name_are_refused(desk: Path) -> None:
 @pytest.mark.parametrize("name", ["../x", f"{ATTACHMENTS}/../model.safetensors", "model.safetensors", "/etc/x"])
 def test_a_record_cannot_have_other_files_deleted(desk: Path, name: str) -> None:
     run(desk, "sketch")
-    record = desk / "out" / "optkit.json"
-    changed = json.loads(record.read_text(encoding="utf-8")) | {"attachments": [name]}
-    record.write_text(json.dumps(changed), encoding="utf-8")
+    change_json(desk / "out" / "optkit.json", attachments=[name])
     with pytest.raises(ArtifactError, match="cannot be read"):
         read_artifact(desk / "out")
 

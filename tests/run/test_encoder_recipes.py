@@ -21,9 +21,9 @@ from optkit.source.models import ModelSource, import_model, locate_model, pin_mo
 from optkit.stages.cast import Cast
 from optkit.verification.onnx_configs import problems_of_config
 from tests.conftest import TinyEncoder, TinyModel
+from tests.support.changes import change_json
 from tests.support.command_line import spoken
 from tests.support.fake_engine import spoiled
-from tests.support.onnx_changes import change_json
 
 pytestmark = pytest.mark.usefixtures("children_here")
 EMBEDDING = {"embedding": {"dataset": "python-reference", "sentences": 12}}

@@ -16,6 +16,7 @@ from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context, Cost, Report, Transform
 from optkit.store.store import Store
 from tests.conftest import Warnings
+from tests.support.changes import changing
 
 RUNS: list[float] = []
 
@@ -86,9 +87,8 @@ class Loses(Halve):
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         report = super().run(source, target, context)
-        tensors = load_file(target / "model.safetensors")
-        del tensors["model.norm.weight"]
-        save_file(tensors, target / "model.safetensors")
+        with changing(target) as tensors:
+            del tensors["model.norm.weight"]
         return replace(report, dropped=self.said)
 
 

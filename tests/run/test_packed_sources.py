@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ from optkit.stage import Context
 from optkit.stages.rtn import Rtn
 from optkit.store.store import Store
 from tests.conftest import TinyModel
+from tests.support.changes import change_json
 from tests.support.packed_models import fp8, rewritten, save_packed
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
@@ -106,8 +106,7 @@ def test_what_is_left_is_what_is_left_behind_dequantize(
 
 def test_an_error_names_the_packed_model(deepseek: Path, tmp_path: Path) -> None:
     source = shutil.copytree(deepseek, tmp_path / "other")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "hidden_act": "none such"}))
+    change_json(source / "config.json", hidden_act="none such")
     recipe = {"name": "r", "model": str(source), "stages": ["rotate"], "evals": ["footprint"]}
     with pytest.raises(SourceError, match="transformers cannot build LlamaForCausalLM") as raised:
         optkit.run(recipe, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
@@ -212,10 +211,7 @@ def test_scales_of_activations_and_of_a_cache_are_named_as_dropped(tiny_model: T
 
 def without_config(source: Path, target: Path, *, scales: bool) -> Path:
     shutil.copytree(source, target)
-    config = json.loads((source / "config.json").read_text())
-    del config["quantization_config"]
-    config["dtype"] = "float8_e4m3fn"
-    (target / "config.json").write_text(json.dumps(config))
+    change_json(target / "config.json", lambda config: config.pop("quantization_config"), dtype="float8_e4m3fn")
     kept = {n: t for n, t in load_file(source / "model.safetensors").items() if scales or "scale" not in n}
     save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
     return target

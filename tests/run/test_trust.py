@@ -18,6 +18,7 @@ from optkit.source.directory import check_config
 from optkit.source.foreign_code import classes_in, kernels_in, libraries_in
 from optkit.source.models import ModelSource, model_key, pin_model
 from optkit.store.files import describe_file
+from tests.support.changes import change_json
 
 RECIPE = "name: tiny\nmodel: {model}\nstages:\n  - rtn: {{group_size: 32}}\nevals:\n  - footprint\n"
 EVALS = "evals:\n  - footprint\n"
@@ -47,20 +48,16 @@ def artifact(tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return shutil.copytree(tiny_run / "out", tmp_path / "out")
 
 
-def rewrite(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-
-
 def plant(artifact: Path) -> Path:
     """Let an artifact come with code and say that it is trusted; return the file that the code
     writes.
     """
     witness = artifact.parent / "witness"
     (artifact / "modeling_mine.py").write_text(CODE.format(witness=str(witness)), encoding="utf-8")
-    rewrite(artifact / "config.json", auto_map=CLASSES, model_type="mine")
+    change_json(artifact / "config.json", auto_map=CLASSES, model_type="mine")
     record = json.loads((artifact / "optkit.json").read_text(encoding="utf-8"))
     record["recipe"]["model"]["trust_remote_code"] = True
-    rewrite(
+    change_json(
         artifact / "optkit.json",
         recipe=record["recipe"],
         files={name: describe_file(artifact / name) for name in (*record["files"], "modeling_mine.py")},
@@ -112,7 +109,7 @@ def test_code_that_an_artifact_was_not_made_with_is_not_run_either(artifact: Pat
     witness = plant(artifact)
     record = json.loads((artifact / "optkit.json").read_text(encoding="utf-8"))["recipe"]
     record["model"]["trust_remote_code"] = False
-    rewrite(artifact / "optkit.json", recipe=record)
+    change_json(artifact / "optkit.json", recipe=record)
     with pytest.raises(SourceError):
         pipeline.open_artifact(artifact, device="cpu", trust_remote_code=True)
     assert not witness.exists()
@@ -121,7 +118,7 @@ def test_code_that_an_artifact_was_not_made_with_is_not_run_either(artifact: Pat
 def test_a_recorded_kernel_of_the_hub_needs_the_same_trust(
     artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rewrite(artifact / "optkit.json", settings=[{"attention": {"implementation": "someone/kernel@" + "0" * 40}}])
+    change_json(artifact / "optkit.json", settings=[{"attention": {"implementation": "someone/kernel@" + "0" * 40}}])
     monkeypatch.setattr(
         "optkit.source.hub_kernels.AttentionKernel.load", lambda self: pytest.fail("the kernel was loaded")
     )
@@ -137,13 +134,13 @@ def test_a_recorded_kernel_of_the_hub_needs_the_same_trust(
 def test_kernels_and_libraries_that_config_files_have_loaded(place: str, artifact: Path) -> None:
     if place == "directory":
         (artifact / "optkit.json").unlink()
-    rewrite(artifact / "config.json", attn_implementation={"": "someone/kernel"})
+    change_json(artifact / "config.json", attn_implementation={"": "someone/kernel"})
     (artifact / "genai_config.json").write_text(
         '{"model": {"decoder": {"session_options": {"custom_ops_library": "/tmp/x.so"}}}}'
     )
     if place == "artifact":
         files = json.loads((artifact / "optkit.json").read_text(encoding="utf-8"))["files"]
-        rewrite(artifact / "optkit.json", files={name: describe_file(artifact / name) for name in files})
+        change_json(artifact / "optkit.json", files={name: describe_file(artifact / name) for name in files})
     with pytest.raises(SourceError, match=r"the kernel someone/kernel of the hub; the library /tmp/x\.so"):
         pipeline.open_artifact(artifact, device="cpu")
 
@@ -173,7 +170,7 @@ class TestRecipes:
         """Return a model of a type that transformers has, with code of its own beside it."""
         model = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
         (model / "modeling_mine.py").write_text(CODE.format(witness=str(tmp_path / "witness")), encoding="utf-8")
-        rewrite(model / "config.json", auto_map=CLASSES)
+        change_json(model / "config.json", auto_map=CLASSES)
         return model
 
     def test_the_model_is_another_one_with_its_code(self, model: Path) -> None:

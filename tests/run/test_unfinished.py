@@ -19,6 +19,7 @@ from optkit.common.own_files import RECORD, SCORECARD_JSON
 from optkit.comparison import compare
 from optkit.errors import ArtifactError, EvalError, OptkitError, SourceError
 from optkit.recipe.recipe import Recipe, load_recipe
+from tests.support.changes import change_json
 
 PERPLEXITY = {"dataset": "python-reference", "split": "test", "window": 32, "windows": 4}
 
@@ -151,9 +152,7 @@ def test_an_artifact_whose_run_did_not_finish_is_refused_until_it_has(
 
 def test_an_artifact_of_an_older_optkit_is_finished_if_it_has_a_scorecard(model: Path, tmp_path: Path) -> None:
     run(model, tmp_path)
-    path = tmp_path / "out" / RECORD
-    said = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps({key: value for key, value in said.items() if key != "finished"}), encoding="utf-8")
+    change_json(tmp_path / "out" / RECORD, lambda said: said.pop("finished"))
     pipeline.read_scorecard(tmp_path / "out")
     (tmp_path / "out" / SCORECARD_JSON).unlink()
     with pytest.raises(ArtifactError, match="its run did not finish"):

@@ -17,6 +17,7 @@ from optkit.model.task import Task, loader_of, phrase_of, positions_of, task_of
 from optkit.session import open_session
 from optkit.settings.onnx_provider import OnnxProvider
 from tests.conftest import TinyEncoder, TinyModel
+from tests.support.changes import change_json
 from tests.support.crossed import crossed
 
 TEXTS = ["The cat sat.", "A loop runs until it ends, or until something in it says that it should.", "No."]
@@ -153,15 +154,13 @@ def test_more_tokens_than_positions(tiny_encoder: TinyEncoder, tiny_encoder_sour
 
 def test_a_graph_that_is_not_what_its_config_says(tiny_encoder: TinyEncoder, tmp_path: Path) -> None:
     labels = shutil.copytree(tiny_encoder("BertForSequenceClassification")[1], tmp_path / "labels")
-    change = json.loads((labels / "config.json").read_text(encoding="utf-8"))
-    (labels / "config.json").write_text(json.dumps(change | {"architectures": ["BertModel"]}), encoding="utf-8")
+    change_json(labels / "config.json", architectures=["BertModel"])
     with pytest.raises(
         SourceError,
         match="the graph has no output 'last_hidden_state' but logits. By its config.json it is an encoder that",
     ):
         open_session(labels)
-    del change["vocab_size"]
-    (labels / "config.json").write_text(json.dumps(change), encoding="utf-8")
+    change_json(labels / "config.json", lambda config: config.pop("vocab_size"))
     with pytest.raises(SourceError, match="there is no vocab_size in config.json"):
         open_session(labels)
     with pytest.raises(StageError, match="runs causal language models, and this is an encoder. Leave engine out"):

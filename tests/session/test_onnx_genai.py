@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from optkit.session import open_session
 from optkit.session.onnx_session import OnnxSession
 from optkit.settings.onnx_provider import OnnxProvider
 from optkit.stage import Setting
+from tests.support.changes import change_json
 
 pytestmark = pytest.mark.usefixtures("children_here")
 TinyOnnx = Callable[[str, str], Path]
@@ -59,9 +59,8 @@ def test_the_tokens_are_those_of_onnx_runtime(exported: Path, batch: int) -> Non
 def test_it_never_stops_early(exported: Path) -> None:
     tokens = tokens_of(1, 12)
     answer = opened(exported).generate(tokens, 20)
-    config = json.loads((exported / "genai_config.json").read_text())
-    config["model"]["eos_token_id"] = answer[0, 12:].tolist()
-    (exported / "genai_config.json").write_text(json.dumps(config))
+    ends = answer[0, 12:].tolist()
+    change_json(exported / "genai_config.json", lambda config: config["model"].update(eos_token_id=ends))
     assert opened(exported, GENAI).generate(tokens, 20).equal(answer)
 
 
@@ -99,9 +98,7 @@ def test_no_genai_config(exported: Path) -> None:
 
 
 def test_a_graph_that_is_none(exported: Path) -> None:
-    config = json.loads((exported / "genai_config.json").read_text())
-    config["model"]["type"] = "unheard-of"
-    (exported / "genai_config.json").write_text(json.dumps(config))
+    change_json(exported / "genai_config.json", lambda config: config["model"].update(type="unheard-of"))
     with pytest.raises(SourceError, match="ONNX Runtime failed while it was opened. Unsupported model_type"):
         opened(exported, GENAI)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from optkit.kernels.embedding_bag_linear import BagLinear
 from optkit.kernels.packed_linear import PackedLinear
 from optkit.session import open_session
 from tests.conftest import TinyModel
+from tests.support.changes import Change, changed_copy, without
 from tests.support.crossed import crossed
 from tests.support.near import near
-from tests.support.opened import KINDS, copied, prompt, reference
+from tests.support.opened import KINDS, prompt, reference
 from tests.support.packed_models import fp8, rewritten, save_packed
 
 
@@ -71,7 +71,7 @@ def test_tied_weights_are_held_once(tiny_model: TinyModel, tmp_path: Path) -> No
 def test_an_unused_bias_of_autogptq_is_added(tiny_model: TinyModel, tmp_path: Path) -> None:
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", method="gptq")
     name = "model.layers.0.mlp.up_proj.bias"
-    with_bias = copied(tmp_path / "packed", tmp_path / "bias", lambda tensors: tensors.update({name: torch.zeros(128)}))
+    with_bias = changed_copy(tmp_path / "packed", tmp_path, lambda held: held | {name: torch.zeros(128)})
     assert torch.equal(open_session(with_bias).logits(prompt()), open_session(tmp_path / "packed").logits(prompt()))
 
 
@@ -79,37 +79,29 @@ def test_packed_weights_that_do_not_fit_the_model(tiny_model: TinyModel, tmp_pat
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain")
     layer = "model.layers.0.mlp.up_proj"
 
-    def broken(name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-        return copied(tmp_path / "packed", tmp_path / name, change)
+    def broken(name: str, change: Change) -> Path:
+        return changed_copy(tmp_path / "packed", tmp_path / name, change)
 
     with pytest.raises(SourceError, match=r"up_proj: there is no weight_scale"):
-        open_session(broken("a", lambda tensors: tensors.pop(f"{layer}.weight_scale")))  # type: ignore[arg-type,return-value]
+        open_session(broken("a", without(f"{layer}.weight_scale")))
     with pytest.raises(SourceError, match=r"model\.norm\.weight"):
-        open_session(broken("b", lambda tensors: tensors.pop("model.norm.weight")))  # type: ignore[arg-type,return-value]
+        open_session(broken("b", without("model.norm.weight")))
     with pytest.raises(SourceError, match=r"are no weight \[128, 64\] of 2 to 6 or 8 bits"):
-        open_session(
-            broken(
-                "c", lambda tensors: tensors.update({f"{layer}.weight_packed": torch.zeros(128, 5, dtype=torch.int32)})
-            )
-        )
+        words = torch.zeros(128, 5, dtype=torch.int32)
+        open_session(broken("c", lambda held: held | {f"{layer}.weight_packed": words}))
     with pytest.raises(
         SourceError, match=r"model.other is quantized, and LlamaForCausalLM has no linear layer of that name"
     ):
-        open_session(
-            broken(
-                "d", lambda tensors: tensors.update({"model.other.weight_packed": torch.zeros(1, 1, dtype=torch.int32)})
-            )
-        )
+        open_session(broken("d", lambda held: held | {"model.other.weight_packed": words[:1, :1]}))
     with pytest.raises(SourceError, match="no layer is quantized. The quantization_config says compressed-tensors"):
-        open_session(
-            copied(tmp_path / "plain", tmp_path / "e", **json.loads((tmp_path / "packed" / "config.json").read_text()))
-        )
+        told = json.loads((tmp_path / "packed" / "config.json").read_text())
+        open_session(changed_copy(tmp_path / "plain", tmp_path / "e", **told))
 
 
 def test_what_optkit_does_not_read_itself_is_left_to_transformers(tiny_model: TinyModel, tmp_path: Path) -> None:
     awq = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}
     with pytest.raises((MissingPackageError, SourceError), match="gptqmodel|cannot open it"):
-        open_session(copied(tiny_model("llama"), tmp_path / "awq", quantization_config=awq))
+        open_session(changed_copy(tiny_model("llama"), tmp_path, quantization_config=awq))
 
 
 def test_what_transformers_does_not_open_says_how_to_measure_it(tiny_model: TinyModel, tmp_path: Path) -> None:

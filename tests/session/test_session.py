@@ -20,8 +20,9 @@ from optkit.settings.attention import Attention
 from optkit.settings.compile import Compile
 from optkit.stage import Setting
 from tests.conftest import TinyModel
+from tests.support.changes import changed_copy, without
 from tests.support.near import near
-from tests.support.opened import KINDS, copied, prompt, reference
+from tests.support.opened import KINDS, prompt, reference
 from tests.support.packed_models import save_packed
 
 
@@ -50,11 +51,10 @@ def test_logits_in_slices_are_the_same(kind: str, tiny_model: TinyModel, monkeyp
 
 
 def test_generation_never_stops_at_the_end_of_text(tiny_model: TinyModel, tmp_path: Path) -> None:
-    def blank(tensors: dict[str, torch.Tensor]) -> None:
-        for tensor in tensors.values():
-            tensor.zero_()
+    def blank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
-    session = open_session(copied(tiny_model("llama"), tmp_path / "blank", blank))
+    session = open_session(changed_copy(tiny_model("llama"), tmp_path, blank))
     assert session.generate(prompt(1, 4), 7)[0, 4:].tolist() == [0] * 7
 
 
@@ -66,7 +66,7 @@ def test_text_is_encoded_by_the_models_tokenizer(tiny_model: TinyModel) -> None:
 
 
 def test_a_directory_without_tokenizer(tiny_model: TinyModel, tmp_path: Path) -> None:
-    directory = copied(tiny_model("llama"), tmp_path / "m")
+    directory = changed_copy(tiny_model("llama"), tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).unlink()
     with pytest.raises(SourceError, match="there is no tokenizer"):
@@ -84,23 +84,21 @@ def test_more_tokens_than_positions(tiny_model: TinyModel) -> None:
 def test_missing_and_unknown_weights_are_errors(tiny_model: TinyModel, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     with pytest.raises(SourceError, match=rf"1 missing \({name}\)"):
-        open_session(copied(tiny_model("llama"), tmp_path / "a", lambda tensors: tensors.pop(name)))  # type: ignore[arg-type,return-value]
+        open_session(changed_copy(tiny_model("llama"), tmp_path / "a", without(name)))
     with pytest.raises(SourceError, match=r"1 unexpected \(extra\)"):
-        open_session(copied(tiny_model("llama"), tmp_path / "b", lambda tensors: tensors.update(extra=torch.ones(2))))
+        open_session(changed_copy(tiny_model("llama"), tmp_path / "b", lambda held: held | {"extra": torch.ones(2)}))
     with pytest.raises(SourceError, match="transformers cannot open it"):
-        open_session(copied(tiny_model("llama"), tmp_path / "c", model_type="no_such"))
+        open_session(changed_copy(tiny_model("llama"), tmp_path / "c", model_type="no_such"))
     with pytest.raises(
         SourceError, match=r"9 mismatched \(model\.layers\.0\.mlp\.down_proj\.weight, .*belong together"
     ):
-        open_session(copied(tiny_model("llama"), tmp_path / "d", intermediate_size=96))
+        open_session(changed_copy(tiny_model("llama"), tmp_path / "d", intermediate_size=96))
 
 
 def test_masks_that_old_files_hold_are_no_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
-    def add_masks(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 512, 512).tril().bool()
-        tensors["transformer.h.0.attn.masked_bias"] = torch.tensor(-1e4)
-
-    old = open_session(copied(tiny_model("gptj"), tmp_path / "old", add_masks))
+    masks = {"bias": torch.ones(1, 1, 512, 512).tril().bool(), "masked_bias": torch.tensor(-1e4)}
+    added = {f"transformer.h.0.attn.{name}": mask for name, mask in masks.items()}
+    old = open_session(changed_copy(tiny_model("gptj"), tmp_path, lambda held: held | added))
     assert torch.equal(old.logits(prompt()), open_session(tiny_model("gptj")).logits(prompt()))
 
 
@@ -176,7 +174,7 @@ def test_bytes_of_a_decode_step(tiny_model: TinyModel) -> None:
 
 def test_experts_that_a_token_is_not_sent_to_are_not_read(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = tiny_model("mixtral")
-    all_of_them = copied(source, tmp_path / "all", num_experts_per_tok=4)
+    all_of_them = changed_copy(source, tmp_path, num_experts_per_tok=4)
     experts = 2 * 4 * 3 * 64 * 128 * 4
     assert open_session(all_of_them).decode_bytes(1, 8) - open_session(source).decode_bytes(1, 8) == experts // 2
 

@@ -32,8 +32,9 @@ from optkit.store.store import Store
 from optkit.training.student import open_student
 from optkit.training.teacher import LiveTeacher
 from tests.conftest import TinyModel
+from tests.support.changes import changed_copy
 from tests.support.near import near
-from tests.support.skeletons import changed_copy, logits_of, reference, some_tokens
+from tests.support.skeletons import logits_of, reference, some_tokens
 from tests.support.vision_models import save_vision_model
 
 TOKENS = some_tokens(2)

@@ -123,7 +123,7 @@ def test_the_ranks_own_error_is_the_users(tiny_model: TinyModel, tmp_path: Path)
 
 
 def _without_weights(model: Path, place: Path) -> Path:
-    from tests.support.skeletons import changed_copy, without
+    from tests.support.changes import changed_copy, without
 
     return changed_copy(model, place, without("model.layers.0.mlp.up_proj.weight"))
 

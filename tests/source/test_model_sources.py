@@ -26,6 +26,7 @@ from optkit.source.models import (
     pin_model,
 )
 from optkit.source.texts import TextSource
+from tests.support.changes import change_json
 from tests.support.fresh_python import printed
 
 needs_wheel = pytest.mark.skipif(
@@ -42,11 +43,6 @@ def own_cache(tmp_path_factory, monkeypatch):
 def model(tiny_model, tmp_path):
     """Return a copy of a tiny model that may be damaged."""
     return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
-
-
-def change_config(model: Path, **changes: object) -> None:
-    file = model / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 class TestNames:
@@ -191,7 +187,7 @@ class TestConfig:
         "name", ["LlamaModel", "T5ForConditionalGeneration", "Gemma3ForConditionalGeneration", "BertForMaskedLM"]
     )
     def test_other_kinds_of_models(self, model, name):
-        change_config(model, architectures=[name])
+        change_json(model / "config.json", architectures=[name])
         message = (
             f"model: unsupported architecture {name}: optkit optimizes causal language models, encoders of text and "
             "encoder-decoders."
@@ -230,9 +226,8 @@ class TestConfig:
             check_config({"model_type": "llama"}, "here", False)
 
     def test_code_of_others_is_not_run_unasked(self, model):
-        change_config(
-            model, model_type="mystery", auto_map={"AutoModelForCausalLM": "modeling_mystery.MysteryForCausalLM"}
-        )
+        places = {"AutoModelForCausalLM": "modeling_mystery.MysteryForCausalLM"}
+        change_json(model / "config.json", model_type="mystery", auto_map=places)
         with pytest.raises(SourceError) as caught:
             pin_model(ModelSource(name=str(model)))
         assert str(caught.value) == (
@@ -244,7 +239,7 @@ class TestConfig:
         assert pin_model(ModelSource(name=str(model), trust_remote_code=True)).trust_remote_code
 
     def test_code_that_transformers_has_itself_is_not_needed(self, model):
-        change_config(model, auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})
+        change_json(model / "config.json", auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})
         assert pin_model(ModelSource(name=str(model))).revision is not None
 
     def test_which_types_transformers_has(self):

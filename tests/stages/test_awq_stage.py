@@ -24,6 +24,7 @@ from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
+from tests.support.changes import changing
 from tests.support.crossed import crossed, few
 
 
@@ -45,17 +46,15 @@ def uneven(source: Path, target: Path) -> Path:
     """Copy a tiny model and make its norms and values pass channels on with very different sizes,
     as trained ones do.
     """
-    from safetensors.torch import load_file, save_file
 
     shutil.copytree(source, target)
-    tensors = load_file(target / "model.safetensors")
-    generator = torch.Generator().manual_seed(11)
-    for name, tensor in tensors.items():
-        if tensor.dim() == 1 and "norm" in name and ".layers." in name:
-            tensors[name] = torch.exp(torch.randn(tensor.shape, generator=generator)) - int("gemma" in str(source))
-        elif name.endswith("v_proj.weight"):
-            tensors[name] = tensor * torch.exp(torch.randn(len(tensor), 1, generator=generator))
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    with changing(target) as tensors:
+        generator = torch.Generator().manual_seed(11)
+        for name, tensor in tensors.items():
+            if tensor.dim() == 1 and "norm" in name and ".layers." in name:
+                tensors[name] = torch.exp(torch.randn(tensor.shape, generator=generator)) - int("gemma" in str(source))
+            elif name.endswith("v_proj.weight"):
+                tensors[name] = tensor * torch.exp(torch.randn(len(tensor), 1, generator=generator))
     return target
 
 
@@ -271,14 +270,12 @@ def test_fields_that_the_format_awq_has_not(tmp_path: Path, fields: str, said: s
 
 
 def test_inputs_that_are_not_finite_are_refused(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
-    from safetensors.torch import load_file, save_file
 
     source = tmp_path / "source"
     shutil.copytree(tiny_model("llama"), source)
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.weight"] *= 1e30
-    tensors["model.layers.0.mlp.gate_proj.weight"] *= 1e30
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        tensors["model.layers.0.mlp.up_proj.weight"] *= 1e30
+        tensors["model.layers.0.mlp.gate_proj.weight"] *= 1e30
     with pytest.raises(StageError, match=r"down_proj: the inputs of the layer are NaN or Inf on the calibration text"):
         run(source, tmp_path / "awq", Awq(group_size=32, calibration=text))
     assert json.loads((source / "config.json").read_text())["model_type"] == "llama"

@@ -14,6 +14,7 @@ from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.stage import Context, Report
 from optkit.stages.cast import Cast
+from tests.support.changes import change_json, changing
 from tests.support.predictions import predicted
 
 CONTEXT = Context()
@@ -76,18 +77,15 @@ def test_only_floats_change_and_integers_are_kept(tiny_model, target: Path, tmp_
 
 def test_the_config_says_so_in_every_part(tiny_model, target: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
-    config = json.loads((source / "config.json").read_text())
-    del config["dtype"]
     parts = {"text_config": {"torch_dtype": "float32", "size": 1}, "other": {"size": 2, "dtype": {}}}
-    config |= {"torch_dtype": "float32", **parts}
-    (source / "config.json").write_text(json.dumps(config))
+    change_json(source / "config.json", lambda config: config.pop("dtype"), torch_dtype="float32", **parts)
     cast(source, target, "float16")
     written = json.loads((target / "config.json").read_text())
     assert "torch_dtype" not in written
     assert written["dtype"] == "float16"
     assert written["text_config"] == {"dtype": "float16", "size": 1}
     assert written["other"] == {"size": 2}
-    assert written["hidden_size"] == config["hidden_size"]
+    assert written["hidden_size"] == 64
 
 
 @pytest.mark.parametrize(
@@ -125,9 +123,8 @@ def test_overflow_names_the_tensor(
     tiny_model, target: Path, tmp_path: Path, value: float, dtype: str, shown: str
 ) -> None:
     source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.norm.weight"][5] = value
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        tensors["model.norm.weight"][5] = value
     with pytest.raises(StageError, match=rf"model\.norm\.weight: weights of up to {shown}"):
         cast(source, target, dtype)
     assert not list(target.iterdir())
@@ -135,8 +132,7 @@ def test_overflow_names_the_tensor(
 
 def test_nan_weights_are_refused(tiny_model, target: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.norm.weight"][5] = float("nan")
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        tensors["model.norm.weight"][5] = float("nan")
     with pytest.raises(SourceError, match=r"model\.norm\.weight: 1 of 64 weights are NaN"):
         cast(source, target, "bfloat16")

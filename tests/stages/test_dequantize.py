@@ -28,6 +28,7 @@ from optkit.stages.mx import Mx
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.support.changes import change_json
 from tests.support.dequantized import dequantized
 from tests.support.packed_models import fp8, random_grid, rewritten, save_packed
 
@@ -157,9 +158,7 @@ def test_weights_of_modelopt_are_what_their_codes_say(
     told = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
     source = rewritten(tiny_model("llama"), tmp_path / "packed", change, quant_method="modelopt", **told)
     if beside:
-        config = json.loads((source / "config.json").read_text())
-        del config["quantization_config"]
-        (source / "config.json").write_text(json.dumps(config))
+        change_json(source / "config.json", lambda config: config.pop("quantization_config"))
         said = {"producer": {"name": "modelopt"}, "quantization": told}
         (source / "hf_quant_config.json").write_text(json.dumps(said))
     found, stored = dequantized(source, tmp_path / "floats"), load_file(source / "model.safetensors")

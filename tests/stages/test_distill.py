@@ -24,6 +24,7 @@ from optkit.store.store import Store
 from optkit.training import checkpoints
 from optkit.training import teacher as teachers
 from optkit.training.loop import Loop
+from tests.support.changes import change_json
 
 FAST = {
     "texts": ["python-reference"],
@@ -241,8 +242,7 @@ class TestRefusals:
 
     def test_another_vocabulary(self, tiny_model, tmp_path):
         other = Path(shutil.copytree(tiny_model("llama"), tmp_path / "other"))
-        config = json.loads((other / "config.json").read_text())
-        (other / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+        change_json(other / "config.json", vocab_size=300)
         stage = Distill.model_validate({"teacher": str(other)})
         with pytest.raises(
             StageError, match=r"the teacher \S+ has a vocabulary of 300 tokens and the student one of 512. What it says"
@@ -265,8 +265,7 @@ class TestRefusals:
 
     def test_a_quantized_teacher(self, tiny_model, tmp_path):
         other = Path(shutil.copytree(tiny_model("llama"), tmp_path / "other"))
-        config = json.loads((other / "config.json").read_text())
-        (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+        change_json(other / "config.json", quantization_config={"quant_method": "gptq"})
         with pytest.raises(StageError, match=r"the teacher \S+ is quantized. Name its float weights"):
             Distill.model_validate({"teacher": str(other)}).predict(Checkpoint(tiny_model("llama")).shape, "cpu")
 

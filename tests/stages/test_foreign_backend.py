@@ -30,6 +30,7 @@ from optkit.stages.quantizing import backend_field as foreign
 from optkit.stages.quantizing import backend_support as offers
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.support.changes import change_json
 from tests.support.fake_library import environment_at
 
 CALIBRATION = {"dataset": "python-reference", "samples": 4, "sequence_length": 32}
@@ -255,9 +256,7 @@ def _drop(name: str) -> Callable[[Path], None]:
 
 
 def _unquantize(written: Path) -> None:
-    config = json.loads((written / "config.json").read_text())
-    del config["quantization_config"]
-    (written / "config.json").write_text(json.dumps(config))
+    change_json(written / "config.json", lambda config: config.pop("quantization_config"))
 
 
 @pytest.mark.parametrize(
@@ -329,11 +328,7 @@ def test_a_model_with_code_of_its_own_is_refused(tiny_model: TinyModel, tmp_path
     source.mkdir()
     for path in tiny_model("llama").iterdir():
         (source / path.name).write_bytes(path.read_bytes())
-    config = json.loads((source / "config.json").read_text()) | {
-        "model_type": "mine",
-        "auto_map": {"AutoModelForCausalLM": "mine.Mine"},
-    }
-    (source / "config.json").write_text(json.dumps(config))
+    change_json(source / "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Mine"})
     said = (
         r"^rtn.backend: the model needs code of its own \(mine.Mine\). It was written for one version of "
         r"transformers, and the library has"

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from optkit.algorithms.eight_bit import FLOAT8, amax_scales, quantize, search_scales, tile_of
@@ -22,6 +21,7 @@ from optkit.stages.fp8 import Fp8
 from optkit.stages.quantizing import hessians as layer_inputs
 from optkit.stages.quantizing.streaming import LayerQuantizer
 from tests.conftest import TinyModel
+from tests.support.changes import changing
 from tests.support.crossed import crossed
 
 TEXT: dict[str, Any] = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
@@ -139,10 +139,9 @@ def test_static_scales_reach_every_calibrated_input(tiny_model: TinyModel, tmp_p
 def test_an_expert_without_tokens_is_calibrated_as_the_others(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(tiny_model("mixtral"), source)
-    tensors = load_file(source / "model.safetensors")
-    router = next(name for name in tensors if name.endswith("0.block_sparse_moe.gate.weight"))
-    tensors[router] = torch.zeros_like(tensors[router])  # all alike: every token goes to the same two experts
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        router = next(name for name in tensors if name.endswith("0.block_sparse_moe.gate.weight"))
+        tensors[router] = torch.zeros_like(tensors[router])  # all alike: every token goes to the same two experts
     report = run(source, tmp_path / "fp8", Fp8(**STATIC))
     without = report.details["calibrated_as_others"]
     assert len(without) == 6
@@ -168,9 +167,8 @@ def test_layers_without_any_token_are_refused(
 def test_inputs_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(tiny_model("llama"), source)
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"].fill_(3e38)
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        tensors["model.layers.1.mlp.up_proj.weight"].fill_(3e38)
     with pytest.raises(
         StageError, match=r"layers\.1\.mlp\.down_proj: the inputs of the layer are NaN or Inf.*do not fit float32"
     ):
@@ -199,9 +197,8 @@ def test_experts_half_left_out(tiny_model: TinyModel, tmp_path: Path) -> None:
 def test_weights_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(tiny_model("llama"), source)
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][0] = torch.nan
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        tensors["model.layers.1.mlp.up_proj.weight"][0] = torch.nan
     with pytest.raises(SourceError, match=r"up_proj\.weight: 64 of 8,192 weights are NaN or Inf"):
         run(source, tmp_path / "fp8", Fp8())
 

@@ -15,6 +15,7 @@ from optkit.model.shape import ModelShape
 from optkit.stages.gguf import Gguf
 from tests.conftest import TinyModel
 from tests.stages.test_gguf_stage import WRITTEN, YARN, made, save
+from tests.support.changes import changing
 from tests.support.packed_models import save_packed
 
 pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
@@ -117,22 +118,18 @@ def test_weights_that_are_no_codes(tiny_model: TinyModel, tmp_path: Path) -> Non
 
 
 def test_rows_that_are_not_those_of_config_json(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
 
     source = save("llama", tmp_path / "source")
-    held = load_file(source / "model.safetensors")
-    held["model.layers.0.self_attn.q_proj.weight"] = held["model.layers.0.self_attn.q_proj.weight"][1:].contiguous()
-    save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as held:
+        held["model.layers.0.self_attn.q_proj.weight"] = held["model.layers.0.self_attn.q_proj.weight"][1:].contiguous()
     message = "q_proj.weight: its 63 rows are not 4 heads. In config.json num_attention_heads is 4. Take"
     refuse(Gguf(), source, message, tmp_path)
 
 
 def test_numbers_beyond_float16(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
 
     source = save("llama", tmp_path / "source")
-    held = load_file(source / "model.safetensors")
-    held["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5
-    save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as held:
+        held["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5
     message = "model.layers.1.mlp.up_proj.weight: some weights lie outside of float16. Take BF16"
     refuse(Gguf(type="F16"), source, message, tmp_path)

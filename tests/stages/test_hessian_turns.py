@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from optkit.algorithms.hessian import Hessian
 from optkit.model import calibration_memory
@@ -24,6 +23,7 @@ from optkit.stages.mx import Mx
 from optkit.stages.prune import Prune
 from optkit.stages.quantizing import hessians, stacks
 from optkit.stages.quantizing.input_ranges import InputRange
+from tests.support.changes import changing
 
 TEXT = Calibration(dataset="python-reference", samples=3, sequence_length=64)
 STAGES = {
@@ -42,10 +42,9 @@ def sources(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     found = {}
     for kind in ("mixtral", "gpt_oss"):
         shutil.copytree(tiny_model(kind), source := tmp_path_factory.mktemp("turns") / kind)
-        tensors = load_file(source / "model.safetensors")
-        for router in (name for name in tensors if name.endswith("0.block_sparse_moe.gate.weight")):
-            tensors[router] = torch.zeros_like(tensors[router])
-        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        with changing(source) as tensors:
+            for router in (name for name in tensors if name.endswith("0.block_sparse_moe.gate.weight")):
+                tensors[router] = torch.zeros_like(tensors[router])
         found[kind] = source.parent / f"{kind}-bfloat16"
         found[kind].mkdir()
         Cast(dtype="bfloat16").run(source, found[kind], Context())

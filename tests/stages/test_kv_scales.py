@@ -23,6 +23,7 @@ from optkit.stage import Context, Format, Report
 from optkit.stages.kv_scales import KvScales
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.support.changes import change_json, changing
 from tests.support.predictions import predicted
 
 TEXT = Calibration(dataset="python-reference", samples=4, sequence_length=32)
@@ -161,9 +162,8 @@ def test_what_vllm_would_not_read_is_refused(tiny_model: TinyModel, tmp_path: Pa
 
 def test_keys_that_are_not_numbers_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.self_attn.v_proj.weight"].zero_()
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        tensors["model.layers.1.self_attn.v_proj.weight"].zero_()
     with pytest.raises(
         StageError,
         match=r"^kv_scales: model\.layers\.1\.self_attn: its keys or values are 0, NaN or Inf on the calibration text",
@@ -178,9 +178,7 @@ def test_a_scale_that_is_missing_is_an_error(tiny_model: TinyModel, tmp_path: Pa
     del tensors["model.layers.1.self_attn.v_scale"]
     save_file(tensors, part)
     index = tmp_path / "scaled" / "model.safetensors.index.json"
-    said = json.loads(index.read_text())
-    del said["weight_map"]["model.layers.1.self_attn.v_scale"]
-    index.write_text(json.dumps(said))
+    change_json(index, lambda said: said["weight_map"].pop("model.layers.1.self_attn.v_scale"))
     with pytest.raises(
         SourceError,
         match=r"1 scales of the KV cache are missing: model\.layers\.1\.self_attn\.v_scale\. kv_cache_scheme",

@@ -24,8 +24,8 @@ from optkit.stages.mx import Mx
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.support.changes import changed_copy
 from tests.support.recovering import LENGTH, recipe, run, short_training
-from tests.support.skeletons import changed_copy
 
 
 @pytest.fixture

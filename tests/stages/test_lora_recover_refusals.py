@@ -19,8 +19,8 @@ from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import SmoothQuant
 from optkit.store.store import Store
 from tests.conftest import TinyModel
+from tests.support.changes import changed_copy
 from tests.support.recovering import RECOVER, recipe, run, short_training
-from tests.support.skeletons import changed_copy
 
 
 @pytest.fixture

@@ -27,9 +27,10 @@ from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context, Report
 from optkit.stages.onnx import Onnx
 from tests.conftest import TinyModel
+from tests.support.changes import changed_copy
 from tests.support.onnx_changes import overwrite
 from tests.support.packed_models import save_packed
-from tests.support.skeletons import changed_copy, reference
+from tests.support.skeletons import reference
 
 Exported = Callable[..., tuple[Path, Report]]
 

@@ -23,8 +23,8 @@ from optkit.stage import Context
 from optkit.stages.narrowing import proof as smaller_proof
 from optkit.stages.prune_structured import PruneStructured
 from tests.conftest import TinyModel
+from tests.support.changes import changed_copy
 from tests.support.live_memory import LiveBytes
-from tests.support.skeletons import changed_copy
 from tests.support.smaller_models import (
     MODELS,
     blocks_of,

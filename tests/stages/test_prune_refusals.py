@@ -18,8 +18,8 @@ from optkit.stages.prune import Prune
 from optkit.stages.pruning import blocks as block_pruner
 from optkit.stages.pruning.fitting import refuse_unfit
 from tests.conftest import TinyModel
+from tests.support.changes import changed_copy, replacing
 from tests.support.pruning import prune
-from tests.support.skeletons import changed_copy, replacing
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ from optkit.stages.prune import Prune
 from optkit.stages.pruning.allocation import by_outliers, outlier_share
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
+from tests.support.changes import changed_copy
 from tests.support.crossed import crossed
 from tests.support.pruning import prune
-from tests.support.skeletons import changed_copy
 from tests.support.unpacking import unpack_compressed_tensors
 
 

@@ -18,6 +18,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.stage import Context, Report
 from optkit.stages.rotate import Rotate
 from tests.conftest import TinyModel
+from tests.support.changes import changing
 from tests.support.predictions import predicted
 
 SIZES = {
@@ -123,10 +124,9 @@ def test_the_weights_are_those_of_the_papers_formula(tmp_path: Path, target: Pat
 
 def test_outliers_are_spread_over_all_channels(tiny_model: TinyModel, target: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
-    tensors = load_file(source / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    tensors[name][:, 3] *= 40
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        name = "model.layers.1.mlp.up_proj.weight"
+        tensors[name][:, 3] *= 40
     rotate(source, target)
     rotated = load_file(target / "model.safetensors")[name]
 
@@ -181,9 +181,8 @@ def test_a_tied_model_whose_file_holds_both_matrices_is_tied_no_longer(
     tiny_model: TinyModel, target: Path, tmp_path: Path
 ) -> None:
     source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
-    tensors = load_file(source / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with changing(source) as tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     assert Checkpoint(source).config["tie_word_embeddings"]
     rotate(source, target)
     written = Checkpoint(target)
@@ -316,8 +315,7 @@ def test_weights_that_no_longer_fit_float16_are_refused(tmp_path: Path, target: 
 
 def test_nan_weights_are_refused(tiny_model: TinyModel, target: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny_model("llama"), tmp_path / "source"))
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
     with pytest.raises(SourceError, match=r"up_proj\.weight: 1 of 8,192 weights are NaN"):
         rotate(source, target)

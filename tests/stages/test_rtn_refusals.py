@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
 
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import ResourceError, SourceError, StageError
@@ -20,6 +19,7 @@ from optkit.stages.awq import Awq
 from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
+from tests.support.changes import changing
 
 
 @pytest.mark.parametrize(
@@ -167,9 +167,8 @@ def test_limits_of_gptq_format_are_checked_with_the_recipe() -> None:
 def test_nan_weights_are_refused_and_nothing_is_left(tiny_model: TinyModel, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "packed"
     shutil.copytree(tiny_model("llama"), source)
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
     target.mkdir()
     with pytest.raises(SourceError, match=r"model.layers.1.mlp.up_proj.weight: 1 of 8,192 weights are NaN or Inf"):
         Rtn().run(source, target, Context())

@@ -14,6 +14,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.stage import Context
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.support.changes import change_json
 from tests.support.near import near
 from tests.support.predictions import predicted
 from tests.support.unpacking import unpack_compressed_tensors, unpack_gptq
@@ -184,8 +185,7 @@ def test_a_model_with_code_of_its_own_is_quantized_where_the_recipe_trusts_it(
 ) -> None:
     source = shutil.copytree(tiny_model("llama"), tmp_path / "mine")
     places = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.Mine"}
-    config = json.loads((source / "config.json").read_text()) | {"auto_map": places, "model_type": "mine"}
-    (source / "config.json").write_text(json.dumps(config))
+    change_json(source / "config.json", auto_map=places, model_type="mine")
     (source / "modeling_mine.py").write_text(CODE)
     with pytest.raises(SourceError, match="trust_remote_code: true"):
         quantize(source, tmp_path / "refused")

@@ -20,7 +20,7 @@ from optkit.model.skeleton import Skeleton
 from optkit.progress import SilentProgress
 from optkit.stages.sensitivity.measure import Rounding, measure_sensitivity
 from tests.conftest import TinyModel
-from tests.support.skeletons import changed_copy
+from tests.support.changes import changed_copy
 
 GRIDS = [Grid(3, 32, True), Grid(4, 64, False), Grid(8, 64, True)]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from optkit.algorithms.smoothing import Reader, search_smoothing, smoothing_scales
@@ -22,6 +22,7 @@ from optkit.session import open_session
 from optkit.stage import Context, Report
 from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
+from tests.support.changes import changing
 from tests.support.crossed import crossed
 from tests.support.tiny_models import save_tokenizer
 
@@ -46,13 +47,12 @@ def outliers(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
     """
     directory = tmp_path_factory.mktemp("outliers") / "llama"
     shutil.copytree(tiny_model("llama"), directory)
-    tensors = load_file(directory / "model.safetensors")
-    for name, tensor in tensors.items():
-        if "layernorm" in name:
-            tensor[list(OUTLIERS)] *= 100
-        elif any(name.endswith(f"{leaf}_proj.weight") for leaf in ("q", "k", "v", "gate", "up")):
-            tensor[:, list(OUTLIERS)] /= 100
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with changing(directory) as tensors:
+        for name, tensor in tensors.items():
+            if "layernorm" in name:
+                tensor[list(OUTLIERS)] *= 100
+            elif any(name.endswith(f"{leaf}_proj.weight") for leaf in ("q", "k", "v", "gate", "up")):
+                tensor[:, list(OUTLIERS)] /= 100
     return directory
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.support.changes import changed_copy
 
 Change = Callable[[str, Tensor], Tensor]
 SMALL = {"num_hidden_layers": 2}
@@ -15,9 +15,4 @@ SMALL = {"num_hidden_layers": 2}
 
 def changed(source: Path, target: Path, change: Change) -> Path:
     """Return a copy of a model with other tensors."""
-    directory = Path(shutil.copytree(source, target))
-    tensors = {
-        name: change(name, tensor.clone()) for name, tensor in load_file(directory / "model.safetensors").items()
-    }
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    return directory
+    return changed_copy(source, target, lambda held: {name: change(name, tensor) for name, tensor in held.items()})

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-
-def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    data = json.loads(path.read_text(encoding="utf-8"))
-    change(data)
-    path.write_text(json.dumps(data), encoding="utf-8")
 
 
 def change_graph(directory: Path, change: Callable[[Any], object]) -> None:

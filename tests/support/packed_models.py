@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optkit.algorithms.grid import QuantizedWeight
 from optkit.algorithms.packing import pack_compressed_tensors, pack_gptq
+from tests.support.changes import change_json
 
 FORMATS = {
     "compressed-tensors": {"format": "pack-quantized", "quantization_status": "compressed"},
@@ -93,8 +94,7 @@ def save_packed(
     for directory, tensors, extra in ((packed, stored, {"quantization_config": described}), (plain, dense, {})):
         shutil.copytree(source, directory)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((source / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")} | extra
-        (directory / "config.json").write_text(json.dumps(config))
+        change_json(directory / "config.json", dtype=str(dtype).removeprefix("torch."), **extra)
 
 
 def rewritten(source: Path, target: Path, change: Callable[[str, Tensor], dict[str, Tensor]], **config: Any) -> Path:
@@ -105,8 +105,7 @@ def rewritten(source: Path, target: Path, change: Callable[[str, Tensor], dict[s
         coded = tensor.dim() > 1 and "layers" in name
         tensors |= change(name, tensor) if coded else {name: tensor.bfloat16()}
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    said = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16", "quantization_config": config}
-    (target / "config.json").write_text(json.dumps(said))
+    change_json(target / "config.json", dtype="bfloat16", quantization_config=config)
     return target
 
 

@@ -4,13 +4,9 @@ of a model directory.
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -18,7 +14,6 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 
 LENGTH = 24
-Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def some_tokens(rows: int = 5, length: int = LENGTH) -> Tensor:
@@ -50,24 +45,6 @@ def run_all_blocks(skeleton: Skeleton, tokens: Tensor, batch_size: int) -> list[
         skeleton.release_(block.name)
         outputs.append(inputs.hidden.clone())
     return outputs
-
-
-def changed_copy(source: Path, parent: Path, change: Change = dict, **config: object) -> Path:
-    """Return a copy of a model with changed tensors and changed keys in config.json."""
-    target = Path(shutil.copytree(source, parent / "changed"))
-    tensors = change(load_file(source / "model.safetensors"))
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    path = target / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    return target
-
-
-def replacing(name: str, value: float) -> Change:
-    return lambda tensors: tensors | {name: torch.full_like(tensors[name], value)}
-
-
-def without(name: str) -> Change:
-    return lambda tensors: {other: tensor for other, tensor in tensors.items() if other != name}
 
 
 def logits_of(directory: Path) -> Tensor:

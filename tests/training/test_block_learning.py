@@ -26,6 +26,7 @@ from optkit.training import block_learning, scale_learning
 from optkit.training.recorded_step import RecordedStep
 from tests.conftest import TinyModel
 from tests.stages.test_gptq_stage import outputs, weights
+from tests.support.changes import changing
 from tests.support.encoder_decoders import write_pairs
 from tests.support.predictions import predicted
 from tests.support.pruning import prune
@@ -74,18 +75,17 @@ def test_elements_that_the_next_norm_hardly_reads_do_not_decide(
     """One element of the hidden states is 100 times as large and read a hundredth as much, as in Gemma."""
     source = tmp_path / "source"
     shutil.copytree(tiny_model("qwen2"), source)
-    tensors = load_file(source / "model.safetensors")
-    growth = torch.ones(tensors["model.norm.weight"].numel())
-    growth[0] = 100
-    size = growth.square().mean().sqrt()
-    for name, tensor in tensors.items():
-        if "norm" in name:
-            tensor.mul_(size / growth)
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            tensor.mul_(growth[:, None])
-        elif "embed_tokens" in name:
-            tensor.mul_(growth)
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        growth = torch.ones(tensors["model.norm.weight"].numel())
+        growth[0] = 100
+        size = growth.square().mean().sqrt()
+        for name, tensor in tensors.items():
+            if "norm" in name:
+                tensor.mul_(size / growth)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor.mul_(growth[:, None])
+            elif "embed_tokens" in name:
+                tensor.mul_(growth)
     quantize(source, tmp_path / "learned", few)
     quantize(source, tmp_path / "gptq", few, None)
     tokens = few.tokens(source, None)

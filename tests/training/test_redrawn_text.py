@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +16,7 @@ from optkit.source.calibration import Calibration
 from optkit.training import predicted_memory
 from optkit.training.redrawn_text import redrawn
 from tests.conftest import TinyModel
+from tests.support.changes import changing
 
 COPIES = 400
 
@@ -27,9 +27,8 @@ def test_tokens_are_drawn_from_what_the_model_expects_there(
 ) -> None:
     source = tmp_path / "source"
     shutil.copytree(tiny_model(kind), source)
-    tensors = load_file(source / "model.safetensors")
-    tensors[last] *= 30  # else it expects all tokens alike
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with changing(source) as tensors:
+        tensors[last] *= 30  # else it expects all tokens alike
     tokens = text.tokens(source, None)[:3, :8]
     with torch.no_grad():
         logits: Tensor = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(tokens).logits

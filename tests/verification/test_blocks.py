@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
@@ -17,6 +16,7 @@ from optkit.stages.mx import Mx
 from optkit.verification.blocks import FURTHEST, problem_of, states_of
 from optkit.verification.workers.open_in_transformers import differing_blocks
 from tests.conftest import TinyModel
+from tests.support.changes import changing
 
 TOKENS = torch.arange(40)[None]
 
@@ -51,12 +51,11 @@ def test_a_wrong_layer_is_found_in_its_block_alone(packed: Path, tmp_path: Path)
     assert problem_of(right) == ""
     wrong = tmp_path / "wrong"
     shutil.copytree(packed, wrong)
-    tensors = load_file(wrong / "model.safetensors")
-    layer = f"model.layers.{len(right) - 1}.mlp.down_proj"
-    for leaf in ("weight_packed", "weight_scale"):
-        rows = tensors[f"{layer}.{leaf}"]
-        tensors[f"{layer}.{leaf}"] = rows.view(torch.uint8).flip(0).view(rows.dtype)
-    save_file(tensors, wrong / "model.safetensors", {"format": "pt"})
+    with changing(wrong) as tensors:
+        layer = f"model.layers.{len(right) - 1}.mlp.down_proj"
+        for leaf in ("weight_packed", "weight_scale"):
+            rows = tensors[f"{layer}.{leaf}"]
+            tensors[f"{layer}.{leaf}"] = rows.view(torch.uint8).flip(0).view(rows.dtype)
     found = shares(wrong, states, tmp_path)
     assert max(found[:-1]) < 0.1
     assert found[-1] > FURTHEST

@@ -7,15 +7,15 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from optkit.artifact import Artifact, read_artifact
 from optkit.verification.artifact_checks import check_artifact
 from tests.conftest import TinyModel
+from tests.support.changes import change_json, changing
 from tests.support.publishing import published
 
 
@@ -79,10 +79,9 @@ def test_a_file_that_is_lost(model: Path, tmp_path: Path) -> None:
 
 
 def lose(directory: Path, *names: str) -> None:
-    held = load_file(directory / "model.safetensors")
-    for name in names:
-        del held[name]
-    save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
+    with changing(directory) as held:
+        for name in names:
+            del held[name]
 
 
 @pytest.mark.parametrize(
@@ -130,17 +129,11 @@ def test_models_of_every_make_are_whole(kind: str, tiny_model: TinyModel, tmp_pa
 def test_tied_weights(
     tied: bool, head: Callable[[torch.Tensor], torch.Tensor] | None, said: str | None, model: Path, tmp_path: Path
 ) -> None:
-    held = load_file(model / "model.safetensors")
-    if head:
-        held["lm_head.weight"] = head(held["model.embed_tokens.weight"])
-    save_file(held, model / "model.safetensors", metadata={"format": "pt"})
-    write_words(model, tie_word_embeddings=tied)
+    with changing(model) as held:
+        if head:
+            held["lm_head.weight"] = head(held["model.embed_tokens.weight"])
+    change_json(model / "config.json", tie_word_embeddings=tied)
     assert broken(published(model, tmp_path / "out")) == ({"ties": said} if said else {})
-
-
-def write_words(directory: Path, **words: Any) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | words))
 
 
 def test_embeddings_that_are_lost(model: Path, tmp_path: Path) -> None:
@@ -173,7 +166,7 @@ def test_shards_and_their_index(tiny_model: TinyModel, tmp_path: Path) -> None:
 
 
 def test_a_format_that_is_not_known_is_not_checked_and_that_is_said(model: Path, tmp_path: Path) -> None:
-    write_words(model, quantization_config={"quant_method": "exl3"})
+    change_json(model / "config.json", quantization_config={"quant_method": "exl3"})
     checks = {check.name: check for check in check_artifact(published(model, tmp_path / "out"))}
     assert checks["layers"].ok
     assert (

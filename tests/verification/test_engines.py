@@ -29,6 +29,7 @@ from optkit.verification.engines import (
 from optkit.verification.registry import ENGINES, engine_of
 from optkit.verification.workers import open_in_vllm
 from tests.conftest import TinyModel
+from tests.support.changes import changing
 from tests.support.fake_engine import answer, program, refusal
 from tests.support.here import child_of
 from tests.support.waiting import ended, is_gone, wait_until
@@ -252,13 +253,11 @@ def test_transformers_gives_the_logits_of_transformers(tiny_model: TinyModel, tm
 def test_transformers_refuses_with_its_own_words(
     tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from safetensors.torch import load_file, save_file
 
     monkeypatch.setattr("optkit.verification.engines.Child", child_of)
     directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
-    held = load_file(directory / "model.safetensors")
-    del held["model.norm.weight"]
-    save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
+    with changing(directory) as held:
+        del held["model.norm.weight"]
     assert (
         asked(tmp_path, sys.executable, directory=str(directory)).problem == "ValueError: 1 missing "
         "keys: model.norm.weight"

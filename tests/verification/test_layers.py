@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.schemes import activation_bits
@@ -21,6 +20,7 @@ from optkit.stage import Context
 from optkit.stages.cast import Cast
 from optkit.verification.layers import problems_of_layers
 from tests.conftest import TinyModel
+from tests.support.changes import change_json, changing
 from tests.support.fresh_python import imported_by
 
 TEXT = {"dataset": "python-reference", "split": "train", "samples": 2, "sequence_length": 64}
@@ -43,9 +43,8 @@ def quantized(source: Path, target: Path, kind: str, **fields: Any) -> Path:
 def change(directory: Path, tensors: Callable[[dict[str, torch.Tensor]], object] | None = None, **words: Any) -> Path:
     """Change tensors, and words of the quantization_config (None removes one)."""
     if tensors:
-        held = load_file(directory / "model.safetensors")
-        tensors(held)
-        save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
+        with changing(directory) as held:
+            tensors(held)
     config = json.loads((directory / "config.json").read_text())
     changed = config["quantization_config"] | words
     config["quantization_config"] = {name: value for name, value in changed.items() if value is not None}
@@ -248,19 +247,15 @@ def test_awq_as_autoawq_writes_it(tiny_model: TinyModel, tmp_path: Path) -> None
     scales [in / group, out].
     """
     made = shutil.copytree(tiny_model("llama"), tmp_path / "made")
-    held = load_file(made / "model.safetensors")
-    for name in [name for name in held if name.endswith("_proj.weight") and ".1." not in name]:
-        outputs, inputs = held.pop(name).shape
-        layer = name.removesuffix(".weight")
-        held[f"{layer}.qweight"] = torch.zeros(inputs, outputs // 8, dtype=torch.int32)
-        held[f"{layer}.qzeros"] = torch.zeros(inputs // 32, outputs // 8, dtype=torch.int32)
-        held[f"{layer}.scales"] = torch.zeros(inputs // 32, outputs, dtype=torch.float16)
-    save_file(held, made / "model.safetensors")
+    with changing(made) as held:
+        for name in [name for name in held if name.endswith("_proj.weight") and ".1." not in name]:
+            outputs, inputs = held.pop(name).shape
+            layer = name.removesuffix(".weight")
+            held[f"{layer}.qweight"] = torch.zeros(inputs, outputs // 8, dtype=torch.int32)
+            held[f"{layer}.qzeros"] = torch.zeros(inputs // 32, outputs // 8, dtype=torch.int32)
+            held[f"{layer}.scales"] = torch.zeros(inputs // 32, outputs, dtype=torch.float16)
     words = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(
-        json.dumps(config | {"quantization_config": words | {"modules_to_not_convert": ["layers.1."]}})
-    )
+    change_json(made / "config.json", quantization_config=words | {"modules_to_not_convert": ["layers.1."]})
     assert problems_of_layers(Checkpoint(made)) == []
     problems = problems_of_layers(Checkpoint(change(made, group_size=64)))
     assert any("scales [1, 64], and it is [2, 64]" in problem for problem in problems)

@@ -16,7 +16,8 @@ from optkit.errors import MissingPackageError, SourceError
 from optkit.model.formats.base import Format
 from optkit.verification import onnx_checks
 from optkit.verification.artifact_checks import check_artifact, format_of
-from tests.support.onnx_changes import change_graph, change_json
+from tests.support.changes import change_json
+from tests.support.onnx_changes import change_graph
 from tests.support.publishing import published
 
 onnx = pytest.importorskip("onnx")

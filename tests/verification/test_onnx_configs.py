@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from optkit.verification.onnx_checks import check_onnx
-from tests.support.onnx_changes import change_graph, change_json
+from tests.support.changes import change_json
+from tests.support.onnx_changes import change_graph
 
 pytest.importorskip("onnx")
 

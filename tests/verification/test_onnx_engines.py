@@ -19,8 +19,9 @@ from optkit.verification.agreement import compare_logits, read_logits
 from optkit.verification.engines import ONNXRUNTIME, ONNXRUNTIME_GENAI, TRANSFORMERS, VLLM, Answer, Engine, ask
 from optkit.verification.registry import engine_names, engine_of
 from optkit.verification.workers import open_in_onnxruntime, open_in_onnxruntime_genai
+from tests.support.changes import change_json
 from tests.support.exported import saved
-from tests.support.onnx_changes import change_graph, change_json
+from tests.support.onnx_changes import change_graph
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

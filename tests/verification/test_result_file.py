@@ -12,6 +12,7 @@ from optkit import pipeline
 from optkit.artifact import read_artifact
 from optkit.scorecard import Loading
 from optkit.verification.result_file import keep_loading, read_loading
+from tests.support.changes import change_json
 
 
 @pytest.fixture
@@ -25,8 +26,7 @@ def of(engine: str, **facts: object) -> Loading:
 
 def test_results_of_another_artifact_are_never_shown(artifact: Path) -> None:
     keep_loading(read_artifact(artifact), [of("transformers")])
-    record = json.loads((artifact / "optkit.json").read_text())
-    (artifact / "optkit.json").write_text(json.dumps(record | {"key": "0" * 64}))
+    change_json(artifact / "optkit.json", key="0" * 64)
     assert read_loading(read_artifact(artifact)) == ()
     assert pipeline.read_scorecard(artifact).loading == ()
     keep_loading(read_artifact(artifact), [of("vllm")])
@@ -46,9 +46,7 @@ def test_results_of_other_files_under_the_same_key_are_never_shown(artifact: Pat
 
 def test_results_that_do_not_say_of_which_files_are_not_shown(artifact: Path) -> None:
     keep_loading(read_artifact(artifact), [of("transformers")])
-    kept = json.loads((artifact / "verification.json").read_text())
-    del kept["files"]
-    (artifact / "verification.json").write_text(json.dumps(kept))
+    change_json(artifact / "verification.json", lambda kept: kept.pop("files"))
     assert read_loading(read_artifact(artifact)) == ()
 
 

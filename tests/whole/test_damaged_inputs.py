@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from optkit.errors import RecipeError, SourceError
 from optkit.model.safetensors_file import read_header
@@ -23,6 +22,7 @@ from optkit.source.models import ModelSource, pin_model
 from optkit.source.texts import TextSource
 from optkit.store.store import Store
 from tests.conftest import TinyModel
+from tests.support.changes import change_json, changing
 from tests.support.fresh_python import python
 
 
@@ -120,8 +120,7 @@ def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
     ],
 )
 def test_what_is_wrong_with_a_config_is_said(model: Path, changes: dict[str, Any], said: str) -> None:
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    (model / "config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    change_json(model / "config.json", **changes)
     with pytest.raises(SourceError, match=said):
         check_directory(model, trust_remote_code=False)
 
@@ -145,10 +144,9 @@ def test_what_transformers_takes_and_writes_is_taken(model: Path) -> None:
     ],
 )
 def test_a_weight_that_stages_do_not_read(model: Path, stage: str, dtype: torch.dtype | None, said: str) -> None:
-    tensors = load_file(model / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight" if dtype else "lm_head.weight"
-    tensors[name] = tensors[name].to(dtype) if dtype else torch.tensor(1.0)
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with changing(model) as tensors:
+        name = "model.layers.1.mlp.down_proj.weight" if dtype else "lm_head.weight"
+        tensors[name] = tensors[name].to(dtype) if dtype else torch.tensor(1.0)
     recipe = load_recipe({"name": "r", "model": str(model), "stages": [stage]})
     with pytest.raises(SourceError, match=said):
         make_plan(recipe.pinned(None), Store(model / "store"), "cpu")
