@@ -8,6 +8,7 @@ from typing import Any
 
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Selection
+from optkit.model.packed_names import split_tensor
 from optkit.packed_tensors.base import LayerFormat
 
 
@@ -17,22 +18,12 @@ def recount(
     """Return the bits per weight of the whole model and of the quantized layers.
     They are counted from the headers of the written files.
     """
-    packed = {
-        name: info for name, info in after.tensors.items() if _layer_of(name) in formats and not name.endswith(".bias")
-    }
+    parts = ((*split_tensor(name), info) for name, info in after.tensors.items())
+    packed = [info for layer, part, info in parts if layer in formats and part != "bias"]
     weights = sum(layer.outputs * layer.inputs for layer in selection.layers.values())
-    packed_bits = 8 * sum(info.size_bytes for info in packed.values())
+    packed_bits = 8 * sum(info.size_bytes for info in packed)
     return {
         "bits_per_weight": round(8 * after.shape.size_bytes / before.shape.elements, 4),
         "quantized_bits_per_weight": round(packed_bits / weights, 4),
         "formats": dict(Counter(form.label for form in formats.values())),
     }
-
-
-def _layer_of(tensor: str) -> str:
-    """Return the layer of a tensor.
-    `model.layers.0.mlp.up_proj` is that of `...up_proj.weight_scale` and of
-    `...up_proj.weight.absmax`.
-    """
-    layer, part_of_weight, _ = tensor.partition(".weight.")
-    return layer if part_of_weight else tensor.rpartition(".")[0]
