@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def refuse_other(path: Path, option: str, what: str, *starts: bytes) -> None:
-    """Raise UsageError if a file is there that is not empty and begins with none of the texts, in lower case, with
-    which what will be written begins: it would be lost.
+    """Raise UsageError if another file is there than one that the command writes: it would be lost.
+    starts: how the command's files begin, in lower case. An empty file may be replaced.
     """
     from optkit.errors import UsageError
 

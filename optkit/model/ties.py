@@ -19,8 +19,8 @@ def output_and_embedding(checkpoint: Checkpoint) -> tuple[str | None, str | None
 
 
 def broken_tie(checkpoint: Checkpoint, most: int | None = None) -> str:
-    """Return how tied tensors of one shape that are both stored differ, empty if they do not: in their first bytes,
-    or in all.
+    """Return in words that the output layer differs from the embedding that it is tied to, empty if it does not.
+    most: how many bytes are compared, else all. Tensors of different shapes are not compared.
     """
     head, embedding = output_and_embedding(checkpoint)
     tied = checkpoint.config.get("tie_word_embeddings")

@@ -98,8 +98,8 @@ class CudaGraphs(Setting):
             slower = {type(layer.mlp).__name__ for layer in decoder.layers if isinstance(layer.mlp, Module)}
             if slower:
                 session.add_note(
-                    f"{self.kind}: {', '.join(sorted(slower))} runs by the model's own code in the graph, "
-                    "slower than kernels of optkit, which do not compute the same"
+                    f"{self.kind}: no kernel of optkit computes what {', '.join(sorted(slower))} computes. "
+                    "The model's own code does, which is slower"
                 )
         return session
 

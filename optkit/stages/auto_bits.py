@@ -121,7 +121,7 @@ class AutoBits(Transform):
             raise ValueError(f"effort: {self.effort} is of gptq, and rtn rounds here. Leave one of them out")
         if self.effort != "fast" and self.devices > 1:
             raise ValueError(
-                f"effort: {self.effort} has the unmodified model beside it, on one device. Leave out devices"
+                f"effort: {self.effort} holds the unmodified model too, on one device. Leave devices or effort out"
             )
         self._device()
         least = min(choice.bits for choice in self.choices)

@@ -93,10 +93,10 @@ def test_a_comma_in_a_list_a_mapping_or_quotes_is_no_border() -> None:
 
 def test_of_one_path_the_last_values_count() -> None:
     """As of `--set` in other commands."""
-    for axis in ("stages.0.rtn.bits=4,8", "stages.0.rtn.bits=6"):
-        twice = named(BASE, axis, "stages.0.rtn.bits=3,5")
-        assert [each.value.bits for each in twice.values()] == [3, 5]
-        assert [each.value.bits for each in named(BASE, "stages.0.rtn.bits=3,5", axis).values()] in ([4, 8], [6])
+    for values in ([4, 8], [6]):
+        one, other = f"stages.0.rtn.bits={','.join(map(str, values))}", "stages.0.rtn.bits=3,5"
+        assert [each.value.bits for each in named(BASE, one, other).values()] == [3, 5]
+        assert [each.value.bits for each in named(BASE, other, one).values()] == values
 
 
 def test_names_are_unique_and_valid_for_directories() -> None:

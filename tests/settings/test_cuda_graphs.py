@@ -130,7 +130,6 @@ def test_batches_that_the_graph_does_not_take_are_noted() -> None:
 
 
 def test_experts_that_the_model_itself_computes_are_noted() -> None:
-    """Its own router in the graph takes longer."""
     notes: list[str] = []
     session: Any = SimpleNamespace(codes_cache=False, device="cuda", add_note=notes.append, decode_with=lambda _: None)
     session.model = SimpleNamespace(
@@ -138,8 +137,7 @@ def test_experts_that_the_model_itself_computes_are_noted() -> None:
     )
     CudaGraphs().on_open(session)
     assert notes == [
-        "cuda_graphs: Identity runs by the model's own code in the graph, slower than kernels of "
-        "optkit, which do not compute the same"
+        "cuda_graphs: no kernel of optkit computes what Identity computes. The model's own code does, which is slower"
     ]
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from optkit.errors import SourceError
 from optkit.source.models import ModelSource, pin_model
+from tests.support.changes import change_json, changing
 
 
 def two_sets_of_weights(model: Path) -> None:
@@ -23,14 +24,12 @@ def two_sets_of_weights(model: Path) -> None:
 
 
 def a_file_that_transformers_alone_reads(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+    change_json(model / "config.json", transformers_weights="other.safetensors")
 
 
 def another_head(model: Path) -> None:
-    held = load_file(model / "model.safetensors")
-    held["lm_head.weight"] = held["model.embed_tokens.weight"] + 1
-    save_file(held, model / "model.safetensors", metadata={"format": "pt"})
+    with changing(model) as tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
 
 @pytest.mark.parametrize(
@@ -65,6 +64,6 @@ def test_which_weights_are_meant_has_to_be_clear(
 
 def test_a_head_that_is_the_embedding_once_more_is_taken(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
-    held = load_file(model / "model.safetensors")
-    save_file(held | {"lm_head.weight": held["model.embed_tokens.weight"].clone()}, model / "model.safetensors")
+    with changing(model) as tensors:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     assert pin_model(ModelSource(name=str(model))).revision

@@ -212,7 +212,7 @@ def test_it_says_what_is_wrong_before_anything_runs(
         ({"average_bits": 4.5, "decode_device": "h200"}, "decode_ms and decode_device belong together"),
         ({"decode_ms": 2.0, "decode_device": "h20"}, "decode_device 'h20' is none of b200, h200, .* Take one of them"),
         ({"average_bits": 4.5, "effort": "best", "method": "rtn"}, "effort: best is of gptq, and rtn rounds here"),
-        ({"average_bits": 4.5, "effort": "balanced", "devices": 2}, "effort: balanced has the unmodified model"),
+        ({"average_bits": 4.5, "effort": "balanced", "devices": 2}, "effort: balanced holds the unmodified model too"),
     ],
 )
 def test_limits_that_say_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
