@@ -61,7 +61,8 @@ class PipelineFiles:
                 refuse_other(path, option, what, *starts)
                 if path.is_file() or not path.exists():  # a device or a pipe stays as it is
                     path.write_bytes(b"")
-                    path.unlink()
+                    if not path.is_symlink():
+                        path.unlink()
             except OSError as error:
                 why = f"{path} cannot be written: {error.strerror}"
                 raise UsageError(why, where=option, remedy="Name another file") from error
@@ -70,16 +71,16 @@ class PipelineFiles:
         """Write the files, and what GitHub reads if the run is a job there.
         `places` gives the places of the gates in the recipe.
         """
-        from optkit.common.atomic import write_bytes_atomically
+        from optkit_cli.written_files import write_named
 
         if self.junit:
             from optkit.scorecard.junit import to_junit
 
-            write_bytes_atomically(self.junit, to_junit(scorecard))
+            write_named(self.junit, to_junit(scorecard))
         if self.metrics:
             from optkit.scorecard.openmetrics import to_openmetrics
 
-            write_bytes_atomically(self.metrics, to_openmetrics(scorecard).encode("utf-8"))
+            write_named(self.metrics, to_openmetrics(scorecard).encode("utf-8"))
         if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
             _append_summary(Path(summary), scorecard)
         if os.environ.get("GITHUB_ACTIONS") == "true":

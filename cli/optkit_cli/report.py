@@ -31,15 +31,14 @@ def command(places: tuple[Path, ...], out: Path, **asked: Any) -> int:
 
     Exit status: 3 if none meets what is required, 4 if one may.
     """
-    from optkit.common.atomic import write_text_atomically
     from optkit.common.byte_sizes import size_text
     from optkit.page import report
     from optkit_cli.output import print_json
-    from optkit_cli.written_files import refuse_other
+    from optkit_cli.written_files import refuse_other, write_named
 
     refuse_other(out, "--out", "page", b"<!doctype html")
     made = report(places, **asked)
-    write_text_atomically(out, made.html)
+    write_named(out, made.html.encode())
     size = len(made.html.encode())
     if invocation().as_json:
         print_json({"report": str(out), "size_bytes": size, "scorecards": made.scorecards, "picks": list(made.picks)})

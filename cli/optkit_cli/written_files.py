@@ -19,3 +19,13 @@ def refuse_other(path: Path, option: str, what: str, *starts: bytes) -> None:
         raise UsageError(
             f"is a file and no {what}", where=f"{option} {path}", why="It would be replaced", remedy="Name another"
         )
+
+
+def write_named(path: Path, content: bytes) -> None:
+    """Write a whole file. A link, a device or a pipe stays what it is: what it leads to is written."""
+    from optkit.common.atomic import write_bytes_atomically
+
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_bytes(content)
+    else:
+        write_bytes_atomically(path, content)

@@ -15,12 +15,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """Write a whole file by a rename, so that no reader ever sees a part of it; make its directory.
-    A device or a pipe stays what it is, and is written to.
-    """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_bytes(content)
-        return
+    """Write a whole file by a rename, so that no reader ever sees a part of it; make its directory."""
     with drafted(path) as draft:
         draft.write_bytes(content)
 

@@ -107,6 +107,16 @@ def test_a_pipe_stays_one(desk: Path) -> None:
     assert (desk / "pipe").is_fifo()
 
 
+def test_a_link_stays_one(desk: Path) -> None:
+    """As /dev/stdout is one to the file that the shell writes the output to."""
+    (desk / "there.xml").touch()
+    (desk / "link").symlink_to(desk / "there.xml")
+    assert main(["run", "missing.yaml", "--junit", "link"]) == 2
+    assert main(["run", "tiny.yaml", "--junit", "link"]) == 3
+    assert (desk / "link").is_symlink()
+    assert (desk / "there.xml").read_bytes().startswith(b"<testsuites ")
+
+
 def test_github_marks_the_lines_of_the_recipe(
     desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

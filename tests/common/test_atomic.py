@@ -73,14 +73,3 @@ def test_a_directory_that_a_kill_left_goes_with_the_next(tmp_path: Path) -> None
         assert first.exists()
         assert second.exists()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-    write_bytes_atomically(pipe, b"words")
-    assert os.read(reader, 10) == b"words"
-    os.close(reader)
-    assert pipe.is_fifo()
-    assert [*tmp_path.iterdir()] == [pipe]
