@@ -5,6 +5,7 @@ the kernels' references in torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from optkit.errors import StageError
 from optkit.kernels import float8_linear
 from optkit.kernels.cuda import decoding, experts, layer_pass, prompts
 from optkit.kernels.cuda.decoding import GraphDecoder
-from optkit.kernels.cuda.experts import Mixture
+from optkit.kernels.cuda.experts import Choices, Mixture, StackedExperts
+from optkit.kernels.cuda.matrix import Matrix
 from optkit.kernels.cuda.nvrtc import compile_source
 from optkit.kernels.int8_linear import Int8Linear
 from optkit.model.experts import Experts, experts_in, unfuse_experts_
@@ -160,6 +162,22 @@ def test_experts_of_long_prompts_are_the_models_own(monkeypatch: pytest.MonkeyPa
     assert [taken(tokens) for tokens in (4, 65535, 65536)] == [True, True, False], "blocks of a launch are counted"
     monkeypatch.setattr(experts, "MOST_BLOCKS", 8 + 100)
     assert [taken(tokens) for tokens in (100, 403, 404)] == [True, False, False]
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_unpacked_experts_say_what_packed_ones_say(gelu: bool) -> None:
+    torch.manual_seed(0)
+    first, last = (Matrix(torch.randn(5 * 64, 32) / 6, 64, 32, torch.float32, gelu=gelu) for _ in range(2))
+    layer = StackedExperts(
+        Experts([torch.nn.Identity()] * 5), first, replace(last, outputs=32, weight=last.weight[:160])
+    )
+    chosen, shares = torch.randint(0, 4, (40, 3)), torch.rand(40, 3)
+    chosen[7] = 5  # there is none
+    x, packed, unpacked = torch.randn(40, 32), torch.empty(40, 32), torch.empty(40, 32)
+    layer.through(Choices.of(chosen, shares, 5, 8), x, packed)
+    layer.through_unpacked(Choices.empty(chosen, shares, 5, 1), x, unpacked)
+    assert not layer.unpacks
+    assert torch.allclose(packed, unpacked, atol=1e-5)
 
 
 def test_another_router_is_the_models_own() -> None:

@@ -14,18 +14,23 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.kernels.cuda.layer_matrices import goes_through_gelu, matrix_of, stack_, why_not_matrix
-from optkit.kernels.cuda.matrix import Matrix, can_stack, launch_of
+from optkit.kernels.cuda.matrix import Matrix, can_stack, dequantized, launch_of
 from optkit.kernels.cuda.nvrtc import Kernel, compiled
 from optkit.kernels.cuda.schedule import ROWS, Form, Schedule, choose_tiles
 from optkit.kernels.cuda.step_products import step_product
 from optkit.model.experts import Experts, experts_in
 
-STEPPED, MOST_PRODUCTS = 256, 5 << 30
-"""Tokens of a step; and of longer prompts the rows of an expert in the mean times its weights, at most. More go
-through the modules of the experts: they wait for the GPU once, and multiply all rows of an expert at once.
+STEPPED, MOST_MEAN = 256, 80
+"""Tokens of a step; and of longer prompts the rows of an expert in the mean, at most. For more it pays to write its
+matrices in 16 bits first.
+"""
+MOST_PRODUCTS = 5 << 30
+"""The rows of an expert in the mean times its weights, at most, where there are no such matrices. More go through the
+modules of the experts: they wait for the GPU once, and multiply all rows of an expert at once.
 """
 MOST_BLOCKS = 65535
 """Of a launch, side by side."""
@@ -34,6 +39,8 @@ MOST_ROWS = 8
 MOST_CHOICES = 32
 """Of a token, of which each lane of a warp keeps one."""
 THREADS = 512
+HAS_GROUPED = hasattr(F, "grouped_mm")
+"""torch has it from 2.10 on."""
 TRIED, TRIED_ERROR = 16, 0.03
 """Tokens that are sent through an MLP to see what it computes, and how far rounding takes most of them."""
 
@@ -45,23 +52,32 @@ class StackedExperts(nn.Module):
         """The matrices are of one expert each, with the weights of all of them one behind the other."""
         super().__init__()
         self.experts, self.gate_up, self.down = experts, gate_up, down
+        self.unpacks = HAS_GROUPED and all(
+            each.form.bits != 8 and each.bias is None and each.dtype == torch.bfloat16 for each in (gate_up, down)
+        )
+        """Whether long prompts are multiplied by matrices in 16 bits."""
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
-        if not self.takes(*chosen.shape):
-            total: Tensor = self.experts(hidden, chosen, weights)
-            return total
+        few = self.takes(*chosen.shape)
+        if not few and not self.unpacks:
+            found: Tensor = self.experts(hidden, chosen, weights)
+            return found
         hidden, total = hidden.contiguous(), torch.empty_like(hidden)
         with torch.cuda.device(hidden.device):
-            given = chosen.contiguous(), weights.contiguous()
-            self.through(Choices.of(*given, len(self.experts), self.most_rows()), hidden, total)
+            given = chosen.contiguous(), weights.contiguous(), len(self.experts)
+            if few:
+                self.through(Choices.of(*given, self.most_rows()), hidden, total)
+            else:
+                self.through_unpacked(Choices.empty(*given, 1), hidden, total)
         return total
 
     def takes(self, tokens: int, choices: int) -> bool:
         """Say whether so many tokens are few enough to be multiplied here."""
         experts, weights = len(self.experts), sum(each.outputs * each.inputs for each in (self.gate_up, self.down))
-        blocks = max(tokens, experts + tokens * choices // self.most_rows())
-        return tokens <= STEPPED or (blocks <= MOST_BLOCKS and tokens * choices * weights <= MOST_PRODUCTS * experts)
+        blocks, most = max(tokens, experts + tokens * choices // self.most_rows()), MOST_PRODUCTS // weights
+        few = tokens * choices <= (MOST_MEAN if self.unpacks else most) * experts
+        return tokens <= STEPPED or (few and blocks <= MOST_BLOCKS)
 
     def most_rows(self) -> int:
         """Return the rows of a group at most."""
@@ -85,6 +101,23 @@ class StackedExperts(nn.Module):
         choices.multiply(self.gate_up, x, gated, gated=True, norm=norm, epsilon=epsilon)
         choices.multiply(self.down, gated, made, gated=False)
         choices.sum_into_(total, made, add)
+
+    def through_unpacked(self, choices: Choices, x: Tensor, total: Tensor) -> None:
+        """Write what the chosen experts make of x into total. All rows of an expert are multiplied at once, by
+        matrices that hold their floats meanwhile.
+        """
+        chosen, order = choices.chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(chosen, torch.arange(1, choices.experts + 1, device=x.device)).int()
+
+        def product(matrix: Matrix, rows: Tensor) -> Tensor:
+            whole = dequantized(replace(matrix, outputs=choices.experts * matrix.outputs))
+            return F.grouped_mm(rows, whole.view(choices.experts, -1, matrix.inputs).transpose(1, 2), offs=ends)
+
+        gate, up = product(self.gate_up, x[order // choices.chosen.shape[1]]).chunk(2, 1)
+        gated = (F.gelu(gate, approximate="tanh") if self.gate_up.gelu else F.silu(gate)).mul_(up)
+        made = torch.empty(len(order), self.down.outputs, dtype=x.dtype, device=x.device)
+        made[order] = product(self.down, gated)
+        choices.sum_into_(total, made, add=False)
 
 
 @dataclass(frozen=True)
@@ -153,7 +186,7 @@ class Choices:
     @classmethod
     def of(cls, chosen: Tensor, shares: Tensor, experts: int, most_rows: int) -> Choices:
         """Return the given ones in groups of as many rows as an expert may have, at most `most_rows`."""
-        found = cls._empty(chosen, shares, experts, most_rows)
+        found = cls.empty(chosen, shares, experts, most_rows)
         arguments = (chosen, found.groups, found.order, chosen.numel(), len(found.groups))
         found._kernel("group")((1, 1, 1), THREADS, arguments)
         return found
@@ -163,13 +196,14 @@ class Choices:
         """Return those of the largest logits, float32 [tokens, experts]."""
         tokens, experts = logits.shape
         chosen = torch.empty(tokens, choices, dtype=torch.int64, device=logits.device)
-        found = cls._empty(chosen, logits.new_empty(tokens, choices), experts, most_rows)
+        found = cls.empty(chosen, logits.new_empty(tokens, choices), experts, most_rows)
         arguments = (logits, chosen, found.shares, found.groups, found.order, tokens, len(found.groups))
         found._kernel("route", SHARED_OUT=to_one)((1, 1, 1), THREADS, arguments)
         return found
 
     @classmethod
-    def _empty(cls, chosen: Tensor, shares: Tensor, experts: int, most_rows: int) -> Choices:
+    def empty(cls, chosen: Tensor, shares: Tensor, experts: int, most_rows: int) -> Choices:
+        """Return the given ones, not sorted yet."""
         rows = min(most_rows, 1 << (len(chosen) - 1).bit_length())
         groups = min(chosen.numel(), experts + chosen.numel() // rows)
         places = chosen.new_empty(groups, 4, dtype=torch.int32), chosen.new_empty(chosen.numel(), dtype=torch.int32)

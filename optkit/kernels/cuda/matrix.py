@@ -230,7 +230,9 @@ def launch_of(
 
 
 def dequantized(matrix: Matrix) -> Tensor:
-    """Return a matrix of 4 bits as float [outputs, inputs]."""
+    """Return a matrix of 4 or 16 bits as float [outputs, inputs]."""
+    if matrix.form.bits == 16:
+        return matrix.weight
     weight = torch.empty(matrix.outputs, matrix.inputs, dtype=matrix.dtype, device=matrix.weight.device)
     arguments = (matrix.weight, matrix.scales, matrix.offsets, weight, matrix.outputs)
     blocks = -(-matrix.form.tiles * matrix.form.chunks // 8)
