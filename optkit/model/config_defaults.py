@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
+TIED = "tie_word_embeddings"
+
 
 @cache
 def model_folder(model_type: str) -> Path | None:
@@ -69,9 +71,16 @@ def defaults_of(model_type: str) -> Mapping[str, int]:
         {
             name: number
             for name, number in numbers.items()
-            if isinstance(number, int) and not name.endswith(("_token_id", "tie_word_embeddings"))
+            if isinstance(number, int) and not name.endswith(("_token_id", TIED))
         }
     )
+
+
+def tied_by_default(model_type: str) -> bool:
+    """Say whether the output layer is the embedding if a config is silent."""
+    found = config_class(model_type)
+    value = assigned(found).get(TIED) if found else None
+    return isinstance(value, ast.Constant) and bool(value.value)
 
 
 def _is_of(found: ast.ClassDef, model_type: str) -> bool:

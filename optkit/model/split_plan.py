@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 
-from optkit.model.config_defaults import assigned, config_class
+from optkit.model.config_defaults import TIED, assigned, config_class, tied_by_default
 from optkit.model.conversions import rewritten_into
 from optkit.model.linear_layers import EXPERTS
 from optkit.model.shape import ModelShape
@@ -55,9 +55,7 @@ def splits_half_a_tie(shape: ModelShape) -> bool:
     So it is if the language model's own config ties both, and a class with towers has the output layer.
     """
     text = text_config(shape.config)
-    found = config_class(str(text.get("model_type", "")))
-    default = assigned(found).get("tie_word_embeddings") if found else None
-    ties = text.get("tie_word_embeddings", isinstance(default, ast.Constant) and default.value)
+    ties = text.get(TIED, tied_by_default(str(text.get("model_type", ""))))
     return is_multi_modal(shape.config) and bool(ties) and not any("lm_head." in name for name in shape.tensors)
 
 

@@ -1,8 +1,9 @@
-"""Whether the output layer is the embedding, as config.json says, by the bytes of both. No torch."""
+"""Whether the output layer is the embedding, as the config says, by the bytes of both. No torch."""
 
 from __future__ import annotations
 
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.config_defaults import TIED, tied_by_default
 
 HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "proj_out.weight")
 """How the name of the output layer ends."""
@@ -23,8 +24,11 @@ def broken_tie(checkpoint: Checkpoint, most: int | None = None) -> str:
     most: how many bytes are compared, else all. Tensors of different shapes are not compared.
     """
     head, embedding = output_and_embedding(checkpoint)
-    tied = checkpoint.config.get("tie_word_embeddings")
-    if not (tied and head and embedding) or checkpoint.tensors[head] != checkpoint.tensors[embedding]:
+    config, silent = checkpoint.config, TIED not in checkpoint.config
+    if not (head and embedding) or checkpoint.tensors[head] != checkpoint.tensors[embedding]:
+        return ""
+    if not (tied_by_default(str(config.get("model_type", ""))) if silent else config[TIED]):
         return ""
     same = checkpoint.read_bytes(head, most) == checkpoint.read_bytes(embedding, most)
-    return "" if same else f"tie_word_embeddings is true, and {head} differs from {embedding}"
+    told = f"{TIED} is true{', which config.json leaves out,' if silent else ','}"
+    return "" if same else f"{told} and {head} differs from {embedding}"

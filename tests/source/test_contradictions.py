@@ -32,6 +32,11 @@ def another_head(model: Path) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
 
+def another_head_and_a_silent_config(model: Path) -> None:
+    another_head(model)
+    change_json(model / "config.json", lambda config: config.pop("tie_word_embeddings"), model_type="gemma")
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -50,6 +55,11 @@ def another_head(model: Path) -> None:
             ": tie_word_embeddings is true, and lm_head.weight differs from model.embed_tokens.weight. transformers "
             "computes with both, and other programs with one of them. Set tie_word_embeddings to false in "
             "config.json, or take the first tensor out of the file.",
+        ),
+        (
+            another_head_and_a_silent_config,
+            ": tie_word_embeddings is true, which config.json leaves out, and lm_head.weight differs from "
+            "model.embed_tokens.weight. transformers",
         ),
     ],
 )
