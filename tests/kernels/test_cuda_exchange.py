@@ -136,7 +136,7 @@ def test_two_gpus_choose_what_float32_would(
     split: Any = open_session(directory, [*settings, TWO], "cuda")
     own: Any = open_session(directory, settings[:1], "cuda")
     exact: Any = open_session(directory, device="cuda", dtype="float32")
-    assert not any("cuda_graphs" in note for note in split.notes), split.notes
+    assert not any("in its place" in note for note in split.notes), split.notes
     for batch, prompt in ((1, 5), (1, 5), (3, 140), (3, 150), (12, 17), (45, 9), (256, 3)):
         tokens = torch.randint(0, 90, (batch, prompt), generator=torch.Generator().manual_seed(batch))
         written = split.generate(tokens, 30)

@@ -13,7 +13,16 @@ import torch.nn.functional as F
 
 from optkit.kernels.cuda.matrix import tiled
 from optkit.kernels.cuda.schedule import Form
-from optkit.kernels.cuda.wide import KEPT_BYTES, REGISTERS, SHARED_BYTES, Lined, Widths, choose_widths, multiply_wide
+from optkit.kernels.cuda.wide import (
+    KEPT_BYTES,
+    MOST_SPLIT,
+    REGISTERS,
+    SHARED_BYTES,
+    Lined,
+    Widths,
+    choose_widths,
+    multiply_wide,
+)
 from tests.kernels.test_cuda_kernels import dense, difference, example
 
 hopper = pytest.mark.skipif(
@@ -21,7 +30,7 @@ hopper = pytest.mark.skipif(
 )
 WIDTHS = [
     Widths(tokens, warpgroups, split)
-    for tokens, warpgroups, split in product((32, 64, 128), (2, 4), (1, 2, 4, 8))
+    for tokens, warpgroups, split in product((32, 64, 128), (2, 4), range(1, MOST_SPLIT + 1))
     if tokens < 128 or warpgroups == 4
 ]
 
@@ -43,6 +52,8 @@ def test_each_block_of_a_cluster_has_inputs(inputs: int) -> None:
         widths = choose_widths(form, rows, gated, 132)
         assert widths in WIDTHS
         assert widths.split <= form.chunks
+        blocks = widths.units(form, gated) * -(-rows // widths.tokens) * widths.split
+        assert widths.split == 1 or blocks <= 132 * 4 // widths.warpgroups
 
 
 @pytest.mark.parametrize("gelu", [False, True])

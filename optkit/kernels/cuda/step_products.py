@@ -21,9 +21,9 @@ MOST_STREAMED = {torch.int32: 64, torch.float8_e4m3fn: 6, torch.int8: 16, torch.
 """Rows up to which `linear.cu` is faster than a dense product, by the dtype of a weight, on an H200;
 of 4 bits (int32) it takes 32 at a time.
 """
-WIDE = {False: range(33, 129), True: range(17, 257)}
+WIDE = {False: range(33, 1025), True: range(17, 1025)}
 """Rows for which `wide.cu` is faster than `linear.cu` and than weights dequantized for a dense product,
-on an H200, by whether a matrix has more outputs than inputs: then no blocks share the inputs.
+on an H200, by whether a matrix has more outputs than inputs.
 """
 FEWEST_INTEGER_ROWS = 17
 """That torch._int_mm takes on CUDA."""

@@ -95,7 +95,9 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
          int rows, int tokens, int second_half, int chunks) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, unit = blockIdx.x / SPLIT, rank = blockIdx.x % SPLIT;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % SPLIT;
+  // blocks of the same outputs are side by side: codes are read once
+  const int parts = (tokens + TOKENS - 1) / TOKENS, unit = blockIdx.x / SPLIT / parts, part = blockIdx.x / SPLIT % parts;
   const int first = chunks * rank / SPLIT, turns = chunks * (rank + 1) / SPLIT - first;
   const u32 full = shared_place(barriers), empty = full + 8 * STAGES, base = shared_place(memory);
   if (threadIdx.x == 0) {
@@ -122,7 +124,7 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
     next_offsets += SUBGROUPS * 8;
 #endif
   };
-  const unsigned char* next_x = x + ((size_t)blockIdx.y * chunks + first) * X_BYTES;
+  const unsigned char* next_x = x + ((size_t)part * chunks + first) * X_BYTES;
   const auto fetch_x = [&](int stage) {
     expect(full + stage * 8, X_BYTES);
     copy_all(base + stage * X_BYTES, next_x, X_BYTES, full + stage * 8);
@@ -220,9 +222,10 @@ extern "C" __global__ void __cluster_dims__(SPLIT, 1, 1) __launch_bounds__(THREA
 #else
   const int made = rows;
 #endif
-  for (int item = threadIdx.x; item < TOKENS / SPLIT * (OUTPUTS / 4); item += THREADS) {
-    const int held = rank * (TOKENS / SPLIT) + item / (OUTPUTS / 4), column = item % (OUTPUTS / 4) * 4;
-    const int token = blockIdx.y * TOKENS + held, row = unit * OUTPUTS + column;
+  const int last = (rank + 1) * TOKENS / SPLIT;
+  for (int item = rank * TOKENS / SPLIT * (OUTPUTS / 4) + threadIdx.x; item < last * (OUTPUTS / 4); item += THREADS) {
+    const int held = item / (OUTPUTS / 4), column = item % (OUTPUTS / 4) * 4;
+    const int token = part * TOKENS + held, row = unit * OUTPUTS + column;
     if (token >= tokens || row >= made) continue;
     float4 value = biased(added_up(held, column), row);
 #ifdef GATED

@@ -19,6 +19,8 @@ SHARED_BYTES = 227 << 10
 """Of a multiprocessor there."""
 KEPT_BYTES = 2 << 10
 """For a block's barriers and what CUDA takes itself."""
+MOST_SPLIT = 8
+"""Blocks that share the inputs: a cluster of so many runs on each such GPU."""
 MOST_STAGES = 6
 MOST_DEPTH = 3
 REGISTERS = 92
@@ -34,7 +36,7 @@ class Widths:
     warpgroups: int
     """2 or 4, each for 64 outputs; then 2 blocks or 1 run on a multiprocessor."""
     split: int
-    """Blocks that share the inputs: 1, 2, 4 or 8."""
+    """Blocks that share the inputs."""
 
     def units(self, form: Form, gated: bool) -> int:
         """Return in how many parts the outputs are made."""
@@ -122,7 +124,7 @@ def multiply_wide(
     flags = {"RESIDUAL": int(add), "GATED": int(gated), "WIDE": int(made.dtype == torch.float32), "LINED": lines}
     weights = (matrix.weight, matrix.scales, matrix.offsets, matrix.bias)
     arguments = (*weights, lined, made, form.outputs, rows, half, form.chunks)
-    grid, threads = (widths.units(form, gated) * widths.split, blocks, 1), 128 * widths.warpgroups
+    grid, threads = (widths.units(form, gated) * blocks * widths.split, 1, 1), 128 * widths.warpgroups
     _kernel("wide", widths, form, device, **flags)(grid, threads, arguments, widths.shared_bytes)
 
 
@@ -137,14 +139,13 @@ def _line_up(form: Form, tokens: int, x: Tensor, norm: Tensor | None, epsilon: f
 
 @cache
 def choose_widths(form: Form, rows: int, gated: bool, multiprocessors: int) -> Widths:
-    """Return what is good on an H200: inputs are shared until all multiprocessors have a block."""
+    """Return what is good on an H200: inputs are shared by as many blocks as run at once."""
     tokens = tokens_of(rows)
-    widths = Widths(tokens, 2, 8) if tokens < 128 else Widths(128, 4, 4)
-    blocks = widths.units(form, gated) * -(-rows // widths.tokens)
-    room = 4 // widths.warpgroups * multiprocessors // blocks
-    while widths.split > max(1, min(room, form.chunks)):
-        widths = replace(widths, split=widths.split // 2)
-    return widths
+    widths = Widths(tokens, 2, 1) if tokens < 128 else Widths(128, 4, 1)
+    blocks, room = widths.units(form, gated) * -(-rows // tokens), 4 // widths.warpgroups * multiprocessors
+    # a cluster runs inside a group of 14 to 18 multiprocessors, so larger ones leave up to a fourth of them idle
+    fitting = [each for each in range(2, MOST_SPLIT + 1) if blocks * each <= (room if each == 2 else room * 3 // 4)]
+    return replace(widths, split=min(max(fitting, default=1), form.chunks))
 
 
 @cache
