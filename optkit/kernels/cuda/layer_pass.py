@@ -66,7 +66,7 @@ class Rows:
             return
         self.finish()
         mlp = layer.mlp
-        if isinstance(mlp, Mixture) and asks_nothing(layer, len(self.hidden)):
+        if isinstance(mlp, Mixture) and has_kernels_for(layer, len(self.hidden)):
             mlp.add_to_(self.hidden, layer.mlp_norm, self.epsilon)
             return
         normed = self.hidden if layer.mlp_norm is None else self._normed(self.hidden, layer.mlp_norm)
@@ -137,8 +137,10 @@ class Rows:
         return F.rms_norm(x, norm.shape, norm, self.epsilon)
 
 
-def asks_nothing(layer: Layer, tokens: int) -> bool:
-    """Say whether so many tokens go through a layer without Python asking the GPU for anything."""
+def has_kernels_for(layer: Layer, tokens: int) -> bool:
+    """Say whether so many tokens go through a layer's MLP by kernels; else its module is called, which may ask the GPU
+    for what no graph can.
+    """
     mlp = layer.mlp
     return isinstance(mlp, GatedMlp) or (isinstance(mlp, Mixture) and layer.fed_norm is None and mlp.takes(tokens))
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.kernels.cuda.graph_capture import captured
-from optkit.kernels.cuda.layer_pass import Rows, asks_nothing
+from optkit.kernels.cuda.layer_pass import Rows, has_kernels_for
 from optkit.kernels.cuda.step_layers import Layer
 from optkit.kernels.cuda.step_products import step_product
 
@@ -40,7 +40,7 @@ class Prompts:
         (batch, length), decoder = tokens.shape, steps.decoder
         padded = min(-(-length // LENGTH_STEP) * LENGTH_STEP, steps.capacity)
         rows = batch * padded
-        if rows <= MOST_CAPTURED and all(asks_nothing(layer, rows) for layer in decoder.layers):
+        if rows <= MOST_CAPTURED and all(has_kernels_for(layer, rows) for layer in decoder.layers):
             if padded not in self._padded:
                 self._padded[padded] = PaddedPrompt(tokens.new_zeros(batch, padded))
             return self._padded[padded].read(steps, tokens)
