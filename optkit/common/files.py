@@ -7,6 +7,7 @@ anything. Each format has one function that reads it into typed data, inside `re
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
 import json
@@ -109,6 +110,9 @@ def read_text(path: Path, error: type[OptkitError] = SourceError, most_bytes: in
         if most_bytes is not None and size > most_bytes:
             raise error(f"{size:,} bytes are too many", where=str(path), why=f"Such a file has at most {most_bytes:,}")
         content = file.read()
+    if content.startswith(codecs.BOM_UTF8):
+        what, why = "it begins with a byte order mark", "To a parser or a tokenizer that is a character of the text"
+        raise error(what, where=str(path), why=why, remedy="Remove it: tail -c +4 OLD > NEW")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as cause:

@@ -227,6 +227,11 @@ class TestFiles:
         with pytest.raises(SourceError, match=said):
             TextSource(dataset=str(tmp_path / "mine.txt")).documents(None)
 
+    def test_a_byte_order_mark_is_no_text(self, tmp_path):
+        (tmp_path / "mine.txt").write_text("a b c", encoding="utf-8-sig")
+        with pytest.raises(SourceError, match=r"mine.txt: it begins with a byte order mark. .* Remove it: tail -c \+4"):
+            TextSource(dataset=str(tmp_path / "mine.txt")).documents(None)
+
     def test_not_there(self, tmp_path):
         with pytest.raises(SourceError, match=r"gone.txt: cannot be read. No such file or directory"):
             TextSource(dataset=str(tmp_path / "gone.txt")).pinned(None)
