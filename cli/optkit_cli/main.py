@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -98,6 +99,8 @@ def optkit() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; with `--json`, stdout is one document."""
     _quiet_libraries()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not every encoding has an arrow
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if arguments is None else list(arguments)
     invocation = Invocation()
     as_json = "--json" in words and not {"-h", "--help", "--version"} & {*words}

@@ -130,3 +130,10 @@ def test_nothing_heavy_is_imported(folder: Path) -> None:
         "sys.exit(9 if {'torch', 'transformers'} & {*sys.modules} else status)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_what_an_encoding_lacks_is_escaped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stdout, encoding="latin-1", write_through=True))
+    assert main(["compare", str(folder)]) == 0
+    assert b"perplexity \\u2193" in stdout.getvalue()
