@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +15,7 @@ from optkit.common.atomic import write_text_atomically
 from optkit.common.files import read_object, reading
 from optkit.common.frozen import Frozen
 from optkit.errors import StoreError
-from optkit.store.out_directory import locked
+from optkit.store.out_directory import locked, real
 from optkit.store.store import explain_os_error
 
 RECORD = "sweep.json"
@@ -121,18 +121,22 @@ def read_record(directory: Path) -> SweepRecord | None:
 
 
 @contextlib.contextmanager
-def held(directory: Path) -> Iterator[None]:
+def held(directory: Path, kept: Iterable[Path]) -> Iterator[None]:
     """Hold a sweep's directory, so that no two runs write one sweep.
 
-    Raises StoreError if another run holds it, or if there is something else.
+    Raises StoreError if another run holds it, if there is something else, or if it lies in a directory that is
+    `kept` as it is.
     """
-    _check_place(directory)
+    _check_place(directory, kept)
     with locked(directory, directory / LOCK, "another sweep is at work there", "the sweep"):
         yield
 
 
-def _check_place(directory: Path) -> None:
+def _check_place(directory: Path, kept: Iterable[Path]) -> None:
     remedy = "Name another directory with --out"
+    if holder := next((each for each in kept if real(directory).is_relative_to(real(each))), None):
+        why = "A sweep writes files there, and a model or a store has to stay as it is"
+        raise StoreError(f"lies in {holder}", where=str(directory), why=why, remedy=remedy)
     if directory.exists() and not directory.is_dir():
         raise StoreError("is a file", where=str(directory), remedy=remedy)
     if is_artifact(directory):

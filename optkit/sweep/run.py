@@ -79,7 +79,8 @@ class Sweep:
         Raises StoreError if the directory cannot be used, and what timing the unmodified model
         raises.
         """
-        with held(self.directory):
+        kept = (self.store.root, *places_of(models_in([each.recipe for each in self.combinations])))
+        with held(self.directory, kept):
             self._begin()
             with self.executor:
                 self._make()

@@ -276,6 +276,14 @@ def test_a_place_that_is_something_else_is_refused(desk: Desk) -> None:
     )
 
 
+def test_no_sweep_writes_beside_the_weights_of_a_model(desk: Desk) -> None:
+    """Its record there would make the model another one."""
+    said = str(refusal(desk, out=str(desk.model / "s")))
+    why = "A sweep writes files there, and a model or a store has to stay as it is"
+    assert said == f"{desk.model}/s: lies in {desk.model}. {why}. Name another directory with --out."
+    assert not (desk.model / "s").exists()
+
+
 def test_two_sweeps_never_write_one_directory(desk: Desk) -> None:
     def second(order: Order) -> None:
         said = str(refusal(desk, executor=Here()))
