@@ -41,7 +41,7 @@ RECENT = 10
 FEWEST = 3
 """Earlier calls from which on a row is judged: the spread of two says too little."""
 CALM = 0.1
-"""Share of the cores that other programs may use in one run of a row: the fastest took no longer."""
+"""Share of the cores that other programs may use in the calmest run of a row. The run that counts took no longer."""
 
 
 @dataclass(frozen=True)

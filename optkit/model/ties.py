@@ -20,8 +20,10 @@ def output_and_embedding(checkpoint: Checkpoint) -> tuple[str | None, str | None
 
 
 def broken_tie(checkpoint: Checkpoint, most: int | None = None) -> str:
-    """Return in words that the output layer differs from the embedding that it is tied to, empty if it does not.
-    most: how many bytes are compared, else all. Tensors of different shapes are not compared.
+    """Return in words that the output layer is not the embedding that it is tied to, empty if it is.
+    Tensors of different shapes are not compared.
+
+    most: how many bytes are compared, else all
     """
     head, embedding = output_and_embedding(checkpoint)
     config, silent = checkpoint.config, TIED not in checkpoint.config
