@@ -1,5 +1,4 @@
 import json
-import shutil
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -9,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from optkit.errors import SourceError
 from optkit.source.calibration import Calibration, load_tokenizer
+from tests.support.changes import changed_copy
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +184,6 @@ def test_a_damaged_tokenizer(tmp_path):
 
 
 def test_a_tokenizer_beside_a_config_that_is_wrong(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    model = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "model"))
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), encoding="utf-8")
+    model = changed_copy(tiny_model("qwen2"), tmp_path, num_hidden_layers=1)
     with pytest.raises(SourceError, match=r"`num_hidden_layers` \(1\) must be equal to .* and config.json from"):
         load_tokenizer(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from optkit.stages.cast import Cast
 from optkit.stages.mx import Mx
 from optkit.stages.quantizing.streaming import LayerQuantizer
 from tests.conftest import TinyModel
+from tests.support.changes import changed_copy
 from tests.support.predictions import predicted
 
 Halved = Callable[[str], Path]
@@ -175,27 +177,20 @@ def test_some_experts_alone_are_refused(halved: Halved) -> None:
 
 
 def test_blocks_that_do_not_fit_are_refused(halved: Halved, tmp_path: Path) -> None:
-    narrow = tmp_path / "narrow"
-    narrow.mkdir()
-    config = json.loads((halved("llama") / "config.json").read_text())
-    (narrow / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
-    tensors = load_file(halved("llama") / "model.safetensors")
-    for name in tensors:
-        if ".mlp." in name:
-            tensors[name] = tensors[name][:, :48].contiguous() if "down" in name else tensors[name][:48].contiguous()
-    save_file(tensors, narrow / "model.safetensors", metadata={"format": "pt"})
+    def narrowed(tensors: dict[str, torch.Tensor], width: int) -> dict[str, torch.Tensor]:
+        for name, tensor in tensors.items():
+            if ".mlp." in name:
+                tensors[name] = (tensor[:, :width] if "down" in name else tensor[:width]).contiguous()
+        return tensors
+
+    narrow = changed_copy(halved("llama"), tmp_path, partial(narrowed, width=48), intermediate_size=48)
     assert refusal(narrow, type="mxfp4") == (
         "mx.type: 3 layers have columns (48) that are not a multiple of 32 (model.layers.0.mlp.down_proj, "
         "...). Blocks of mxfp4 are 32 inputs wide. Exclude them, or set type: nvfp4."
     )
     assert quantize(narrow, tmp_path / "packed").changed == 21
-    for name in tensors:
-        if name.endswith("down_proj.weight"):
-            tensors[name] = tensors[name][:, :40].contiguous()
-        elif ".mlp." in name:
-            tensors[name] = tensors[name][:40].contiguous()
-    save_file(tensors, narrow / "model.safetensors", metadata={"format": "pt"})
-    (narrow / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+    (tmp_path / "again").mkdir()
+    narrow = changed_copy(halved("llama"), tmp_path / "again", partial(narrowed, width=40), intermediate_size=40)
     assert refusal(narrow).endswith("Blocks of nvfp4 are 16 inputs wide. Exclude them.")
 
 

@@ -4,7 +4,6 @@ and the right blocks go.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from optkit.stage import Context
 from optkit.stages.narrowing import proof as smaller_proof
 from optkit.stages.prune_structured import PruneStructured
 from tests.conftest import TinyModel
-from tests.support.changes import changed_copy
+from tests.support.changes import change_json, changed_copy
 from tests.support.live_memory import LiveBytes
 from tests.support.smaller_models import (
     MODELS,
@@ -99,9 +98,7 @@ def test_config_says_what_is_left(kind: str, told: dict[str, Any], tmp_path: Pat
 
 def test_kinds_that_transformers_derives_from_the_index_are_written_out(tmp_path: Path) -> None:
     source = save_model("gemma3", tmp_path / "source")
-    path = source / "config.json"
-    config = {key: value for key, value in json.loads(path.read_text()).items() if key != "layer_types"}
-    path.write_text(json.dumps(config | {"sliding_window_pattern": 3}))
+    change_json(source / "config.json", lambda config: config.pop("layer_types"), sliding_window_pattern=3)
     pruned(source, tmp_path / "target", remove_layers=[0])
     assert (
         config_of(tmp_path / "target")["layer_types"]

@@ -45,10 +45,9 @@ def change(directory: Path, tensors: Callable[[dict[str, torch.Tensor]], object]
     if tensors:
         with changing(directory) as held:
             tensors(held)
-    config = json.loads((directory / "config.json").read_text())
-    changed = config["quantization_config"] | words
-    config["quantization_config"] = {name: value for name, value in changed.items() if value is not None}
-    (directory / "config.json").write_text(json.dumps(config))
+    changed = json.loads((directory / "config.json").read_text())["quantization_config"] | words
+    kept = {name: value for name, value in changed.items() if value is not None}
+    change_json(directory / "config.json", quantization_config=kept)
     return directory
 
 

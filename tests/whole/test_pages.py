@@ -26,6 +26,7 @@ from optkit import pipeline
 from optkit.recipe.matrix_reading import load_matrix
 from optkit.recipe.recipe import load_recipe
 from optkit.recipe.registry import eval_names
+from tests.support.changes import change_json
 from tests.support.pages import (
     PAGES,
     ROOT,
@@ -99,9 +100,7 @@ def place(
         _copy(source, file.parent if file.suffix in {".json", ".onnx"} else file)
     for name in re.findall(r"(?:--model |model[:=] ?\"?)(\./[\w./-]*[\w-])", text):
         _copy(tiny_model("mixtral" if "moe" in name else "llama"), tmp_path / name)
-        config = tmp_path / name / "config.json"
-        longer = {**json.loads(config.read_text(encoding="utf-8")), "max_position_embeddings": 4096}
-        config.write_text(json.dumps(longer), encoding="utf-8")
+        change_json(tmp_path / name / "config.json", max_position_embeddings=4096)
     for name in re.findall(r"--data (\S+)", text):
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
     for block in blocks(page):
