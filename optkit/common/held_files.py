@@ -59,10 +59,14 @@ def held_directory(parent: Path, prefix: str, left_by: str | None = None) -> Ite
 
 
 def delete_abandoned(parent: Path, prefix: str = "") -> None:
-    """Delete the directories that begin so and whose process is gone. What a link leads to stays."""
+    """Delete the directories that begin so and whose process is gone. What a link leads to stays, and what is not
+    empty and was never held: others made it.
+    """
     for home in parent.iterdir():
         with contextlib.suppress(OSError):
             if home.name.startswith(prefix) and home.is_dir() and not home.is_symlink():
+                if not (home / ALIVE).exists() and any(home.iterdir()):
+                    continue
                 with hold(home / ALIVE):
                     clear(home)
 

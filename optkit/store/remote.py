@@ -37,6 +37,8 @@ and what botocore did: alone they take half an hour to give a server up that tak
 """
 PACKAGES = {"s3fs": "optkit[remote]", "smbclient": "smbprotocol"}
 """Module that is missing -> what to install, if not a package of its name."""
+OURS = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
+"""Names of drafts, and digests, which all else is named by."""
 PASSWORD = re.compile(r"://[^@]*:(?!\d+/)[^@]*@")
 """Of AWS they may hold a slash, and a URL may stand in another one: `simplecache::s3://...`."""
 EXAMPLES = "Write s3://bucket/prefix, gs://bucket/prefix or a directory"
@@ -111,7 +113,9 @@ class Remote:
         return sorted(self.there(folder))
 
     def there(self, folder: str) -> dict[str, Fact]:
-        """Return key, or name of a file, -> how large it is and since when it is so."""
+        """Return key, or name of a file, -> how large it is and since when it is so. What others put there is
+        left out.
+        """
         with self._talking("read"):
             try:
                 found = self._files.ls(self._path(folder, "").rstrip("/"), detail=True)
@@ -119,7 +123,8 @@ class Remote:
                 return {}
         documents = folder in KINDS
         named = {Path(each["name"]): each for each in found if each.get("type") != "directory"}
-        kept = {path: each for path, each in named.items() if path.suffix == ".json" or not documents}
+        ending = ".json" if documents else ""
+        kept = {path: each for path, each in named.items() if OURS.fullmatch(path.stem) and path.suffix == ending}
         return {path.stem: Fact(int(each.get("size") or 0), _changed(each)) for path, each in kept.items()}
 
     def delete(self, folder: str, names: Iterable[str]) -> None:

@@ -34,10 +34,15 @@ class StoredWork(Frozen):
 
 
 def survey_work(store: Store) -> tuple[StoredWork, ...]:
-    """Return what lies there, the one used last first."""
+    """Return what lies there, the one used last first. What others made there is left out."""
     root = store.root / "work"
-    places = [place for place in root.iterdir() if place.is_dir()] if root.is_dir() else []
+    places = [place for place in root.iterdir() if _is_work(place)] if root.is_dir() else []
     return tuple(sorted((_described(place) for place in places), key=lambda work: (-work.last_use, work.name)))
+
+
+def _is_work(place: Path) -> bool:
+    marks = (place / ABOUT, place / IN_USE)
+    return place.is_dir() and (bool(STEP.fullmatch(place.name)) or any(mark.is_file() for mark in marks))
 
 
 def delete_work(store: Store, work: StoredWork, *, dry_run: bool) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optkit.common.held_files import held_directory
+from optkit.common.held_files import ALIVE, held_directory
 from optkit.model.as_floats import as_floats
 from tests.conftest import TinyModel
 from tests.support.packed_models import save_packed
@@ -18,6 +18,7 @@ def test_the_next_one_deletes_what_killed_processes_left(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (left := tmp_path / "optkit-floats-0123").mkdir()
     (left / "tokenizer.json").touch()
+    (left / ALIVE).touch()
     packed, plain = tmp_path / "packed", tmp_path / "plain"
     save_packed(tiny_model("llama"), packed, plain)
     with as_floats(packed) as first:

@@ -87,20 +87,32 @@ def test_uploads_that_broke_off_and_damaged_records_go_by_age(url: str, capsys: 
     for path in (
         place / "files" / ("d" * 64),
         place / "files" / ("e" * 64),
-        place / "drafts" / "f",
-        place / "drafts" / "g",
+        place / "drafts" / ("f" * 16),
+        place / "drafts" / ("0" * 16),
     ):
         path.write_text("part")
     (place / "steps" / f"{'9' * 64}.json").write_text("{")
-    for path in (place / "files" / ("d" * 64), place / "drafts" / "f", place / "steps" / f"{'9' * 64}.json"):
+    for path in (place / "files" / ("d" * 64), place / "drafts" / ("f" * 16), place / "steps" / f"{'9' * 64}.json"):
         os.utime(path, (time.time() - 2 * DAY_S,) * 2)
     told = spoken(capsys, "store", "prune", "--remote", url, "--older-than", "1d")[0]
     assert "2 files that no step has deleted" in told
     assert "damaged" in told
-    assert {path.name for path in (place / "drafts").iterdir()} == {"g"}
+    assert {path.name for path in (place / "drafts").iterdir()} == {"0" * 16}
     assert not (place / "files" / ("d" * 64)).exists()
     assert (place / "files" / ("e" * 64)).exists()
     assert left(url)[0] == [NEW]
+
+
+@pytest.mark.parametrize("url", ["file"], indirect=True)
+def test_files_that_others_put_there_stay(url: str, capsys: Captured) -> None:
+    place = Path(url.removeprefix("file://"))
+    theirs = [place / "metrics" / "results.json", place / "files" / "LICENSE", place / "drafts" / "novel"]
+    for path in theirs:
+        path.write_text("{}")
+        os.utime(path, (time.time() - 2 * DAY_S,) * 2)
+    assert pruned(capsys, url, "--all")["metrics"] == 1
+    assert left(url) == ([], 0, [])
+    assert [path.read_text() for path in theirs] == ["{}"] * 3
 
 
 def test_a_store_that_does_not_let_you_in_says_what_to_check(tmp_path: Path, capsys: Captured) -> None:

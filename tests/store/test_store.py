@@ -14,6 +14,7 @@ import pytest
 from optkit.common.atomic import write_text_atomically
 from optkit.common.cache import default_store
 from optkit.errors import ResourceError, StoreError
+from optkit.store.contents import prune
 from optkit.store.files import is_unchanged
 from optkit.store.store import Store, explain_os_error
 
@@ -200,9 +201,19 @@ def test_one_process_writes_while_another_sweeps(store):
 
 def test_what_a_kill_leaves_before_a_draft_is_held_is_deleted(store):
     (store.root / "drafts" / "k-1").mkdir(parents=True)
-    (store.root / "drafts" / "k-2" / "model").mkdir(parents=True)
     fill(store)
     assert list((store.root / "drafts").iterdir()) == []
+
+
+def test_what_others_made_in_a_directory_that_is_named_as_a_store_stays(store):
+    """A project may have a folder `drafts`, and `--store .` is soon written."""
+    files = [store.root / "drafts" / "novel" / "first.txt", store.root / "work" / "thesis" / "chapter.tex"]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_text("words")
+    fill(store)
+    assert prune(store, everything=True).work == ()
+    assert [file.read_text() for file in files] == ["words", "words"]
 
 
 def test_two_processes_take_turns_on_one_key(store):
