@@ -121,18 +121,10 @@ class Chromium:
             if each.get("method") == "Network.requestWillBeSent"
         ]
 
-    def screenshot(self, path: Path, whole: bool = True) -> None:
-        """Write a picture of the page."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(data))
-
-    def printed_pages(self, path: Path | None = None) -> int:
+    def printed_pages(self) -> int:
         """Return the number of pages on paper (A4)."""
         data = self.call("Page.printToPDF", preferCSSPageSize=True, printBackground=True)["data"]
-        document = base64.b64decode(data)
-        if path:
-            path.write_bytes(document)
-        return len(re.findall(rb"/Type\s*/Page\b", document))
+        return len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(data)))
 
 
 @contextmanager
