@@ -97,6 +97,26 @@ def pack_compressed_tensors(weight: QuantizedWeight, symmetric: bool, scale_dtyp
     return tensors
 
 
+def unpack_compressed_tensors(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
+    """Undo `pack_compressed_tensors`."""
+    outputs, inputs = tensors["weight_shape"].tolist()
+    codes, scales = unpack(tensors["weight_packed"], bits, inputs, 1), tensors["weight_scale"].float()
+    packed = tensors.get("weight_zero_point")
+    zeros = _middle(scales, bits) if packed is None else unpack(packed, bits, outputs, 0)
+    return QuantizedWeight(codes, scales, zeros, bits)
+
+
+def unpack_bytes(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
+    """Return one layer whose codes, and zero points, are `signed_codes`."""
+    scales, zeros = tensors["weight_scale"].float(), tensors.get("weight_zero_point")
+    zeros = _middle(scales, bits) if zeros is None else unsigned_codes(zeros, bits)
+    return QuantizedWeight(unsigned_codes(tensors["weight"], bits), scales, zeros, bits)
+
+
+def _middle(scales: Tensor, bits: int) -> Tensor:
+    return torch.full_like(scales, 1 << (bits - 1), dtype=torch.uint8)
+
+
 def signed_codes(codes: Tensor, bits: int) -> Tensor:
     """Return uint8 codes or zero points as int8 centred on 0, as compressed-tensors has them in whole bytes."""
     return (codes.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
@@ -118,6 +138,14 @@ def pack_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
         "scales": weight.scales.T.to(torch.float16).contiguous(),
         "g_idx": group_of_input,
     }
+
+
+def unpack_gptq(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
+    """Undo `pack_gptq`."""
+    scales = tensors["scales"].T.float().contiguous()
+    codes = unpack(tensors["qweight"].T.contiguous(), bits, len(tensors["g_idx"]), 1)
+    zeros = unpack(tensors["qzeros"], bits, len(scales), 1).T.contiguous() + 1
+    return QuantizedWeight(codes, scales, zeros, bits)
 
 
 def pack_awq(weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -5,16 +5,13 @@ PLACE/block-00003.safetensors   the tensors that the stage made of a block
 PLACE/states-00003              the hidden states behind it, as they lie in memory; of one block alone, and
                                 none behind the model's last one if nobody reads them
 PLACE/encoded                   those behind the encoder of an encoder-decoder
-PLACE/spare                     states that are out of date, over which the next ones are written
 PLACE/NAME.json                 what was measured in front of the first block
 
 Of several processes each writes the states of its share, states-00003-1 and so on. The first writes
-all else, kept.json once the states of all are there. To write over a file takes a tenth of the time of
-writing a new one, for which the disk has to find room.
+all else, kept.json once the states of all are there.
 
-States of gigabytes may take longer than a block. They are written so seldom that they cost a twentieth of
-the time at most; blocks behind them count as finished once states are written again. So a kill costs one
-block, or PAUSE times as long as the states take.
+States of gigabytes take longer to write than a GPU takes for a block. They are not written then: a run that
+goes on runs through the finished blocks again, with the tensors that were made of them.
 """
 
 from __future__ import annotations
@@ -25,9 +22,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from optkit.common.atomic import remember, write_text_atomically
 from optkit.common.byte_sizes import size_text
@@ -45,20 +41,19 @@ if TYPE_CHECKING:
 
     from optkit.model.blocks import BlockInputs
 
-KEPT, ENCODED, SPARE = "kept.json", "encoded", "spare"
+KEPT, ENCODED = "kept.json", "encoded"
 DECIDING = "optkit", "device_name", "cpu_kernels", "cuda", *PACKAGES
 """What decides, beside the key of a step, which bits come out of it."""
-PAUSE = 20
-"""How many times as long as hidden states take to write passes at least until they are written again."""
-BYTES_S = 1e9
-"""How fast they are written, until it is known."""
 SMALL_BYTES = 1 << 26
-"""Smaller states are written behind each block."""
+"""Smaller states of a GPU are written, too."""
 WAIT_S = 120.0
 """How long the first process waits for the states of the others, once its own are written."""
 TELL_S = 10.0
 """How long it waits before it says so."""
 T = TypeVar("T")
+Replay: TypeAlias = "Callable[[int, Mapping[str, Tensor]], None]"
+"""Brings hidden states behind a block that is given by its number and what was made of it, bit by bit as the stage
+itself does."""
 
 
 class KeptBlocks:
@@ -85,10 +80,8 @@ class KeptBlocks:
         """Behind how many blocks at most the hidden states are read."""
         self._facts: Mapping[str, Any] | None = None
         """None as long as nothing can be kept."""
-        self._due = -1
-        """The block behind which hidden states are written next, or were if it is done."""
-        self._done_s = self._writing_s = 0.0
-        """When the last block was done, with what was waited since, and how long its states take to write."""
+        self._replay: Replay | None = None
+        """Makes hidden states again; None if they are written."""
         self._measured: dict[str, list[int] | None] = {}
         """The files of what was measured in front of the first block, as `_seen`."""
         self._writer = ThreadPoolExecutor(1, "kept blocks")
@@ -101,18 +94,21 @@ class KeptBlocks:
         return int(self._kept.get("done", 0))
 
     def resume(
-        self, total: int, inputs: BlockInputs | None, facts: Mapping[str, Any], last_is_read: bool = False
+        self,
+        total: int,
+        inputs: BlockInputs | None,
+        facts: Mapping[str, Any],
+        replay: Replay | None = None,
+        last_is_read: bool = False,
     ) -> range:
         """Return which of so many blocks are left to do; from here on each that is done is kept.
 
         The hidden states of the inputs become those in front of the first of them, or behind the last one
         if somebody reads them. `facts` holds dicts and lists of JSON values, which are filled with what was
-        found in the others.
+        found in the others. Without `replay` hidden states are written, however long it takes.
         """
-        self._inputs, self._facts = inputs, facts
-        self._read, self._due = total if last_is_read else total - 1, self.done - 1
-        size = inputs.hidden.nbytes if inputs else 0
-        self._done_s, self._writing_s = time.monotonic(), size / BYTES_S if size >= SMALL_BYTES else 0.0
+        self._inputs, self._facts, self._read = inputs, facts, total if last_is_read else total - 1
+        self._replay = None if inputs is None or writes_states(inputs.hidden) else replay
         if self._place and inputs:
             inputs.settle = self._settle
         if self.done:
@@ -120,13 +116,20 @@ class KeptBlocks:
             for name, container in facts.items():
                 container.clear()
                 (container.update if isinstance(container, dict) else container.extend)(self._kept["facts"][name])
-            if self._place and inputs:
-                if inputs.following and self._mine(ENCODED) in self._kept["files"]:
-                    _read_states(self._place / self._mine(ENCODED), inputs.hidden)
-                    inputs.following()
-                if self.done <= self._read:
-                    _read_states(self._place / self._mine(_states(self.done - 1)), inputs.hidden)
+            if self._place and inputs and self.done <= self._read:
+                self._bring_(self._place, inputs)
         return range(self.done, total)
+
+    def _bring_(self, place: Path, inputs: BlockInputs) -> None:
+        """Bring hidden states behind the last block that is done."""
+        if self._replay:
+            for number in range(self.done):
+                self._replay(number, _tensors(place, number))
+            return
+        if inputs.following and self._mine(ENCODED) in self._kept["files"]:
+            _read_states(place / self._mine(ENCODED), inputs.hidden)
+            inputs.following()
+        _read_states(place / self._mine(_states(self.done - 1)), inputs.hidden)
 
     def each(self, produced: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
         """Yield the tensors of all blocks: of those that are kept, then what is produced of the others,
@@ -134,11 +137,9 @@ class KeptBlocks:
 
         What was made on a GPU is copied while the next block is, and yielded behind it.
         """
-        from safetensors.torch import load_file
-
         done, copies = self.done, deque[Future[dict[str, "Tensor"]]]()
         for number in range(done):
-            yield load_file(f"{self._place}/{_block(number)}") if self._together.first else {}
+            yield _tensors(self._place, number) if self._place and self._together.first else {}
         try:
             for number, tensors in enumerate(produced, start=done):
                 made = tensors if self._together.first else {}
@@ -146,7 +147,6 @@ class KeptBlocks:
                 copies.append(self._writer.submit(own_copies, made, beside_computing(late)))
                 del tensors, made
                 self._settle()  # first, as what it could not write ends the keeping
-                self._look_ahead(number)
                 if self._place and self._facts is not None:
                     self._keep(self._place, number, copies[-1], size, self._facts)
                 while len(copies) > (late is not None):
@@ -191,32 +191,27 @@ class KeptBlocks:
         self, place: Path, number: int, tensors: Future[dict[str, Tensor]], size: int, facts: Mapping[str, Any]
     ) -> None:
         """Begin to write a block of so many bytes; the hidden states are read until `_settle`."""
-        states, known = {}, self._kept.get("files", {})
-        counts = number == self._due or not self._is_read(number)
-        if self._inputs and counts:
-            if self._is_read(number):
-                states[self._mine(_states(number))] = self._inputs.hidden
+        states: dict[str, Tensor] = {}
+        known = self._kept.get("files", {})
+        if self._inputs and number < self._read and not self._replay:
+            states[self._mine(_states(number))] = self._inputs.hidden
             if self._inputs.encoded is not None and self._mine(ENCODED) not in known:
                 states[self._mine(ENCODED)] = self._inputs.encoded
         needed = size + sum(hidden.nbytes for hidden in states.values())
-        old = [name for name in known if name.startswith("states-")] if counts else []
+        old = [name for name in known if name.startswith("states-")]
         files = {name: seen for name, seen in known.items() if name not in old} | self._measured
         # a copy, since the stage goes on to fill them
         self._kept = {"about": self._about, "done": number + 1, "facts": json.loads(json.dumps(facts)), "files": files}
-        reading, spare = beside_computing(next(iter(states.values()), None)), place / self._mine(SPARE)
+        reading = beside_computing(next(iter(states.values()), None))
 
         def write() -> None:
             with disk_space_for(place, needed), reading:
                 place.mkdir(parents=True, exist_ok=True)
-                free = shutil.disk_usage(place).free + (spare.stat().st_size if spare.exists() else 0)
-                if free < needed + self._reserved:
+                if shutil.disk_usage(place).free < needed + self._reserved:
                     what = f"no room for {size_text(needed)} beside what the stage writes"
                     raise ResourceError(what, where=str(place))
-                started = time.monotonic()
                 for name, hidden in states.items():
-                    _write_states(place / name, hidden, spare)
-                if needed - size >= SMALL_BYTES:
-                    self._writing_s = time.monotonic() - started
+                    _write_states(place / name, hidden)
                 if not self._together.first:
                     files.update(dict.fromkeys(states))
                     return
@@ -224,24 +219,11 @@ class KeptBlocks:
                 others = [f"{name}-{rank}" for name in states for rank in range(1, self._together.count)]
                 self._wait_for([place / name for name in others])
                 files.update({name: _seen(place / name) for name in (_block(number), *states, *others)})
-                if counts:
-                    write_text_atomically(place / KEPT, json.dumps(self._kept))
+                write_text_atomically(place / KEPT, json.dumps(self._kept))
                 for name in old:
-                    (place / name).rename(place / f"{SPARE}{name[len(_states(number)) :]}")
+                    (place / name).unlink()
 
         self._writing = self._writer.submit(write)
-
-    def _is_read(self, number: int) -> bool:
-        """Whether the hidden states behind a block are read."""
-        return self._inputs is not None and number < self._read
-
-    def _look_ahead(self, number: int) -> None:
-        """Find out behind which block, this one or a later one, hidden states are written next. The first process
-        tells the others.
-        """
-        took, self._done_s = time.monotonic() - self._done_s, time.monotonic()
-        if self._place and self._is_read(number) and number > self._due:
-            self._due = self._together.tell(number + int(PAUSE * self._writing_s / took))
 
     def _mine(self, name: str) -> str:
         """Return what this process calls its share of a file."""
@@ -264,7 +246,6 @@ class KeptBlocks:
     def _settle(self) -> None:
         """Wait for the block that is being written."""
         writing, self._writing = self._writing, None
-        began = time.monotonic()
         try:
             if writing:
                 writing.result()
@@ -274,7 +255,6 @@ class KeptBlocks:
             )
             self._facts = None
             shutil.rmtree(f"{self._place}", ignore_errors=True)
-        self._done_s += time.monotonic() - began  # else waiting would bring more of it
 
 
 def _block(number: int) -> str:
@@ -285,17 +265,25 @@ def _states(number: int) -> str:
     return f"states-{number:05d}"
 
 
-def _write_states(path: Path, hidden: Tensor, spare: Path) -> None:
+def _tensors(place: Path, number: int) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Tensor] = load_file(place / _block(number))
+    return found
+
+
+def writes_states(hidden: Tensor) -> bool:
+    """Whether hidden states take no longer to write than a block takes."""
+    return not hidden.is_cuda or hidden.nbytes < SMALL_BYTES
+
+
+def _write_states(path: Path, hidden: Tensor) -> None:
     import torch
 
-    passed = torch.empty(hidden.shape[1:], dtype=hidden.dtype, pin_memory=hidden.is_cuda)
     part = path.with_name(f"{path.name}.part")  # others look whether it is whole by its name
-    with suppress(FileNotFoundError):
-        spare.rename(part)
-    with part.open("r+b" if part.exists() else "wb") as file:
+    with part.open("wb") as file:
         for sequence in hidden:
-            file.write(passed.copy_(sequence).view(torch.uint8).numpy().data)
-        file.truncate()
+            file.write(sequence.contiguous().cpu().view(torch.uint8).numpy().data)
     part.rename(path)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from optkit.model.blocks import BlockInputs
 from optkit.model.experts import Experts
 from optkit.model.linear_layers import Layer, layers_of, matrices_of
 from optkit.model.read_weights import reads_of
@@ -56,6 +58,23 @@ def float_weight(module: nn.Module) -> Tensor:
 def put_weight_(module: nn.Module, weight: Tensor) -> None:
     """Set the weight of a Linear or Conv1D to float [out, in]."""
     weight_of(module).copy_(weight.T if isinstance(module, Conv1D) else weight)
+
+
+def put_tensors_(skeleton: Skeleton, index: int, tensors: Mapping[str, Tensor]) -> None:
+    """Set parameters of a loaded block to the tensors of the checkpoint that are given for them."""
+    block = skeleton.blocks[index]
+    for name, parameter in block.module.named_parameters(prefix=block.name):
+        if (stored := tensors.get(skeleton.tensor_name(name))) is not None:
+            parameter.copy_(stored)
+
+
+def advance_with(
+    skeleton: Skeleton, inputs: BlockInputs, device: str, less_memory: str, index: int, tensors: Mapping[str, Tensor]
+) -> None:
+    """Bring inputs behind a block in which tensors of the checkpoint have these values."""
+    with skeleton.loaded(skeleton.blocks[index], device, less_memory):
+        put_tensors_(skeleton, index, tensors)
+        skeleton.advance_(index, inputs)
 
 
 def stored_names(skeleton: Skeleton) -> dict[str, str]:

@@ -60,6 +60,11 @@ class AwqPacked(Float16Scales):
 
         return pack_awq(weight)
 
+    def unpack(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        from optkit.algorithms.packing import unpack_awq
+
+        return unpack_awq({**tensors, "scales": tensors["scales"].float()})
+
 
 def refuse_unfit_for_awq(layers: Sequence[Layer], formats: Mapping[str, LayerFormat], stage: str) -> None:
     """Raise StageError for layers that the layout cannot hold, and if not all have one form."""

@@ -75,3 +75,8 @@ class GptqPacked(Float16Scales):
         from optkit.algorithms.packing import pack_gptq
 
         return pack_gptq(weight)
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        from optkit.algorithms.packing import unpack_gptq
+
+        return unpack_gptq(tensors, self.bits)

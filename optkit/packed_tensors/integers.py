@@ -7,6 +7,7 @@ No torch is needed to describe them; `pack` imports it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -45,6 +46,10 @@ class PackedFormat(LayerFormat, Protocol):
 
     def pack(self, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer by their last name."""
+        ...
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Undo `pack`; scales are float32."""
         ...
 
 
@@ -111,6 +116,11 @@ class PackQuantized(_Grid):
 
         return pack_compressed_tensors(weight, self.symmetric, scale_dtype)
 
+    def unpack(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        from optkit.algorithms.packing import unpack_compressed_tensors
+
+        return unpack_compressed_tensors(tensors, self.bits)
+
 
 @dataclass(frozen=True)
 class BytesQuantized(PackQuantized):
@@ -138,6 +148,11 @@ class BytesQuantized(PackQuantized):
         tensors = {"weight": codes, "weight_scale": weight.scales.to(scale_dtype).contiguous()}
         return tensors if self.symmetric else tensors | {"weight_zero_point": signed_codes(weight.zeros, weight.bits)}
 
+    def unpack(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        from optkit.algorithms.packing import unpack_bytes
+
+        return unpack_bytes(tensors, self.bits)
+
 
 @dataclass(frozen=True)
 class IntQuantized(EightBitFormat):
@@ -161,6 +176,11 @@ class IntQuantized(EightBitFormat):
 
         codes = signed_codes(weight.codes, weight.bits)
         return {"weight": codes, "weight_scale": weight.scales.to(scale_dtype).contiguous()}
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        from optkit.algorithms.packing import unpack_bytes
+
+        return unpack_bytes(tensors, self.bits)
 
 
 def words(count: int, bits: int) -> int:

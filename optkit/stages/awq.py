@@ -19,7 +19,7 @@ from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.fitting import refuse_conv1d, refuse_some_experts, refuse_uneven_groups, refuse_unfit
 from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling, ScaledBlock
-from optkit.stages.quantizing.integers import packed_grid
+from optkit.stages.quantizing.integers import packed_grid, put_back_
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.overrides import Override
 from optkit.stages.quantizing.shared_text import SharedText
@@ -107,7 +107,12 @@ class Awq(InputScaling, SharedText, Backed):
         job.details |= details_of_sums(device, skeleton.dtype, self.equal_tokens)
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             scaler = BlockScaler(skeleton, tokens, device, self, job.together)
-        for index in job.resume(scaler.inputs):
+
+        def advance_again_(index: int, output: BlockOutput) -> None:
+            put_back_(job, index, output)
+            skeleton.advance_(index, scaler.inputs)
+
+        for index in job.resume(scaler.inputs, LESS_MEMORY, advance_again_):
             yield self._block(job, index, scaler)
         job.inputs = scaler.inputs
         if few := job.details["rounded_without_inputs"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -62,6 +63,7 @@ class AwqScale(InputScaling, SharedText):
         ResourceError when memory runs out.
         """
         from optkit.model.skeleton import Skeleton
+        from optkit.model.skeleton_layers import advance_with
         from optkit.stages.quantizing.hessians import details_of_sums, read_text
 
         if report := self.launched(source, target, context):
@@ -81,7 +83,9 @@ class AwqScale(InputScaling, SharedText):
                 tokens = read_text(skeleton, self.calibration, context, STAGE)
                 scaler = BlockScaler(skeleton, tokens, context.device, self, processes)
             facts = {"details": details, "refused": refused, "changed": changed}
-            for index in kept.resume(len(skeleton.blocks), scaler.inputs, facts):
+
+            replay = partial(advance_with, skeleton, scaler.inputs, context.device, LESS_MEMORY)
+            for index in kept.resume(len(skeleton.blocks), scaler.inputs, facts, replay):
                 with skeleton.loaded(skeleton.blocks[index], context.device, LESS_MEMORY):
                     scaled = scaler.scale_(index, self._grids(skeleton, index, layers), self.rounding, STAGE)
                     scaled.hessians.clear()

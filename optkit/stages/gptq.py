@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -22,6 +23,7 @@ from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.fitting import refuse_encoder_decoder
 from optkit.stages.quantizing.gptq_fields import GptqFields
+from optkit.stages.quantizing.integers import put_back_
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.learning import (
     block_learner,
@@ -175,7 +177,7 @@ class Gptq(GptqFields, SharedText, Backed):
         once = self._in_one_pass and all(is_prompt(skeleton, index, inputs) for index in range(len(skeleton.blocks)))
         if once and self.true_sequential == "auto":
             job.details["true_sequential"] = True
-        for index in job.resume(inputs):
+        for index in job.resume(inputs, LESS_MEMORY, partial(self._advance_again_, job, inputs)):
             with skeleton.loaded(skeleton.blocks[index], device, LESS_MEMORY):
                 modules = job.modules(index)
                 if learner:
@@ -206,6 +208,13 @@ class Gptq(GptqFields, SharedText, Backed):
         if not job.details["expert_tokens"]:
             del job.details["expert_tokens"]
         tell_few_tokens(job, self.kind)
+
+    def _advance_again_(self, job: QuantizationJob, inputs: BlockInputs, index: int, output: BlockOutput) -> None:
+        from optkit.stages.quantizing.calibration_products import in_codes, in_cpp
+
+        quantized = put_back_(job, index, output)
+        with in_codes(job.modules(index), quantized), in_cpp(job.skeleton, index, inputs):
+            job.skeleton.advance_(index, inputs)
 
     @property
     def _in_one_pass(self) -> bool:

@@ -39,6 +39,7 @@ from optkit.stages.quantizing.stacked_gptq import (
     compensate_stacked,
     experts_apart,
     experts_of,
+    put_experts_,
     refuse_for_stacked,
     round_experts_,
 )
@@ -162,7 +163,13 @@ class Mx(SharedText, LayerQuantizer):
             return self._rounded(job, name, weight, partial(quantize_mxfp4, search=self.scale_search == "mse"), seen)
 
         inputs = self._read(job)
-        for index in job.resume(inputs):
+
+        def advance_again_(index: int, output: BlockOutput) -> None:
+            with experts_apart(job.skeleton, index, stacked) as layers:
+                put_experts_(layers, stacked, output.replaced)
+            job.skeleton.advance_(index, inputs)
+
+        for index in job.resume(inputs, LESS, advance_again_):
             with job.skeleton.loaded(job.skeleton.blocks[index], job.context.device, LESS):
                 with experts_apart(job.skeleton, index, stacked) as layers:
                     turns = in_turns(job.skeleton, layers)
@@ -219,13 +226,12 @@ class Mx(SharedText, LayerQuantizer):
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         """Yield block after block, each quantized on what those before it make of the text."""
-        from optkit.model.replaced_forward import replaced_forward
         from optkit.stages.quantizing.hessians import in_turns, watch_inputs
         from optkit.stages.quantizing.input_ranges import tell_few_tokens
 
         device, skeleton = job.context.device, job.skeleton
         inputs = self._read(job)
-        for index in job.resume(inputs):
+        for index in job.resume(inputs, LESS, partial(job.advance_, inputs, self._opened)):
             with skeleton.loaded(skeleton.blocks[index], device, LESS):
                 modules = job.modules(index)
                 layers: dict[str, Mapping[str, Tensor]] = {}
@@ -235,9 +241,7 @@ class Mx(SharedText, LayerQuantizer):
                         layers |= self._rounded_module(job, names, seen)
                     del seen  # before the block runs again
                 if job.is_read(index):
-                    opened = {modules[name]: self._opened(modules[name], each).forward for name, each in layers.items()}
-                    with replaced_forward(opened):
-                        skeleton.advance_(index, inputs)
+                    job.advance_(inputs, self._opened, index, BlockOutput(layers))
             yield BlockOutput(layers)
         tell_few_tokens(job, self.kind)
 

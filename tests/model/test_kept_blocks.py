@@ -113,7 +113,15 @@ def few(letters: Path) -> Calibration:
     return Calibration(dataset=str(letters), samples=2, sequence_length=64)
 
 
+@pytest.fixture(params=["states that are read", "blocks that run again"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How hidden states come to be where they were: as of a CPU, and as of a GPU."""
+    if request.param == "blocks that run again":
+        monkeypatch.setattr(kept_blocks, "writes_states", lambda hidden: False)
+
+
 @pytest.mark.parametrize("kind", STAGES)
+@pytest.mark.usefixtures("how")
 def test_a_stage_goes_on_behind_its_last_finished_block(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str
 ) -> None:
@@ -128,6 +136,7 @@ def test_a_stage_goes_on_behind_its_last_finished_block(
         assert told(resumed) == told(whole)
 
 
+@pytest.mark.usefixtures("how")
 def test_stacked_experts_go_on(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
     stage, source = Mx(type="mxfp4", rounding="gptq", calibration=few), tmp_path / "source"
     run(Cast(dtype="bfloat16"), tiny_model("gpt_oss"), source, None)
@@ -164,6 +173,7 @@ def test_lm_head_is_rotated_on_what_leaves_the_last_block(
 
 
 @pytest.mark.parametrize("finished", [2, 3])
+@pytest.mark.usefixtures("how")
 def test_an_encoder_decoder_goes_on(tiny_encoder_decoder: TinyModel, tmp_path: Path, finished: int) -> None:
     source, pairs = tiny_encoder_decoder("BartForConditionalGeneration"), write_pairs(tmp_path / "pairs", False)
     text = Calibration(dataset=str(pairs), samples=6, sequence_length=40, input="input", field="target")
@@ -276,38 +286,6 @@ def test_states_that_nobody_reads_are_deleted_or_not_written(
         (tmp_path / "work" / left).write_bytes(b"of a run before")
     work = interrupted(STAGES[kind](few), tiny_model("llama"), tmp_path, 3)
     assert [path.name for path in work.iterdir() if path.name.startswith(("states", "encoded"))] == states
-
-
-def test_states_are_written_over_those_that_are_out_of_date(
-    tiny_model: TinyModel, tmp_path: Path, few: Calibration
-) -> None:
-    seen: list[dict[str, int]] = []
-
-    def look(self: KeptBlocks, place: Path, *arguments: Any) -> None:
-        keep(self, place, *arguments)
-        self._settle()
-        seen.append({path.name: path.stat().st_ino for path in place.glob("states-*")})
-
-    keep = KeptBlocks._keep
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(KeptBlocks, "_keep", look)
-        run(STAGES["gptq"](few), tiny_model("llama"), tmp_path / "made", tmp_path / "work")
-    (first,), (second,), (third,) = (each.values() for each in seen)
-    assert first == third != second
-
-
-@pytest.mark.parametrize(("finished", "said"), [(1, []), (2, ["gptq: resumed at block 3 of 3"])])
-def test_blocks_behind_the_last_states_are_made_again(
-    tiny_model: TinyModel, tmp_path: Path, few: Calibration, finished: int, said: list[str]
-) -> None:
-    stage, source, lines = STAGES["gptq"](few), tiny_model("llama"), Lines()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(KeptBlocks, "_look_ahead", lambda self, number: setattr(self, "_due", 1))
-        work = interrupted(stage, source, tmp_path, finished)
-    run(stage, source, tmp_path / "resumed", work, lines)
-    assert lines.lines == said
-    run(stage, source, tmp_path / "whole", None)
-    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
 
 
 def test_blocks_of_a_gpu_come_behind_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,15 +74,25 @@ class NarrowerBlocks:
         """Put what was written of a block into the loaded block of another skeleton of the source.
         0 takes the place of what was removed.
         """
+        self._put_(skeleton, index, self._left(**self.choices[number]), target.read)
+
+    def _put_(self, skeleton: Skeleton, index: int, left: Left, read: Callable[[str], Tensor]) -> None:
         prefix = f"{skeleton.blocks[index].name}."
-        left = self._left(**self.choices[number])
         for name, tensor in skeleton.tensor_names.items():
             if name.startswith(prefix) and self._is_spread(tensor, left):
-                self._spread_(skeleton, name, tensor, target.read(self.names[tensor]), left)
+                self._spread_(skeleton, name, tensor, read(self.names[tensor]), left)
 
     def _narrowed(self, kept: Sequence[int], finished: KeptBlocks) -> Iterator[dict[str, Tensor]]:
         """Yield the tensors of each block that is not finished by their new names."""
-        for number in finished.resume(len(kept), self.chooser.inputs, {"choices": self.choices}):
+
+        def replay(number: int, tensors: Mapping[str, Tensor]) -> None:
+            skeleton, index, inputs = self.skeleton, kept[number], self.chooser.inputs
+            assert inputs
+            with skeleton.loaded(skeleton.blocks[index], self.device, self.less_memory):
+                self._put_(skeleton, index, self.lefts[number], lambda name: tensors[name])
+                skeleton.advance_(index, inputs)
+
+        for number in finished.resume(len(kept), self.chooser.inputs, {"choices": self.choices}, replay):
             block = self.skeleton.blocks[kept[number]]
             with out_of_memory(block.name, self.device, self.less_memory):
                 tensors = self._narrowed_block(kept[number])

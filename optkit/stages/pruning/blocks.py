@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from optkit.model.blocks import BlockInputs
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.prompts import Prompts
 from optkit.model.skeleton import Skeleton
-from optkit.model.skeleton_layers import float_weight, put_weight_, weight_of
+from optkit.model.skeleton_layers import advance_with, float_weight, put_weight_, weight_of
 from optkit.model.together import ALONE, Together
 from optkit.stage import Context
 from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix, in_turns, refuse_infinite, watch_inputs
@@ -70,8 +71,9 @@ class BlockPruner:
         if tokens is not None and self.options.method != "magnitude":
             with out_of_memory("in front of the first block", device, LESS_MEMORY):
                 inputs = skeleton.capture_inputs(tokens, device, self.options.batch_size, self.together)
+            replay = partial(advance_with, skeleton, inputs, device, LESS_MEMORY)
             found = {"losses": self.losses, "few": self.by_magnitude, "raised": self.raised_damping}
-            left = keep.resume(len(skeleton.blocks), inputs, found)
+            left = keep.resume(len(skeleton.blocks), inputs, found, replay)
         for index in left:
             block = skeleton.blocks[index]
             with skeleton.loaded(block, device, LESS_MEMORY):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from optkit.common.field_types import BatchSize
@@ -149,11 +150,11 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         with out_of_memory("in front of the first block", device, less):
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size, job.together)
             prepare = self.preparation(job, tokens)
-        for index in job.resume(inputs):
+        for index in job.resume(inputs, less, partial(job.advance_, inputs, self._opened)):
             with skeleton.loaded(skeleton.blocks[index], device, less):
                 output = self._calibrated_block(job, index, inputs, prepare)
                 if index + 1 < len(skeleton.blocks):
-                    self._advance_(job, index, inputs, output.layers)
+                    job.advance_(inputs, self._opened, index, output)
             yield output
         tell_few_tokens(job, self.kind)
 
@@ -220,18 +221,6 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
             if found:
                 yield found
             del found  # before the next turn's are made
-
-    def _advance_(
-        self, job: QuantizationJob, index: int, inputs: BlockInputs, layers: Mapping[str, Mapping[str, Tensor]]
-    ) -> None:
-        """Replace the inputs of a block by its outputs.
-        Its layers compute as they will when the model is opened.
-        """
-        from optkit.model.replaced_forward import replaced_forward
-
-        opened = {module: self._opened(module, layers[name]).forward for name, module in job.modules(index).items()}
-        with replaced_forward(opened):
-            job.skeleton.advance_(index, inputs)
 
     def _opened(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return the layer that a session would build for a quantized one."""

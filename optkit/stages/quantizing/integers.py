@@ -174,6 +174,19 @@ class WeightQuantizer(LayerQuantizer):
         }
 
 
+def put_back_(job: QuantizationJob, index: int, output: BlockOutput) -> dict[str, QuantizedWeight]:
+    """Put the quantized layers of a block, packed or `unpacked`, into its loaded modules, and return them."""
+    from optkit.algorithms.grid import QuantizedWeight
+    from optkit.model.skeleton_layers import put_weight_
+
+    found = {}
+    for name, module in job.modules(index).items():
+        form, tensors = packed_format(job, name), output.layers[name]
+        found[name] = QuantizedWeight(**tensors, bits=form.bits) if "codes" in tensors else form.unpack(tensors)
+        put_weight_(module, found[name].dequantize())
+    return found
+
+
 def packed_format(job: QuantizationJob, name: str) -> PackedFormat:
     """Return the form of a layer."""
     form: Any = job.formats[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -107,12 +107,39 @@ class QuantizationJob:
         """The name of the output layer if it is quantized too."""
         return HEAD if HEAD in self.selection.layers else None
 
-    def resume(self, inputs: BlockInputs) -> range:
+    def resume(self, inputs: BlockInputs, less_memory: str, advance: Callable[[int, BlockOutput], object]) -> range:
         """Return which blocks are left to do, with the inputs in front of the first of them.
         From here on finished blocks are kept; what is in `details` and `notes` is kept with them.
+        `advance` brings the inputs behind a loaded block, as the stage does, with what was made of it.
         """
         facts = {"details": self.details, "notes": self.notes}
-        return self.kept.resume(len(self.skeleton.blocks), inputs, facts, bool(self.head))
+
+        def replay(index: int, tensors: Mapping[str, Tensor]) -> None:
+            from optkit.model.skeleton_layers import put_tensors_
+
+            output = BlockOutput.of({name: each.to(self.context.device) for name, each in tensors.items()})
+            with self.skeleton.loaded(self.skeleton.blocks[index], self.context.device, less_memory):
+                put_tensors_(self.skeleton, index, output.replaced)
+                advance(index, output)
+
+        return self.kept.resume(len(self.skeleton.blocks), inputs, facts, replay, bool(self.head))
+
+    def advance_(
+        self,
+        inputs: BlockInputs,
+        opened: Callable[[nn.Module, Mapping[str, Tensor]], nn.Module],
+        index: int,
+        output: BlockOutput,
+    ) -> None:
+        """Bring inputs behind a loaded block whose layers compute as they will when the model is opened:
+        by what `opened` makes of a layer and its tensors.
+        """
+        from optkit.model.replaced_forward import replaced_forward
+
+        modules = self.modules(index)
+        built = {modules[name]: opened(modules[name], each).forward for name, each in output.layers.items()}
+        with replaced_forward(built):
+            self.skeleton.advance_(index, inputs)
 
     def modules(self, index: int) -> dict[str, nn.Module]:
         """Return the layers to quantize of a block."""

@@ -14,6 +14,7 @@ from optkit.model.calibration_memory import no_such_experts
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Selection
+from optkit.model.packed_floats import BLOCKS, SCALES
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.together import ALONE
 from optkit.model.writer import CheckpointWriter
@@ -114,6 +115,17 @@ def experts_apart(skeleton: Skeleton, index: int, stacked: Stacked) -> Iterator[
     finally:
         for name, module in held.items():
             block.module.set_submodule(name, module)
+
+
+def put_experts_(layers: Mapping[str, nn.Linear], stacked: Stacked, tensors: Mapping[str, Tensor]) -> None:
+    """Let a block's experts compute with the weights that `round_experts_` made of them."""
+    from optkit.kernels.microscaled import MicroscaledLinear
+
+    for stored, info in stacked.items():
+        for index in range(info.shape[0]) if expert_of(stored, 0) in layers else ():
+            codes, scales = (tensors[f"{stored}{leaf}"][index] for leaf in (BLOCKS, SCALES))
+            weight = layers[expert_of(stored, index)].weight.data
+            weight.copy_(MicroscaledLinear(codes.flatten(1), scales, None, None, weight.dtype).dequantize())
 
 
 def round_experts_(

@@ -1,0 +1,44 @@
+"""Finished blocks bring hidden states back to where they were, by what was made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from optkit.model import kept_blocks
+from optkit.source.calibration import Calibration
+from optkit.stage import Transform
+from optkit.stages.awq import Awq
+from optkit.stages.cast import Cast
+from optkit.stages.gptq import Gptq
+from optkit.stages.mx import Mx
+from tests.conftest import TinyModel
+from tests.model.test_kept_blocks import few, files, interrupted, run
+
+__all__ = ["few"]
+FORMS: dict[str, Callable[[Calibration], Transform]] = {
+    "3 bits with zero points": lambda text: Gptq(bits=3, group_size=32, symmetric=False, calibration=text),
+    "gptq": lambda text: Gptq(group_size=32, format="gptq", calibration=text),
+    "balanced": lambda text: Gptq(group_size=32, effort="balanced", calibration=text),
+    "awq": lambda text: Awq(group_size=32, grid_points=2, format="awq", symmetric=False, calibration=text),
+    "nvfp4": lambda text: Mx(type="nvfp4", rounding="gptq", activations="none", calibration=text),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_half_precision_goes_on_as_on_a_gpu(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_blocks, "writes_states", lambda hidden: False)
+    stage, source = FORMS[form](few), tmp_path / "source"
+    run(Cast(dtype="bfloat16"), tiny_model("llama"), source, None)
+    run(stage, source, tmp_path / "whole", None)
+    work = interrupted(stage, source, tmp_path, 2)
+    assert sorted(path.name for path in work.iterdir() if path.suffix != ".json") == [
+        "block-00000.safetensors",
+        "block-00001.safetensors",
+    ]
+    run(stage, source, tmp_path / "resumed", work)
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
