@@ -100,7 +100,7 @@ def pack_compressed_tensors(weight: QuantizedWeight, symmetric: bool, scale_dtyp
 def unpack_compressed_tensors(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
     """Undo `pack_compressed_tensors`."""
     outputs, inputs = tensors["weight_shape"].tolist()
-    codes, scales = unpack(tensors["weight_packed"], bits, inputs, 1), tensors["weight_scale"].float()
+    codes, scales = unpack(tensors["weight_packed"], bits, inputs, 1), tensors["weight_scale"]
     packed = tensors.get("weight_zero_point")
     zeros = _middle(scales, bits) if packed is None else unpack(packed, bits, outputs, 0)
     return QuantizedWeight(codes, scales, zeros, bits)
@@ -108,7 +108,7 @@ def unpack_compressed_tensors(tensors: Mapping[str, Tensor], bits: int) -> Quant
 
 def unpack_bytes(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
     """Return one layer whose codes, and zero points, are `signed_codes`."""
-    scales, zeros = tensors["weight_scale"].float(), tensors.get("weight_zero_point")
+    scales, zeros = tensors["weight_scale"], tensors.get("weight_zero_point")
     zeros = _middle(scales, bits) if zeros is None else unsigned_codes(zeros, bits)
     return QuantizedWeight(unsigned_codes(tensors["weight"], bits), scales, zeros, bits)
 
@@ -142,7 +142,7 @@ def pack_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 def unpack_gptq(tensors: Mapping[str, Tensor], bits: int) -> QuantizedWeight:
     """Undo `pack_gptq`."""
-    scales = tensors["scales"].T.float().contiguous()
+    scales = tensors["scales"].T.contiguous()
     codes = unpack(tensors["qweight"].T.contiguous(), bits, len(tensors["g_idx"]), 1)
     zeros = unpack(tensors["qzeros"], bits, len(scales), 1).T.contiguous() + 1
     return QuantizedWeight(codes, scales, zeros, bits)

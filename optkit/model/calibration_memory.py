@@ -11,6 +11,7 @@ from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.cost import Cost
 from optkit.model.expected_tensors import FLOATS
+from optkit.model.kept_blocks import writes_states
 from optkit.model.linear_layers import EXPERTS, Layer, by_block, layers_of, stacks
 from optkit.model.output_layer import HEAD
 from optkit.model.read_weights import Read, reads_of
@@ -64,7 +65,7 @@ class Work:
     entering: int = 0
     """In front of the first block."""
     states: int = 0
-    """Those of the hidden states of a text, which are kept on the disk with finished blocks."""
+    """Those of the hidden states of a text, which are kept on the disk with finished blocks if `writes_states`."""
     held: int = 0
     """In main memory, whatever computes."""
     streamed: bool = False
@@ -98,7 +99,8 @@ class Work:
             min(SHARD_BYTES, left.size_bytes),
         )
         # states behind a block are written before those behind the one before it go
-        kept = 0 if self.streamed else left.size_bytes - left.outside_bytes + 2 * self.states
+        states = 2 * self.states if writes_states(self.states // self.processes, device.startswith("cuda")) else 0
+        kept = 0 if self.streamed else left.size_bytes - left.outside_bytes + states
         return Cost(disk_bytes=left.size_bytes, kept_bytes=kept, ram_bytes=needed, gpu_bytes=gpu)
 
 

@@ -108,7 +108,8 @@ class KeptBlocks:
         found in the others. Without `replay` hidden states are written, however long it takes.
         """
         self._inputs, self._facts, self._read = inputs, facts, total if last_is_read else total - 1
-        self._replay = None if inputs is None or writes_states(inputs.hidden) else replay
+        hidden = inputs.hidden if inputs else None
+        self._replay = None if hidden is None or writes_states(hidden.nbytes, hidden.is_cuda) else replay
         if self._place and inputs:
             inputs.settle = self._settle
         if self.done:
@@ -272,9 +273,9 @@ def _tensors(place: Path, number: int) -> dict[str, Tensor]:
     return found
 
 
-def writes_states(hidden: Tensor) -> bool:
-    """Whether hidden states take no longer to write than a block takes."""
-    return not hidden.is_cuda or hidden.nbytes < SMALL_BYTES
+def writes_states(size: int, on_gpu: bool) -> bool:
+    """Whether hidden states of so many bytes take no longer to write than a block takes."""
+    return not on_gpu or size < SMALL_BYTES
 
 
 def _write_states(path: Path, hidden: Tensor) -> None:

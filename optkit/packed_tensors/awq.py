@@ -63,7 +63,7 @@ class AwqPacked(Float16Scales):
     def unpack(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         from optkit.algorithms.packing import unpack_awq
 
-        return unpack_awq({**tensors, "scales": tensors["scales"].float()})
+        return unpack_awq(tensors)
 
 
 def refuse_unfit_for_awq(layers: Sequence[Layer], formats: Mapping[str, LayerFormat], stage: str) -> None:

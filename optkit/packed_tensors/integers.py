@@ -49,7 +49,7 @@ class PackedFormat(LayerFormat, Protocol):
         ...
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Undo `pack`; scales are float32."""
+        """Undo `pack`; scales stay in their dtype."""
         ...
 
 

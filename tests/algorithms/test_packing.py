@@ -14,8 +14,9 @@ from optkit.algorithms.packing import (
     packed_length,
     unpack,
     unpack_awq,
+    unpack_compressed_tensors,
+    unpack_gptq,
 )
-from tests.support.unpacking import unpack_compressed_tensors, unpack_gptq
 
 BITS = (2, 3, 4, 5, 6, 8)
 
@@ -92,13 +93,6 @@ def test_zero_point_of_zero_has_no_gptq_form() -> None:
     weight = random_weight(8, 32, 4, 32, symmetric=False)
     with pytest.raises(ValueError, match="cannot hold a zero point of 0"):
         pack_gptq(QuantizedWeight(weight.codes, weight.scales, weight.zeros * 0, 4))
-
-
-def test_activation_ordered_groups_are_refused() -> None:
-    tensors = pack_gptq(random_weight(8, 64, 4, 32, symmetric=True))
-    tensors["g_idx"] = tensors["g_idx"].flip(0)
-    with pytest.raises(ValueError, match="out of order"):
-        unpack_gptq(tensors, 4)
 
 
 def test_symmetric_layers_carry_no_zero_points() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from optkit.model import kept_blocks
+from optkit.model.checkpoint import Checkpoint
 from optkit.source.calibration import Calibration
 from optkit.stage import Transform
 from optkit.stages.awq import Awq
@@ -31,7 +32,7 @@ FORMS: dict[str, Callable[[Calibration], Transform]] = {
 def test_half_precision_goes_on_as_on_a_gpu(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_blocks, "writes_states", lambda hidden: False)
+    monkeypatch.setattr(kept_blocks, "writes_states", lambda size, on_gpu: False)
     stage, source = FORMS[form](few), tmp_path / "source"
     run(Cast(dtype="bfloat16"), tiny_model("llama"), source, None)
     run(stage, source, tmp_path / "whole", None)
@@ -42,3 +43,14 @@ def test_half_precision_goes_on_as_on_a_gpu(
     ]
     run(stage, source, tmp_path / "resumed", work)
     assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+
+
+def test_the_plan_counts_states_where_they_are_written(tiny_model: TinyModel, few: Calibration) -> None:
+    stage, shape = Gptq(calibration=few, group_size=32), Checkpoint(tiny_model("llama")).shape
+    large = few.model_copy(update={"samples": 1 << 20})
+    on_cpu, on_gpu = (
+        stage.model_copy(update={"calibration": large}).predict(shape, each)[0] for each in ("cpu", "cuda")
+    )
+    states = (1 << 20) * 64 * shape.config["hidden_size"] * 4
+    assert on_cpu.kept_bytes - on_gpu.kept_bytes == 2 * states
+    assert stage.predict(shape, "cpu")[0].kept_bytes == stage.predict(shape, "cuda")[0].kept_bytes

@@ -117,7 +117,7 @@ def few(letters: Path) -> Calibration:
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How hidden states come to be where they were: as of a CPU, and as of a GPU."""
     if request.param == "blocks that run again":
-        monkeypatch.setattr(kept_blocks, "writes_states", lambda hidden: False)
+        monkeypatch.setattr(kept_blocks, "writes_states", lambda size, on_gpu: False)
 
 
 @pytest.mark.parametrize("kind", STAGES)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from optkit.algorithms.packing import unpack_compressed_tensors
 from optkit.errors import SourceError
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
@@ -23,7 +24,6 @@ from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.near import near
 from tests.support.packed_models import save_packed
-from tests.support.unpacking import unpack_compressed_tensors
 
 
 def checkpoint(directory: Path, **quantization: Any) -> Checkpoint:

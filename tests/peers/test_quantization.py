@@ -15,12 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from optkit.algorithms.packing import pack
+from optkit.algorithms.packing import pack, unpack_gptq
 from optkit.model.checkpoint import Checkpoint
 from optkit.stage import Context
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
-from tests.support.unpacking import unpack_gptq
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
+from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
 from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
@@ -26,7 +27,6 @@ from optkit.stages.quantizing.hessians import collect_hessians, turns_of
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
 from tests.support.predictions import predicted
-from tests.support.unpacking import unpack_compressed_tensors, unpack_gptq
 
 
 def quantize(source: Path, target: Path, stage: Gptq | Rtn, context: Context | None = None) -> Report:

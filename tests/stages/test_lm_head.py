@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from optkit.algorithms.hessian import Hessian
+from optkit.algorithms.packing import unpack_compressed_tensors
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
@@ -22,7 +23,6 @@ from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.near import near
 from tests.support.predictions import predicted
-from tests.support.unpacking import unpack_compressed_tensors
 
 TOKENS = torch.arange(60).view(2, 30)
 FEW = TOKENS[:, :16]

@@ -115,7 +115,7 @@ def test_loftq_begins_with_the_best_product_for_what_was_lost(
     run(Rtn(bits=3, group_size=32), source, base)
     report = run(LoraRecover(**fields, initialization="loftq"), base, tmp_path / "done", source)
     name = "model.layers.1.self_attn.o_proj"
-    from tests.support.unpacking import unpack_compressed_tensors
+    from optkit.algorithms.packing import unpack_compressed_tensors
 
     parts = {
         key.rpartition(".")[2]: held

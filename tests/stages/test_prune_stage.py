@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from optkit.algorithms.packing import unpack_compressed_tensors
 from optkit.algorithms.pruning import follows
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.model.checkpoint import Checkpoint
@@ -28,7 +29,6 @@ from tests.conftest import TinyModel, Warnings
 from tests.support.changes import changed_copy
 from tests.support.crossed import crossed
 from tests.support.pruning import prune
-from tests.support.unpacking import unpack_compressed_tensors
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
@@ -22,7 +23,6 @@ from optkit.stages.rtn import Rtn
 from optkit.training.fake_quantization import FakeQuantized
 from optkit.training.loop import Loop
 from optkit.training.memory_kinds import MemoryKinds
-from tests.support.unpacking import unpack_compressed_tensors, unpack_gptq
 
 TinyModel = Callable[[str], Path]
 LENGTH = 32

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
 from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.stage import Context
@@ -17,7 +18,6 @@ from tests.conftest import TinyModel
 from tests.support.changes import change_json
 from tests.support.near import near
 from tests.support.predictions import predicted
-from tests.support.unpacking import unpack_compressed_tensors, unpack_gptq
 
 LEAVES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -182,7 +183,8 @@ def put_back_(job: QuantizationJob, index: int, output: BlockOutput) -> dict[str
     found = {}
     for name, module in job.modules(index).items():
         form, tensors = packed_format(job, name), output.layers[name]
-        found[name] = QuantizedWeight(**tensors, bits=form.bits) if "codes" in tensors else form.unpack(tensors)
+        weight = QuantizedWeight(**tensors, bits=form.bits) if "codes" in tensors else form.unpack(tensors)
+        found[name] = replace(weight, scales=weight.scales.float())
         put_weight_(module, found[name].dequantize())
     return found
 
