@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from optkit.model.blocks import BlockInputs
 
-KEPT, ENCODED = "kept.json", "encoded"
+KEPT, ENCODED, ORDER = "kept.json", "encoded", "order"
 DECIDING = "optkit", "device_name", "cpu_kernels", "cuda", *PACKAGES
 """What decides, beside the key of a step, which bits come out of it."""
 SMALL_BYTES = 1 << 26
@@ -216,7 +216,8 @@ class KeptBlocks:
                 if not self._together.first:
                     files.update(dict.fromkeys(states))
                     return
-                save_tensors(place / _block(number), tensors.result())
+                made = tensors.result()
+                save_tensors(place / _block(number), made, {ORDER: json.dumps(list(made))})
                 others = [f"{name}-{rank}" for name in states for rank in range(1, self._together.count)]
                 self._wait_for([place / name for name in others])
                 files.update({name: _seen(place / name) for name in (_block(number), *states, *others)})
@@ -267,10 +268,11 @@ def _states(number: int) -> str:
 
 
 def _tensors(place: Path, number: int) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
+    """Return what was made of a block, in the order in which it was made: it decides what lies in which file."""
+    from safetensors import safe_open
 
-    found: dict[str, Tensor] = load_file(place / _block(number))
-    return found
+    with safe_open(place / _block(number), "pt") as file:
+        return {name: file.get_tensor(name) for name in json.loads(file.metadata()[ORDER])}
 
 
 def writes_states(size: int, on_gpu: bool) -> bool:

@@ -305,6 +305,18 @@ def test_blocks_of_a_gpu_come_behind_the_next_one(tmp_path: Path, monkeypatch: p
     assert [int(load_file(path)["weight"]) for path in sorted((tmp_path / "work").glob("block-*"))] == [0, 1, 2]
 
 
+def test_tensors_come_back_in_the_order_in_which_they_were_made(tmp_path: Path) -> None:
+    """Else other tensors would be the first of the next file of a model that has several."""
+    made = {"wide": torch.ones(3), "narrow": torch.ones(3, dtype=torch.uint8), "a": torch.ones(3)}
+
+    def produced(kept: KeptBlocks) -> Iterator[dict[str, torch.Tensor]]:
+        yield from (made for _ in kept.resume(2, None, {}))
+
+    for _ in ("made", "kept"):
+        kept = KeptBlocks(tmp_path / "work", "cpu", Lines(), "rotate", 0)
+        assert [list(tensors) for tensors in kept.each(produced(kept))] == [list(made)] * 2
+
+
 def test_who_does_not_write_its_states_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two, lines = Together(), Lines()
     two.count = 2
