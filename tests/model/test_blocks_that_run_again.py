@@ -9,6 +9,7 @@ import pytest
 
 from optkit.model import kept_blocks
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.kept_blocks import KeptBlocks
 from optkit.source.calibration import Calibration
 from optkit.stage import Transform
 from optkit.stages.awq import Awq
@@ -41,7 +42,10 @@ def test_half_precision_goes_on_as_on_a_gpu(
         "block-00000.safetensors",
         "block-00001.safetensors",
     ]
+    made, keep = list[int](), KeptBlocks._keep
+    monkeypatch.setattr(KeptBlocks, "_keep", lambda self, *each: (made.append(each[1]), keep(self, *each))[1])
     run(stage, source, tmp_path / "resumed", work)
+    assert made == [2]
     assert files(tmp_path / "resumed") == files(tmp_path / "whole")
 
 
