@@ -103,8 +103,14 @@ def _spread(weight: Tensor, count: int) -> Tensor:
 
 def _averaged(values: Tensor, sharing: Tensor) -> Tensor:
     """Give channels that share a scale the mean of their values, float [in]."""
-    sums = values.new_zeros(int(sharing.max()) + 1).index_add_(0, sharing, values)
-    return (sums / sharing.bincount())[sharing]
+    return (_added(values, sharing, int(sharing.max()) + 1) / sharing.bincount())[sharing]
+
+
+def _added(values: Tensor, sharing: Tensor, count: int) -> Tensor:
+    """Return the sum of values with the same number, one for each number, in their order.
+    `index_add_` of a GPU adds them in any order, which made other scales in each run.
+    """
+    return values.new_zeros(count).index_put_((sharing,), values, accumulate=True)
 
 
 def _centred(logarithm: Tensor) -> Tensor:
@@ -162,7 +168,7 @@ def _descend(readers: Sequence[_Costed], start: Tensor, sharing: Tensor) -> Tens
     mean, square = torch.zeros_like(shared), torch.zeros_like(shared)
     for step in range(DESCENT_STEPS):  # by Adam
         bounds, slopes = zip(*(_bound(reader, shared[sharing]) for reader in readers), strict=True)
-        slope = torch.zeros_like(shared).index_add_(0, sharing, torch.stack(slopes).sum(0) / torch.stack(bounds).sum())
+        slope = _added(torch.stack(slopes).sum(0) / torch.stack(bounds).sum(), sharing, len(shared))
         mean.lerp_(slope, 1 - MOMENTA[0])
         square.lerp_(slope.square(), 1 - MOMENTA[1])
         corrected, size = (each / (1 - rate ** (step + 1)) for each, rate in zip((mean, square), MOMENTA, strict=True))

@@ -138,3 +138,12 @@ def test_the_slope_of_the_bound_is_that_of_autograd(grid: Grid) -> None:
     found, found_slope = _bound(_Costed(weight, costs, grid), logarithm.detach())
     torch.testing.assert_close(found, expected.detach())
     torch.testing.assert_close(found_slope, slope, rtol=1e-4, atol=1e-4 * float(slope.abs().max()))
+
+
+@pytest.mark.gpu
+def test_channels_that_share_a_scale_get_the_same_one_in_each_run() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    inputs, weight = (torch.randn(512, 4096, device="cuda", generator=generator) for _ in range(2))
+    readers = [Reader(weight, inputs.T @ inputs, Grid(4, 128, True))]
+    found = [search_input_scales(readers, torch.arange(4096) // 16, 4).scales for _ in range(4)]
+    assert all(torch.equal(found[0], each) for each in found[1:])

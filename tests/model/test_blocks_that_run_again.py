@@ -17,7 +17,7 @@ from optkit.stages.cast import Cast
 from optkit.stages.gptq import Gptq
 from optkit.stages.mx import Mx
 from tests.conftest import TinyModel
-from tests.model.test_kept_blocks import few, files, interrupted, run
+from tests.model.test_kept_blocks import STAGES, few, files, interrupted, run
 
 __all__ = ["few"]
 FORMS: dict[str, Callable[[Calibration], Transform]] = {
@@ -46,6 +46,20 @@ def test_half_precision_goes_on_as_on_a_gpu(
     monkeypatch.setattr(KeptBlocks, "_keep", lambda self, *each: (made.append(each[1]), keep(self, *each))[1])
     run(stage, source, tmp_path / "resumed", work)
     assert made == [2]
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [*STAGES, *FORMS])
+def test_a_gpu_goes_on(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_blocks, "writes_states", lambda size, on_gpu: False)
+    stage, source = {**STAGES, **FORMS}[kind](few), tmp_path / "source"
+    run(Cast(dtype="bfloat16"), tiny_model("llama"), source, None)
+    run(stage, source, tmp_path / "whole", None, device="cuda")
+    work = interrupted(stage, source, tmp_path, 1, "cuda")
+    run(stage, source, tmp_path / "resumed", work, device="cuda")
     assert files(tmp_path / "resumed") == files(tmp_path / "whole")
 
 

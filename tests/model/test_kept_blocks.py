@@ -67,10 +67,17 @@ class Lines(Warnings):
         self.lines.append(line)
 
 
-def run(stage: Transform, source: Path, target: Path, workspace: Path | None, lines: Lines | None = None) -> Report:
+def run(
+    stage: Transform,
+    source: Path,
+    target: Path,
+    workspace: Path | None,
+    lines: Lines | None = None,
+    device: str = "cpu",
+) -> Report:
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    return stage.run(source, target, Context(workspace=workspace, progress=lines or Lines()))
+    return stage.run(source, target, Context(workspace=workspace, progress=lines or Lines(), device=device))
 
 
 def stop_behind(blocks: int, patched: pytest.MonkeyPatch, stop: Callable[[], Any]) -> None:
@@ -91,11 +98,11 @@ def stopped() -> None:
     raise Stopped
 
 
-def interrupted(stage: Transform, source: Path, place: Path, blocks: int = 1) -> Path:
+def interrupted(stage: Transform, source: Path, place: Path, blocks: int = 1, device: str = "cpu") -> Path:
     """Return the workspace of a stage that was stopped when so many blocks were finished."""
     with pytest.MonkeyPatch.context() as patched, pytest.raises(Stopped):
         stop_behind(blocks, patched, stopped)
-        run(stage, source, place / "stopped", place / "work")
+        run(stage, source, place / "stopped", place / "work", device=device)
     return place / "work"
 
 
