@@ -36,10 +36,10 @@ from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.quantizing.stacked_experts import pack_stacked, with_stacked
 from optkit.stages.quantizing.stacked_gptq import (
+    advance_again_,
     compensate_stacked,
     experts_apart,
     experts_of,
-    put_experts_,
     refuse_for_stacked,
     round_experts_,
 )
@@ -163,13 +163,7 @@ class Mx(SharedText, LayerQuantizer):
             return self._rounded(job, name, weight, partial(quantize_mxfp4, search=self.scale_search == "mse"), seen)
 
         inputs = self._read(job)
-
-        def advance_again_(index: int, output: BlockOutput) -> None:
-            with experts_apart(job.skeleton, index, stacked) as layers:
-                put_experts_(layers, stacked, output.replaced)
-            job.skeleton.advance_(index, inputs)
-
-        for index in job.resume(inputs, LESS, advance_again_):
+        for index in job.resume(inputs, LESS, partial(advance_again_, job, inputs, stacked)):
             with job.skeleton.loaded(job.skeleton.blocks[index], job.context.device, LESS):
                 with experts_apart(job.skeleton, index, stacked) as layers:
                     turns = in_turns(job.skeleton, layers)

@@ -20,13 +20,14 @@ from optkit.model.together import ALONE
 from optkit.model.writer import CheckpointWriter
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
-from optkit.stages.quantizing.job import QuantizationJob
+from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.stacked_experts import KIND, Stack, finished
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from optkit.algorithms.microscaling import MicroscaledWeight
+    from optkit.model.blocks import BlockInputs
     from optkit.model.skeleton import Skeleton
     from optkit.stages.quantizing.input_ranges import InputRange
 
@@ -117,15 +118,19 @@ def experts_apart(skeleton: Skeleton, index: int, stacked: Stacked) -> Iterator[
             block.module.set_submodule(name, module)
 
 
-def put_experts_(layers: Mapping[str, nn.Linear], stacked: Stacked, tensors: Mapping[str, Tensor]) -> None:
-    """Let a block's experts compute with the weights that `round_experts_` made of them."""
+def advance_again_(
+    job: QuantizationJob, inputs: BlockInputs, stacked: Stacked, index: int, output: BlockOutput
+) -> None:
+    """Bring inputs behind a loaded block whose experts compute with what `round_experts_` made of them."""
     from optkit.kernels.microscaled import MicroscaledLinear
 
-    for stored, info in stacked.items():
-        for index in range(info.shape[0]) if expert_of(stored, 0) in layers else ():
-            codes, scales = (tensors[f"{stored}{leaf}"][index] for leaf in (BLOCKS, SCALES))
-            weight = layers[expert_of(stored, index)].weight.data
-            weight.copy_(MicroscaledLinear(codes.flatten(1), scales, None, None, weight.dtype).dequantize())
+    with experts_apart(job.skeleton, index, stacked) as layers:
+        for name, info in stacked.items():
+            for expert in range(info.shape[0]) if expert_of(name, 0) in layers else ():
+                codes, scales = (output.replaced[f"{name}{leaf}"][expert] for leaf in (BLOCKS, SCALES))
+                weight = layers[expert_of(name, expert)].weight.data
+                weight.copy_(MicroscaledLinear(codes.flatten(1), scales, None, None, weight.dtype).dequantize())
+    job.skeleton.advance_(index, inputs)
 
 
 def round_experts_(
