@@ -1,6 +1,7 @@
-"""GPTQ of llm-compressor on as many GPUs as torchrun starts processes, and how far quantized models diverge.
+r"""GPTQ of llm-compressor on as many GPUs as there are processes, and how far quantized models diverge.
 
-    torchrun --nproc_per_node 2 docs/benchmarks/llmcompressor_devices.py quantize MODEL TOKENS TARGET
+    python -m torch.distributed.run --nproc_per_node 2 docs/benchmarks/llmcompressor_devices.py \
+        quantize MODEL TOKENS TARGET
     python docs/benchmarks/llmcompressor_devices.py compare MODEL TOKENS MADE...
 
 TOKENS is a safetensors file: `calibration`, int64 [samples, length], of which each process takes every
