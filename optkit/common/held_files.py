@@ -77,8 +77,10 @@ def clear(home: Path) -> None:
     """
     with contextlib.suppress(OSError):
         for each in home.iterdir():
-            if each.name != ALIVE:
+            if each.is_dir() and not each.is_symlink():
                 shutil.rmtree(each, ignore_errors=True)
+            elif each.name != ALIVE:
+                each.unlink()
     shutil.rmtree(home, ignore_errors=True)
 
 

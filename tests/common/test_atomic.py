@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optkit.common.atomic import draft_of, drafted, write_bytes_atomically
-from optkit.common.held_files import held_directory
+from optkit.common.held_files import ALIVE, clear, held_directory
 
 
 def killed(do: object) -> None:
@@ -73,3 +74,14 @@ def test_a_directory_that_a_kill_left_goes_with_the_next(tmp_path: Path) -> None
         assert first.exists()
         assert second.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_that_a_directory_is_held_by_goes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "below")
+    for name in ("a", ALIVE, "z", "below/file"):
+        (tmp_path / name).touch()
+    delete = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda place, **options: place == tmp_path or delete(place, **options))
+    clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [ALIVE]
