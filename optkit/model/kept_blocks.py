@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from optkit.model.blocks import BlockInputs
 
 KEPT, ENCODED, ORDER = "kept.json", "encoded", "order"
+LAYOUT = 2
+"""Of the files. Those of another one are dropped."""
 DECIDING = "optkit", "device_name", "cpu_kernels", "cuda", *PACKAGES
 """What decides, beside the key of a step, which bits come out of it."""
 SMALL_BYTES = 1 << 26
@@ -74,7 +76,7 @@ class KeptBlocks:
         self._place, self._progress, self._label, self._reserved = place, progress, label, reserved_bytes
         self._together = together
         described = describe_environment(device) if place else {}
-        self._about = {name: value for name, value in described.items() if name in DECIDING}
+        self._about = {"layout": LAYOUT} | {name: value for name, value in described.items() if name in DECIDING}
         self._inputs: BlockInputs | None = None
         self._read = 0
         """Behind how many blocks at most the hidden states are read."""

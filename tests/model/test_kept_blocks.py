@@ -222,12 +222,15 @@ def test_what_was_damaged_is_dropped_and_said(
     assert files(tmp_path / "resumed") == files(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    ("name", "other"), [("describe_environment", lambda device: {"torch": "another"}), ("LAYOUT", 1)]
+)
 def test_blocks_of_other_versions_are_dropped(
-    tiny_model: TinyModel, tmp_path: Path, few: Calibration, monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, name: str, other: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage, source, lines = STAGES["prune"](few), tiny_model("llama"), Lines()
     work = interrupted(stage, source, tmp_path)
-    monkeypatch.setattr(kept_blocks, "describe_environment", lambda device: {"torch": "another"})
+    monkeypatch.setattr(kept_blocks, name, other)
     run(stage, source, tmp_path / "resumed", work, lines)
     assert lines.lines == ["prune: device or versions are others now, so the blocks that were kept are dropped"]
 
