@@ -260,13 +260,12 @@ def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | N
 
 
 def check_packages(plan: Plan) -> None:
-    """Raise MissingPackageError for the first stage or eval that needs a package.
-    The package is not installed or too old.
-    """
+    """Raise MissingPackageError for the first stage or eval that needs a package, not installed or too old."""
     wanted = [(step.kind, need) for step in plan.steps if step.stage for need in step.stage.needs()]
-    wanted += [
-        (entry.kind, need) for entry in (*plan.recipe.settings, *plan.recipe.evals) for need in entry.value.requires
-    ]
+    rest, made = (*plan.recipe.settings, *plan.recipe.evals), plan.steps[-1].format
+    wanted += [(entry.kind, need) for entry in rest for need in entry.value.requires]
+    if any(not each.hit for each in plan.evals):
+        wanted += [(f"evals of {made.kind}", " | ".join(each)) for each in made.libraries.values()]
     for kind, need in wanted:
         for missing in unmet([need]):
             raise MissingPackageError(missing, where=kind)

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
-from optkit.errors import StageError
+from optkit.errors import MissingPackageError, StageError
+from optkit.execute import check_packages
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
+from optkit.plan import make_plan
+from optkit.recipe.recipe import load_recipe
 from optkit.stages.gguf import Gguf
+from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.stages.test_gguf_stage import WRITTEN, YARN, made, save
 from tests.support.changes import changing
@@ -133,3 +137,17 @@ def test_numbers_beyond_float16(tmp_path: Path) -> None:
         held["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5
     message = "model.layers.1.mlp.up_proj.weight: some weights lie outside of float16. Take BF16"
     refuse(Gguf(type="F16"), source, message, tmp_path)
+
+
+def test_what_evals_of_a_file_need_is_said_before_it_is_made(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optkit.execute.unmet", lambda needs: [need for need in needs if need.startswith("llama")])
+    asked = {"model": str(tiny_model("llama")), "stages": ["gguf"]}
+    for evals in ([], ["footprint"]):
+        plan = make_plan(load_recipe(asked | {"evals": evals}).pinned(None), Store(tmp_path / "store"), "cpu")
+        if not evals:
+            check_packages(plan)
+            continue
+        with pytest.raises(MissingPackageError, match="evals of gguf: the package `llama-cpp-python` is not installed"):
+            check_packages(plan)
