@@ -23,11 +23,12 @@ def command(artifact: Path, repo: str, printed: bool) -> None:
     from optkit.artifact import read_finished
     from optkit.common.own_files import CARD
     from optkit.publishing.card import card_of
+    from optkit.publishing.targets.hub import Hub
     from optkit.verification.result_file import read_scorecard
     from optkit_cli.output import print_json
 
     found = read_finished(artifact)
-    text = card_of(found, read_scorecard(artifact), repo)
+    text = card_of(found, read_scorecard(artifact), Hub(repo).repository if repo else "")
     if not printed:
         found.attach(CARD, text)
     if invocation().as_json:

@@ -117,6 +117,11 @@ def test_only_programs_that_agree_are_shown(artifact: Path) -> None:
     assert "| transformers 5" not in text.partition("## Numbers")[0]
 
 
+def test_a_name_that_no_repository_has(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = spoken(capsys, "card", str(artifact), "--print", "--repo", 'me/x"; rm -r ~', status=2)
+    assert "is no repository of the hub. Write it as hf://OWNER/NAME" in err
+
+
 def test_a_gate_that_is_not_kept_is_said_first(artifact: Path) -> None:
     path = artifact / "scorecard.json"
     said = json.loads(path.read_text(encoding="utf-8"))
