@@ -54,8 +54,9 @@ TELL_S = 10.0
 """How long it waits before it says so."""
 T = TypeVar("T")
 Replay: TypeAlias = "Callable[[int, Mapping[str, Tensor]], None]"
-"""Brings hidden states behind a block that is given by its number and what was made of it, bit by bit as the stage
-itself does."""
+"""Brings hidden states behind a block, bit by bit as the stage itself does. The block is given by its number and by
+what was made of it.
+"""
 
 
 class KeptBlocks:

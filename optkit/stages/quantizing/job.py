@@ -131,8 +131,8 @@ class QuantizationJob:
         index: int,
         output: BlockOutput,
     ) -> None:
-        """Bring inputs behind a loaded block whose layers compute as they will when the model is opened:
-        by what `opened` makes of a layer and its tensors.
+        """Bring inputs behind a loaded block whose layers compute as they will when the model is opened.
+        `opened` makes that of a layer and its tensors.
         """
         from optkit.model.replaced_forward import replaced_forward
 
