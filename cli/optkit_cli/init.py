@@ -117,7 +117,7 @@ def _fitting(answers: Answers, file: Path) -> tuple[str, Plan]:
                 why=error.problems[0].message,
                 remedy="For an encoder: optkit run minilm_onnx_int8 --model MODEL",
             ) from error
-        before, after = plan.steps[0].size_bytes, plan.steps[-1].size_bytes
+        before, after = (step.size_bytes + _beside(plan) for step in (plan.steps[0], plan.steps[-1]))
         if not answers.size or after <= _most(answers.size, before):
             return text, plan
         smallest = min(smallest or (after, ""), (after, f"{form.name}, {size_text(after)} ({after / before:.2f}x)"))
@@ -129,6 +129,15 @@ def _fitting(answers: Answers, file: Path) -> tuple[str, Plan]:
         why=f"The smallest is {smallest[1] if smallest else 'none'}",
         remedy="Take a larger size, or remove parts of the model first: optkit explain prune_structured",
     )
+
+
+def _beside(plan: Plan) -> int:
+    """Return the bytes of what deploys beside the weights: a tokenizer can be a fifth of a small model."""
+    from optkit.model.companions import find_companions
+    from optkit.source.models import locate_model
+
+    place = locate_model(plan.recipe.model)
+    return sum(path.stat().st_size for path in find_companions(place).kept.values()) if place else 0
 
 
 def _most(size: str, before: int) -> float:
