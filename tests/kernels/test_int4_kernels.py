@@ -9,7 +9,7 @@ from optkit.kernels import embedding_bag_linear as bag
 from optkit.kernels import integer_kernels as integer
 from optkit.kernels.embedding_bag_linear import BagLinear, why_not_bag
 from optkit.kernels.integer_kernels import packed_layer
-from optkit.kernels.packed_linear import PackedLinear, PackedWeight, unpack_words
+from optkit.kernels.packed_linear import PackedLinear, PackedWeight
 from tests.support.packed_models import random_grid
 
 has_bags = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="needs FBGEMM")
@@ -63,12 +63,6 @@ def test_no_layer_keeps_a_float_copy() -> None:
     ):
         held = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers())
         assert codes <= held <= codes + 128 * 4 * 4 + 256 * 4
-
-
-def test_words_of_all_bits() -> None:
-    for bits in (2, 3, 4, 5, 6, 8):
-        codes = torch.randint(0, 1 << bits, (5, 70), dtype=torch.uint8)
-        assert torch.equal(unpack_words(pack(codes, bits, 1), bits, 70), codes)
 
 
 @has_bags
