@@ -5,7 +5,8 @@ cannot work.
 import shutil
 import weakref
 from pathlib import Path
-from threading import current_thread
+from threading import Event, current_thread
+from time import sleep
 from typing import Any
 
 import pytest
@@ -23,6 +24,8 @@ from optkit.stages.awq import Awq
 from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing import hessians as layer_inputs
+from optkit.stages.quantizing import warming
+from optkit.stages.quantizing.compensation import Compensation
 from optkit.stages.quantizing.hessians import collect_hessians, turns_of
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
@@ -298,6 +301,34 @@ def test_fused_experts_are_reported(tiny_model: TinyModel, tmp_path: Path, text:
     fused = {name for name in report.skipped if name.endswith("experts")}
     assert len(fused) == 2
     assert "more than their matrices" in report.skipped[min(fused)]
+
+
+def test_no_block_is_rounded_while_a_thread_loads_solvers(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, loaded = Event(), Event()
+
+    def load(device: str) -> None:
+        entered.wait(60)
+        sleep(0.3)
+        loaded.set()
+
+    capture, rounded = Skeleton.capture_inputs, Compensation.round_
+
+    def captured(*given: Any, **more: Any) -> Any:
+        entered.set()
+        return capture(*given, **more)
+
+    def seen(*given: Any) -> Any:
+        assert loaded.is_set()
+        return rounded(*given)
+
+    monkeypatch.setattr(warming, "_rehearse", load)
+    monkeypatch.setattr(warming, "_begun", [])
+    monkeypatch.setattr(Skeleton, "capture_inputs", captured)
+    monkeypatch.setattr(Compensation, "round_", seen)
+    warming.warm.__wrapped__("cpu")
+    quantize(tiny_model("llama"), tmp_path / "q", Gptq(calibration=text))
 
 
 @pytest.mark.gpu

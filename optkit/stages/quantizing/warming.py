@@ -6,11 +6,20 @@ from contextlib import suppress
 from functools import cache
 from threading import Thread
 
+_begun: list[Thread] = []
+
 
 @cache
 def warm(device: str) -> None:
-    """Begin to load it, once, in a thread that nothing waits for; no random number is drawn."""
-    Thread(target=_rehearse, args=(device,), name="warming", daemon=True).start()
+    """Begin to load it, once, in a thread; no random number is drawn."""
+    _begun.append(Thread(target=_rehearse, args=(device,), name="warming", daemon=True))
+    _begun[-1].start()
+
+
+def finish_warming() -> None:
+    """Wait for what was begun: torch raises RuntimeError if two threads call its solvers for the first time at once."""
+    for thread in _begun:
+        thread.join()
 
 
 def _rehearse(device: str) -> None:
