@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms import column_kernels
+from optkit.algorithms.packing import from_bytes, in_bytes
 from optkit.algorithms.scale_search import CHUNK
 from optkit.algorithms.scaled_gptq import compensated_codes
 from optkit.algorithms.threads import one_thread
@@ -178,14 +179,14 @@ def exact_nvfp4_scale(weights: Iterable[Tensor]) -> Tensor | None:
 
 def pack(weight: MicroscaledWeight) -> dict[str, Tensor]:
     """Return the tensors of one linear layer as compressed-tensors stores them."""
-    tensors = {"weight_packed": weight.codes[:, ::2] | weight.codes[:, 1::2] << 4, "weight_scale": weight.scales}
+    tensors = {"weight_packed": in_bytes(weight.codes, 4), "weight_scale": weight.scales}
     return tensors if weight.global_scale is None else {**tensors, "weight_global_scale": weight.global_scale.clone()}
 
 
 def unpack(tensors: Mapping[str, Tensor]) -> MicroscaledWeight:
     """Read the tensors of one linear layer."""
     packed = tensors["weight_packed"]
-    codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(1)
+    codes = from_bytes(packed, 4, 2 * packed.shape[1])
     return MicroscaledWeight(codes, tensors["weight_scale"], tensors.get("weight_global_scale"))
 
 

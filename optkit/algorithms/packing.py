@@ -1,4 +1,4 @@
-"""Codes of 2 to 8 bits in 32-bit words, as compressed-tensors, GPTQ and AWQ store them.
+"""Codes of 2 to 8 bits in bytes and in 32-bit words, as compressed-tensors, GPTQ and AWQ store them.
 
 All formats are one dense bit stream: code i of a line occupies bits i * bits .. (i + 1) * bits - 1,
 counted from the lowest bit of the first word, and may straddle two words (3, 5 and 6 bits). They differ in
@@ -42,6 +42,25 @@ def packed_length(count: int, bits: int) -> int:
     return math.ceil(count * bits / WORD_BITS)
 
 
+def in_bytes(codes: Tensor, bits: int, fill: int = 0) -> Tensor:
+    """Pack uint8 [rows, count] of 2, 4 or 8 bits along the rows, low bits first: uint8 [rows, ceil(count bits / 8)].
+
+    `fill` stands in the rest of the last byte.
+    """
+    held = 8 // bits
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % held), value=fill)
+    packed = padded[:, ::held].clone(memory_format=torch.contiguous_format)
+    for place in range(1, held):
+        packed |= padded[:, place::held] << (place * bits)
+    return packed
+
+
+def from_bytes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Undo `in_bytes`: uint8 [..., count]."""
+    places = [packed >> place & ((1 << bits) - 1) for place in range(0, 8, bits)]
+    return torch.stack(places, dim=-1).flatten(-2)[..., :count]
+
+
 def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
     """Pack unsigned codes, uint8 [rows, columns] below 2^bits, along `dim`.
     The words are int32 [rows, words] (dim 1) or [words, columns] (dim 0).
@@ -50,12 +69,8 @@ def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
         return pack(codes.T, bits, 1).T.contiguous()
     rows, count = codes.shape
     if 8 % bits == 0:  # no code lies in two bytes
-        per_byte = 8 // bits
         padded = torch.nn.functional.pad(codes, (0, -count % (WORD_BITS // bits)))
-        packed = padded[:, ::per_byte].clone(memory_format=torch.contiguous_format)
-        for place in range(1, per_byte):
-            packed |= padded[:, place::per_byte] << (place * bits)
-        return packed.view(torch.int32)
+        return in_bytes(padded, bits).view(torch.int32)
     padded = torch.nn.functional.pad(codes, (0, -count % WORD_BITS)).view(rows, -1, WORD_BITS)
     words = torch.zeros(rows, padded.shape[1], bits, dtype=torch.int32, device=codes.device)
     for index in range(WORD_BITS):
@@ -71,11 +86,9 @@ def unpack(words: Tensor, bits: int, count: int, dim: int) -> Tensor:
     """Undo `pack`: uint8, with `count` codes along `dim`."""
     if dim == 0:
         return unpack(words.T, bits, count, 1).T.contiguous()
-    rows, mask = words.shape[0], (1 << bits) - 1
     if 8 % bits == 0:  # no code lies in two bytes: 30 times faster
-        held = words.contiguous().view(torch.uint8)
-        codes = torch.stack([held >> place & mask for place in range(0, 8, bits)], dim=-1)
-        return codes.view(rows, -1)[:, :count].contiguous()
+        return from_bytes(words.contiguous().view(torch.uint8), bits, count).contiguous()
+    rows, mask = words.shape[0], (1 << bits) - 1
     padded = torch.nn.functional.pad(words, (0, -words.shape[1] % bits)).view(rows, -1, bits)
     codes = torch.empty(rows, padded.shape[1], WORD_BITS, dtype=torch.uint8, device=words.device)
     for index in range(WORD_BITS):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
+from optkit.algorithms.packing import from_bytes, in_bytes
 
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = torch.finfo(FLOAT8).max
@@ -64,14 +65,14 @@ class IntegerCode:
         grid = Grid(self.bits, self.group_size, False, stored)
         flat = states.float().reshape(-1, size)
         rounded = round_to_nearest(flat, *minmax_scales(flat, grid), grid)
-        codes = rounded.codes if self.bits == 8 else rounded.codes[:, ::2] | rounded.codes[:, 1::2] << 4
+        codes = in_bytes(rounded.codes, self.bits)
         return codes.view(*tokens, -1), rounded.scales.to(stored).view(*tokens, -1), rounded.zeros.view(*tokens, -1)
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Return float [..., tokens, head_dim], `(code - zero) * scale`."""
         codes, scales, zeros = parts
         if self.bits == 4:
-            codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+            codes = from_bytes(codes, 4, 2 * codes.shape[-1])
         steps = codes.view(*scales.shape, -1).to(dtype) - zeros.to(dtype).unsqueeze(-1)
         return steps.mul_(scales.to(dtype).unsqueeze(-1)).flatten(-2)
 

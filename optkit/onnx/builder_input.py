@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from optkit.algorithms.grid import Grid, QuantizedWeight, round_to_nearest
+from optkit.algorithms.packing import in_bytes
 from optkit.algorithms.scale_search import search_scales
 from optkit.kernels.open_packed import fill_, match_packed
 from optkit.kernels.packed_linear import PackedWeight
@@ -33,7 +34,6 @@ from optkit.kernels.stored_layer import QuantizedLayer
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.empty_model import stored_dtype
 from optkit.model.skeleton import Skeleton
-from optkit.onnx.codes import in_bytes
 from optkit.onnx.matmul_nbits_limits import GROUP_SIZES, head_group_size, unfit, why_not_matmul_nbits
 from optkit.progress import SilentProgress
 

@@ -1,28 +1,12 @@
-"""Codes of 4 or 8 bits in bytes, as in MatMulNBits (com.microsoft), and those read back."""
+"""The weight of a MatMulNBits (com.microsoft) read back."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
 
 from optkit.algorithms.grid import QuantizedWeight
+from optkit.algorithms.packing import from_bytes
 from optkit.onnx.model_file import ModelFile
-
-
-def in_bytes(codes: Tensor, bits: int, fill: int = 0) -> Tensor:
-    """Pack uint8 [rows, count] along the rows, low bits first: uint8 [rows, ceil(count bits / 8)].
-
-    `fill` stands in the rest of the last byte.
-    """
-    held = 8 // bits
-    padded = nn.functional.pad(codes, (0, -codes.shape[1] % held), value=fill).view(len(codes), -1, held)
-    return sum((padded[:, :, place] << (place * bits) for place in range(held)), torch.zeros_like(padded[:, :, 0]))
-
-
-def from_bytes(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Undo `in_bytes`: uint8 [rows, count]."""
-    places = [packed >> place & ((1 << bits) - 1) for place in range(0, 8, bits)]
-    return torch.stack(places, dim=-1).flatten(1)[:, :count]
 
 
 def stored_codes(graph: ModelFile, name: str) -> QuantizedWeight:

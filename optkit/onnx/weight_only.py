@@ -101,8 +101,8 @@ def _search(weight: NDArray[Any], form: BlockForm) -> BlockCodes:
     import torch
 
     from optkit.algorithms.grid import Grid, round_to_nearest
+    from optkit.algorithms.packing import in_bytes
     from optkit.algorithms.scale_search import search_scales
-    from optkit.onnx.codes import in_bytes
 
     grid = Grid(
         form.bits, form.block_size, form.symmetric, torch.float16 if weight.dtype == np.float16 else torch.float32

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from optkit.algorithms.grid import QuantizedWeight
-from optkit.algorithms.packing import pack
+from optkit.algorithms.packing import from_bytes, in_bytes, pack
 from optkit.errors import StageError
 from optkit.kernels.packed_linear import PackedLinear, PackedWeight
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.onnx.builder_input import CodedLinear, _group_alike_, exact_codes
-from optkit.onnx.codes import from_bytes, in_bytes, stored_codes
+from optkit.onnx.codes import stored_codes
 from optkit.onnx.model_file import ModelFile
 from optkit.stage import Context, Report, Transform
 from optkit.stages.awq import Awq

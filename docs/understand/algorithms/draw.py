@@ -16,12 +16,12 @@ from optkit.algorithms.eight_bit import FLOAT8, INT8, rounded_inputs
 from optkit.algorithms.gptq import GptqOptions, gptq
 from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales, round_to_nearest
 from optkit.algorithms.hadamard import random_rotation
+from optkit.algorithms.packing import from_bytes
 from optkit.algorithms.pruning import kept, wanda_scores
 from optkit.algorithms.scale_search import search_scales
 from optkit.algorithms.smoothing import smoothing_scales
 from optkit.algorithms.sparsegpt import curvature, sparsegpt
 from optkit.algorithms.state_codes import Float8Code
-from optkit.onnx.codes import from_bytes
 from optkit.onnx.weight_only import BlockForm, quantize_matrix
 from optkit.page.charts.chart import PALETTE, Chart, Key, Mark, paint
 
