@@ -61,7 +61,15 @@ class Left:
         """
         if self.hidden is None:
             return weight
-        return weight[self.hidden.to(weight.device)].float() * sqrt(self.before.hidden / self.after.hidden)
+        return weight[self.hidden.to(weight.device)].float() * self._growth
+
+    def whole_norm(self, narrowed: Tensor) -> Tensor:
+        """Return the weight that all channels need for what `norm_weight` left, as it was rounded: 0 for the others."""
+        return self.spread(narrowed.float() / self._growth, ((Role.HIDDEN,),))
+
+    @property
+    def _growth(self) -> float:
+        return sqrt(self.before.hidden / self.after.hidden)
 
     def channels(self, role: Role) -> Tensor | None:
         """Return the places that are kept along an axis, int64; None if they all are."""

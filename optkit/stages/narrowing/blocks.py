@@ -74,13 +74,23 @@ class NarrowerBlocks:
         """Put what was written of a block into the loaded block of another skeleton of the source.
         0 takes the place of what was removed.
         """
-        self._put_(skeleton, index, self._left(**self.choices[number]), target.read)
+        left = self._left(**self.choices[number])
+        self._put_(skeleton, index, left, target.read)
+        for name, tensor in self._touched(skeleton, index, left):
+            if is_norm(tensor):
+                skeleton.model.get_parameter(name).data.copy_(left.whole_norm(target.read(self.names[tensor])))
 
     def _put_(self, skeleton: Skeleton, index: int, left: Left, read: Callable[[str], Tensor]) -> None:
+        for name, tensor in self._touched(skeleton, index, left):
+            if not is_norm(tensor):
+                self._spread_(skeleton, name, tensor, read(self.names[tensor]), left)
+
+    def _touched(self, skeleton: Skeleton, index: int, left: Left) -> Iterator[tuple[str, str]]:
+        """Yield parameters of a block, and their tensors, that changed."""
         prefix = f"{skeleton.blocks[index].name}."
         for name, tensor in skeleton.tensor_names.items():
-            if name.startswith(prefix) and self._is_spread(tensor, left):
-                self._spread_(skeleton, name, tensor, read(self.names[tensor]), left)
+            if name.startswith(prefix) and left.touches(self._axes(tensor) or ()):
+                yield name, tensor
 
     def _narrowed(self, kept: Sequence[int], finished: KeptBlocks) -> Iterator[dict[str, Tensor]]:
         """Yield the tensors of each block that is not finished by their new names."""
@@ -143,8 +153,7 @@ class NarrowerBlocks:
             parameter.copy_(left.spread(written.to(parameter), self._axes(tensor) or ()))
 
     def _is_spread(self, tensor: str, left: Left) -> bool:
-        axes = self._axes(tensor)
-        return bool(axes) and left.touches(axes or ()) and not is_norm(tensor)
+        return left.touches(self._axes(tensor) or ()) and not is_norm(tensor)
 
     def _axes(self, tensor: str) -> tuple[Axis, ...] | None:
         return self.chooser.axes.get(tensor)
