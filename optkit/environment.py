@@ -216,8 +216,21 @@ def cpu_threads() -> int:
 
 def cpu_kernels() -> str:
     """Return what the user changed of optkit's CPU kernels, e.g. `OPTKIT_CPU_EXACT=1`; empty if nothing."""
-    asked = ((name, os.environ.get(name, usual), usual) for name, usual in ((ARCHITECTURE, "native"), (EXACT, "0")))
-    return " ".join(f"{name}={value}" for name, value, usual in asked if value != usual)
+    exact, architecture = f"{EXACT}=1" if asks_exact() else "", cpu_architecture()
+    return " ".join(filter(None, [f"{ARCHITECTURE}={architecture}" if architecture != "native" else "", exact]))
+
+
+def cpu_architecture() -> str:
+    """Return what CPU kernels are compiled for, as a compiler's `-march`."""
+    return os.environ.get(ARCHITECTURE) or "native"
+
+
+def asks_exact() -> bool:
+    """Say whether the user asks for activations in float32. Raises UsageError for what is neither 1 nor 0."""
+    value = os.environ.get(EXACT) or "0"
+    if value not in ("0", "1"):
+        raise UsageError(f"'{value}' is neither 1 nor 0", where=EXACT, remedy=f"Set {EXACT}=1, or unset it")
+    return value == "1"
 
 
 def _physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:

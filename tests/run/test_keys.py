@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from optkit.environment import ARCHITECTURE, EXACT, describe_environment
+from optkit.errors import UsageError
 from optkit.keys import Together, make_artifact_key, make_metric_key, make_step_key, settings_identity
 from optkit.measure import Eval
 from optkit.recipe.recipe import EvalEntry, SettingEntry, TransformEntry
@@ -153,11 +154,19 @@ def test_timings_of_other_cpu_kernels_have_other_keys(
     together = Together(frozenset({MODEL}), frozenset())
     monkeypatch.delenv(name, raising=False)
     before = together.circumstances("cpu")
-    monkeypatch.setenv(name, usual)
-    assert together.circumstances("cpu") == before
+    for none in (usual, ""):
+        monkeypatch.setenv(name, none)
+        assert together.circumstances("cpu") == before
     monkeypatch.setenv(name, value)
     assert together.circumstances("cpu") == before | {"cpu_kernels": f"{name}={value}"}
     assert describe_environment("cpu")["cpu_kernels"] == f"{name}={value}"
+
+
+def test_exact_kernels_are_asked_for_by_1_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another word was written down as the circumstance of a timing, and changed nothing."""
+    monkeypatch.setenv(EXACT, "true")
+    with pytest.raises(UsageError, match="OPTKIT_CPU_EXACT: 'true' is neither 1 nor 0. Set OPTKIT_CPU_EXACT=1, or"):
+        describe_environment("cpu")
 
 
 def test_what_is_no_number_has_no_key() -> None:

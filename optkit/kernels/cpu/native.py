@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from optkit.algorithms.column_kernels import use_compiled
 from optkit.common.cache import cache_directory
-from optkit.environment import ARCHITECTURE, EXACT, compiler_names, cpu_flags, cpu_name, find_compiler
+from optkit.environment import asks_exact, compiler_names, cpu_architecture, cpu_flags, cpu_name, find_compiler
 from optkit.kernels.library_cache import LENGTH, keep_library, kept_library, private_directory
 from optkit.processes.commands import python_command, python_environment, run
 
@@ -91,7 +90,7 @@ def exact_products() -> Iterator[None]:
 
 def is_exact() -> bool:
     """Return whether no activations are rounded: within `exact_products`, and if the user asks for it."""
-    return _exact or os.environ.get(EXACT) == "1"
+    return _exact or asks_exact()
 
 
 def precision() -> str:
@@ -112,7 +111,7 @@ def library() -> Path:
 
 
 def _flags() -> tuple[str, ...]:
-    return (*FLAGS, f"-march={os.environ.get(ARCHITECTURE, 'native')}")
+    return (*FLAGS, f"-march={cpu_architecture()}")
 
 
 def _compiled(compiler: str) -> Path:
