@@ -175,7 +175,7 @@ def legend(comparison: Comparison, group: Group) -> str:
     axes = f"{', '.join(most)} and {last}" if most else last
     entries = comparison.members(group)
     passing = any(entry.passes is Verdict.PASS for entry in entries)
-    near = f"of {'those that pass' if passing else 'all, since none passes'}, the nearest to the best of each"
+    near = f"of {'those that pass' if passing else 'all, since none surely passes'}, the nearest to the best of each"
     standings = {standing(entry) for entry in entries}
     pick = f"Pick: of those that pass, the best by {comparison.best}." if comparison.best else f"Pick: {near}."
     words = [

@@ -93,7 +93,9 @@ def test_what_fails_its_own_gates_is_not_picked() -> None:
     assert compared(failing, best="size_bytes").exit_status == 3
     alone = compared(failing)
     assert (alone.exit_status, alone.groups[0].why) == (0, "none passes its gates")
-    assert legend(alone, alone.groups[0]).endswith("Knee: of all, since none passes, the nearest to the best of each.")
+    assert legend(alone, alone.groups[0]).endswith(
+        "Knee: of all, since none surely passes, the nearest to the best of each."
+    )
 
 
 def test_what_was_not_measured_does_not_meet_a_limit() -> None:
