@@ -22,9 +22,11 @@ from tests.model.test_kept_blocks import STAGES, few, files, interrupted, run
 __all__ = ["few"]
 FORMS: dict[str, Callable[[Calibration], Transform]] = {
     "3 bits with zero points": lambda text: Gptq(bits=3, group_size=32, symmetric=False, calibration=text),
-    "gptq": lambda text: Gptq(group_size=32, format="gptq", calibration=text),
+    "gptq, in its own format": lambda text: Gptq(group_size=32, format="gptq", calibration=text),
     "balanced": lambda text: Gptq(group_size=32, effort="balanced", calibration=text),
-    "awq": lambda text: Awq(group_size=32, grid_points=2, format="awq", symmetric=False, calibration=text),
+    "awq, in its own format": lambda text: Awq(
+        group_size=32, grid_points=2, format="awq", symmetric=False, calibration=text
+    ),
     "nvfp4": lambda text: Mx(type="nvfp4", rounding="gptq", activations="none", calibration=text),
 }
 
@@ -55,7 +57,7 @@ def test_a_gpu_goes_on(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_blocks, "writes_states", lambda size, on_gpu: False)
-    stage, source = {**STAGES, **FORMS}[kind](few), tmp_path / "source"
+    stage, source = (STAGES | FORMS)[kind](few), tmp_path / "source"
     run(Cast(dtype="bfloat16"), tiny_model("llama"), source, None)
     run(stage, source, tmp_path / "whole", None, device="cuda")
     work = interrupted(stage, source, tmp_path, 1, "cuda")
