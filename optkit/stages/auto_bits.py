@@ -70,7 +70,7 @@ class AutoBits(Transform):
     unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- auto_bits: {average_bits: 4.5, calibration: {dataset: c4}}"
     produces: ClassVar[Format] = Format.QUANTIZED
-    version: ClassVar[int] = 7
+    version: ClassVar[int] = 8
     sees_images: ClassVar[bool] = True
 
     average_bits: Bits | None = None

@@ -11,7 +11,9 @@ import torch
 from pydantic import ValidationError
 from torch.nn.functional import kl_div
 
+from optkit.algorithms import column_kernels
 from optkit.errors import SourceError, StageError
+from optkit.kernels.cpu.native import why_not_native
 from optkit.kernels.open_packed import load_packed
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
@@ -21,6 +23,7 @@ from optkit.progress import SilentProgress
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.auto_bits import AutoBits
+from optkit.stages.quantizing import hessians
 from optkit.stages.rtn import Rtn
 from optkit.stages.sensitivity.budget import Choice, make_items
 from optkit.stages.sensitivity.held_out import mean_divergences
@@ -94,6 +97,23 @@ def test_the_chosen_forms_learn(tiny_model: TinyModel, tmp_path: Path, text: Cal
     before, after = map(sum, zip(*report.details["block_losses"].values(), strict=True))
     assert after < before
     assert report.details["divergence"][1] < report.details["divergence"][0]
+
+
+def test_the_first_costs_of_a_process_are_those_of_all_later_ones(
+    tiny_model: TinyModel, text: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model("llama")
+    stage = AutoBits(average_bits=5, choices=(SMALL, LARGE), calibration=text)
+
+    def costs() -> list[list[float]]:
+        items = stage._problem(Checkpoint(source).shape).items
+        return stage._costs(source, items, text.tokens(source, None), Context())
+
+    why_not_native()
+    expected, kernels = costs(), column_kernels._compiled
+    monkeypatch.setattr(column_kernels, "_compiled", None)
+    monkeypatch.setattr(hessians, "why_not_native", lambda: column_kernels.use_compiled(kernels))
+    assert costs() == expected
 
 
 def test_the_choice_is_the_best_of_all_that_fit(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:

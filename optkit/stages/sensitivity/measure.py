@@ -24,6 +24,7 @@ from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight
 from optkit.packed_tensors.integers import PackQuantized
 from optkit.progress import Progress
+from optkit.stages.quantizing.hessians import load_kernels
 from optkit.stages.sensitivity.gradients import BlockGradients
 from optkit.stages.sensitivity.needed_memory import PROBES
 
@@ -55,6 +56,8 @@ def measure_sensitivity(
             why="Text does not reach them",
             remedy="Exclude them",
         )
+    if rounding == "gptq":
+        load_kernels(device)
     found: dict[str, list[float]] = {}
     total = tokens_in(tokens)
     for name, weight, seen in layer_gradients(skeleton, tokens, grids, device, progress, seed):
