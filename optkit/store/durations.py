@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 FILE = "durations.jsonl"
 LAST = 8
 """Runs of one kind that are looked at, the last ones."""
+FAR = 100
+"""Times as large, or as small, a model that says nothing: what a run costs at any size would be multiplied."""
 MOST_LINES = 10_000
 AMOUNTS = (("samples", "sequence_length"), ("windows", "window"))
 """Fields whose product says how much text is read."""
@@ -61,13 +63,13 @@ class Durations:
         """
         fields = value.model_dump(mode="json")
         alike = [line for line in self._lines() if (line["what"], line["machine"]) == (what, self._machine)]
+        alike = [line for line in alike if 0 < line["size_bytes"] <= FAR * size_bytes <= FAR**2 * line["size_bytes"]]
         amount = _amount(fields)
         alike = [line for line in alike if (_amount(line["fields"]) is None) == (amount is None)]
         alike = [line for line in alike if _way(line["fields"]) == _way(fields)]
         same = [line for line in alike if _others(line["fields"]) == _others(fields)]
         near = same or (alike if amount is not None else [])
-        weighed = [line for line in near[-LAST:] if line["size_bytes"]]
-        rates = [line["seconds"] / (line["size_bytes"] * (_amount(line["fields"]) or 1)) for line in weighed]
+        rates = [line["seconds"] / (line["size_bytes"] * (_amount(line["fields"]) or 1)) for line in near[-LAST:]]
         return median(rates) * size_bytes * (amount or 1) if rates else None
 
     def of_eval(self, each: PlannedEval, size_bytes: int) -> float | None:

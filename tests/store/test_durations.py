@@ -52,6 +52,15 @@ def test_time_goes_with_weights_and_text(durations: Durations) -> None:
     assert durations.predict("gptq", gptq(64), 4 * 10**9) == pytest.approx(120)
 
 
+def test_a_tiny_model_says_nothing_of_a_large_one(durations: Durations) -> None:
+    """Its second is the start of a process, which a large one does not take a thousand times."""
+    durations.note("gptq", gptq(128), 10**6, 1.0)
+    assert durations.predict("gptq", gptq(128), 10**9) is None
+    assert durations.predict("gptq", gptq(128), 10**8) == pytest.approx(100)
+    durations.note("gptq", gptq(128, bits=8), 10**9, 60.0)
+    assert durations.predict("gptq", gptq(128), 10**9) == pytest.approx(60)
+
+
 def test_runs_with_the_same_fields_go_before_others(durations: Durations) -> None:
     durations.note("gptq", gptq(128, bits=8), 10**9, 600.0)
     assert durations.predict("gptq", gptq(128), 10**9) == pytest.approx(600)
