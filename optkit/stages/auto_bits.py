@@ -30,7 +30,7 @@ from optkit.stage import Context, Cost, Format, Report, Transform
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.overrides import Override
 from optkit.stages.rtn import Rtn
-from optkit.stages.sensitivity.budget import Choice, Item, Problem, make_items, tightest_budget
+from optkit.stages.sensitivity.budget import Allocation, Choice, Item, make_items, tightest_budget
 from optkit.stages.sensitivity.needed_memory import sensitivity_memory
 
 if TYPE_CHECKING:
@@ -216,14 +216,14 @@ class AutoBits(Transform):
             names = ", ".join(DEVICES)
             raise ValueError(f"decode_device '{self.decode_device}' is none of {names}. Take one of them") from error
 
-    def _problem(self, shape: ModelShape) -> Problem:
+    def _problem(self, shape: ModelShape) -> Allocation:
         chosen = select(layers_of(shape), tuple(outside_of(shape)), self.include, self.exclude, KIND)
         selection = packable(chosen, lambda _: self.choices[0].form, KIND)
         items = make_items(selection.layers, shape, self.choices, self.fused, KIND)
         limits = (self.average_bits, self.size_bytes, self.decode_ms)
         budget = tightest_budget(items, shape, *limits, self._device())
         budget.refuse_too_small(items, KIND)
-        return Problem(selection, items, budget)
+        return Allocation(selection, items, budget)
 
     def _costs(self, source: Path, items: Sequence[Item], tokens: Inputs, context: Context) -> list[list[float]]:
         """Return the predicted divergence of each item under each of its choices, nats per token."""

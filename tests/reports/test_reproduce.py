@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from optkit import pipeline
+from optkit.common.held_files import ALIVE
 from optkit.common.own_files import RECORD
 from optkit.errors import ArtifactError, SourceError
 from optkit.reports.reproduction import reproduce
@@ -66,6 +67,7 @@ def test_the_same_bytes_again(home: Path, stages: list[str], monkeypatch: pytest
         pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
     artifact = make(home, *stages)
     (home / ".tiny.reproduce-killed" / "store").mkdir(parents=True)
+    (home / ".tiny.reproduce-killed" / ALIVE).touch()
     monkeypatch.setenv("OPTKIT_STORE_REMOTE", "/no/such/place")  # it would have the steps of the first
     monkeypatch.chdir(home.parent)
     threads = torch.get_num_threads()

@@ -183,7 +183,7 @@ def uniform_choices(items: Sequence[Item]) -> list[Choice]:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Allocation:
     """A model's layers, what they may become and how much there is for it."""
 
     selection: Selection
