@@ -117,7 +117,8 @@ def _fitting(answers: Answers, file: Path) -> tuple[str, Plan]:
                 why=error.problems[0].message,
                 remedy="For an encoder: optkit run minilm_onnx_int8 --model MODEL",
             ) from error
-        before, after = (step.size_bytes + _beside(plan) for step in (plan.steps[0], plan.steps[-1]))
+        beside = _beside(plan)
+        before, after = plan.steps[0].size_bytes + beside, plan.steps[-1].size_bytes + beside
         if not answers.size or after <= _most(answers.size, before):
             return text, plan
         smallest = min(smallest or (after, ""), (after, f"{form.name}, {size_text(after)} ({after / before:.2f}x)"))

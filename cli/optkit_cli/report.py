@@ -38,8 +38,9 @@ def command(places: tuple[Path, ...], out: Path, **asked: Any) -> int:
 
     refuse_other(out, "--out", "page", b"<!doctype html")
     made = report(places, **asked)
-    write_named(out, made.html.encode())
-    size = len(made.html.encode())
+    page = made.html.encode()
+    write_named(out, page)
+    size = len(page)
     if invocation().as_json:
         print_json({"report": str(out), "size_bytes": size, "scorecards": made.scorecards, "picks": list(made.picks)})
     else:

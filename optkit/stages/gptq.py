@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -155,7 +154,7 @@ class Gptq(GptqFields, SharedText, Backed):
 
     def calibrated_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield each block's quantized layers, and count the zeros of pruned ones in the details."""
-        from optkit.stages.quantizing.calibration_products import in_codes, in_cpp, is_prompt, sequences_at_once
+        from optkit.stages.quantizing.calibration_products import is_prompt, sequences_at_once
         from optkit.stages.quantizing.hessians import details_of_sums, read_text, tokens_of_experts
         from optkit.stages.quantizing.input_ranges import tell_few_tokens
         from optkit.stages.quantizing.one_pass import one_pass
@@ -179,7 +178,11 @@ class Gptq(GptqFields, SharedText, Backed):
         once = self._in_one_pass and all(is_prompt(skeleton, index, inputs) for index in range(len(skeleton.blocks)))
         if once and self.true_sequential == "auto":
             job.details["true_sequential"] = True
-        for index in job.resume(inputs, LESS_MEMORY, partial(self._advance_again_, job, inputs)):
+
+        def advance_again_(index: int, output: BlockOutput) -> None:
+            self._advance_(job, inputs, index, put_back_(job, index, output))
+
+        for index in job.resume(inputs, LESS_MEMORY, advance_again_):
             with skeleton.loaded(skeleton.blocks[index], device, LESS_MEMORY):
                 modules = job.modules(index)
                 if learner:
@@ -203,18 +206,18 @@ class Gptq(GptqFields, SharedText, Backed):
                 if (not once and job.is_read(index)) or (learner and index + 1 < len(skeleton.blocks)):
                     if earlier:
                         earlier.leave_(index, inputs)
-                    with in_codes(modules, quantized), in_cpp(skeleton, index, inputs):
-                        skeleton.advance_(index, inputs)
+                    self._advance_(job, inputs, index, quantized)
             yield quantized
         job.inputs = inputs
         if not job.details["expert_tokens"]:
             del job.details["expert_tokens"]
         tell_few_tokens(job, self.kind)
 
-    def _advance_again_(self, job: QuantizationJob, inputs: BlockInputs, index: int, output: BlockOutput) -> None:
+    def _advance_(
+        self, job: QuantizationJob, inputs: BlockInputs, index: int, quantized: Mapping[str, QuantizedWeight]
+    ) -> None:
         from optkit.stages.quantizing.calibration_products import in_codes, in_cpp
 
-        quantized = put_back_(job, index, output)
         with in_codes(job.modules(index), quantized), in_cpp(job.skeleton, index, inputs):
             job.skeleton.advance_(index, inputs)
 

@@ -164,7 +164,7 @@ def _be(order: dict[str, Any], files: list[int]) -> None:
         os.environ.update(order["env"])
         os.chdir(order["cwd"])
         # that of the parent knows whether its own file could be sought in
-        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
         if threads := os.environ.get("OMP_NUM_THREADS"):
             sys.modules["torch"].set_num_threads(int(threads))
         sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
