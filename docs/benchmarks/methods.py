@@ -196,8 +196,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bos", choices=("tokenizer", "window", "text", "none"), default="tokenizer")
     asked = parser.parse_args()
-    if asked.store:
-        asked.store.mkdir(parents=True, exist_ok=True)
     names = [f"{what} {model.name}" for what in ("perplexity", "KL") for model in asked.models]
     print("| method | bits |", " | ".join(names), "| size | user CPU | time | GPU |")
     print("|---" * (len(names) + 6) + "|")

@@ -62,7 +62,7 @@ def artifacts() -> dict[str, Stages]:
 def measure(stages: Stages, model: Path, data: Path, store: Path | None) -> dict[str, float]:
     """Make an artifact, measure it and return its numbers by their names."""
     recipe = {"name": "onnx", "model": {"name": str(model)}, "stages": stages, "evals": EVALS, "attribution": False}
-    with tempfile.TemporaryDirectory(dir=store) as out:
+    with tempfile.TemporaryDirectory() as out:
         scorecard = optkit.run(optkit.load_recipe(recipe), out=Path(out) / "artifact", store=store, data=data)
     return {row.metric.name: row.metric.value for row in scorecard.rows}
 

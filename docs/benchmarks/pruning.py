@@ -1,15 +1,14 @@
-"""Pruning by optkit and by llm-compressor on the same tokens: perplexity, zeros and seconds, as a
-Markdown table.
+"""Pruning by optkit and by llm-compressor on the same tokens, and what `prune_structured` leaves: perplexity,
+zeros, parameters, bytes of the KV cache and seconds, as a Markdown table.
 
     python docs/benchmarks/pruning.py DATA MODEL... [--only PATTERN] [--store DIR] [--device DEVICE] \
-        [--samples N] [--time]
-                                      [--llmcompressor PYTHON]
+        [--samples N] [--time] [--llmcompressor PYTHON]
 
-DATA holds `wikitext2_raw/` and `c4_sample/`. Calibrated on 64 x 512 tokens of C4 (N x 512);
-perplexity on the first 15 windows of 2048 tokens of WikiText-2's test split, through optkit's
-session; `--time` leaves it out. Seconds are those of the pruning: loading, calibrating, pruning,
-saving. PYTHON is the interpreter of an environment with llm-compressor (`optkit env build
-llmcompressor` makes one); without it its rows are left out.
+DATA holds `wikitext2_raw/` and `c4_sample/`. Calibrated on 64 x 512 tokens of C4 (N x 512), where whole
+parts go on 32 x 512; perplexity on the first 15 windows of 2048 tokens of WikiText-2's test split,
+through optkit's session; `--time` leaves it out. Seconds are those of the pruning: loading,
+calibrating, pruning, saving. PYTHON is the interpreter of an environment with llm-compressor
+(`optkit env build llmcompressor` makes one); without it its rows are left out.
 """
 
 from __future__ import annotations
@@ -33,6 +32,8 @@ WINDOWS = {"dataset": "wikitext2", "split": "test", "window": 2048, "windows": 1
 HALF: dict[str, Any] = {"sparsity": 0.5}
 TEXT = {"calibration": CALIBRATION}
 PAPER = {"method": "sparsegpt", "refinements": 0, "equal_tokens": False, **TEXT}
+FEWER: dict[str, Any] = {"calibration": {**CALIBRATION, "samples": 32}}
+FIFTH, LOSS = {"remove_layers": 0.2, **FEWER}, {"layer_importance": "perplexity"}
 OURS: dict[str, dict[str, Any] | None] = {
     "unmodified": None,
     "magnitude, 50%": {"method": "magnitude", **HALF},
@@ -48,6 +49,21 @@ OURS: dict[str, dict[str, Any] | None] = {
     "SparseGPT as in its paper, 2:4": {**PAPER, "pattern": "2:4"},
     "SparseGPT, 2:4": {"pattern": "2:4", **TEXT},
     "SparseGPT, 4:8": {"pattern": "4:8", **TEXT},
+}
+STRUCTURED: dict[str, dict[str, Any]] = {
+    "20% of the blocks, block influence": FIFTH,
+    "20% of the blocks, block influence, one by one": {**FIFTH, "layer_search": "one_by_one"},
+    "20% of the blocks, block influence, contiguous": {**FIFTH, "layer_search": "contiguous"},
+    "20% of the blocks, perplexity": {**FIFTH, **LOSS},
+    "20% of the blocks, perplexity, one by one": {**FIFTH, "layer_search": "one_by_one", **LOSS},
+    "20% of the blocks, perplexity, contiguous": {**FIFTH, "layer_search": "contiguous", **LOSS},
+    "25% of the feed-forward channels": {"intermediate_size": 0.75, **FEWER},
+    "25% of the feed-forward channels, not compensated": {"intermediate_size": 0.75, "compensate": False, **FEWER},
+    "a third of the heads": {"attention_heads": 6, **FEWER},
+    "a third of the heads, not compensated": {"attention_heads": 6, "compensate": False, **FEWER},
+    "3 -> 1 heads of keys and values, pooled": {"kv_heads": 1, **FEWER},
+    "3 -> 1 heads of keys and values, by importance": {"kv_heads": 1, "kv_method": "importance", **FEWER},
+    "a third of the hidden size, and of the heads": {"hidden_size": 384, "attention_heads": 6, **FEWER},
 }
 THEIRS: dict[str, dict[str, Any]] = {
     "llm-compressor's Wanda, 50%": {"method": "wanda", "mask_structure": "0:0"},
@@ -66,20 +82,38 @@ class Found:
     perplexity: float
     zeros: float
     """Share of zeros in the linear layers of the decoder blocks."""
+    parameters: int
+    cache_bytes: int
+    """Of a token."""
     seconds: float | None
 
+    @classmethod
+    def of(cls, model: Path, seconds: float | None, asked: argparse.Namespace) -> Found:
+        """Measure a model that was pruned in so many seconds."""
+        from optkit.model.checkpoint import Checkpoint
+        from optkit.stages.prune_structured import sizes
 
-def measure_ours(fields: dict[str, Any] | None, model: Path, asked: argparse.Namespace) -> Found:
+        left = sizes(Checkpoint(model).shape)
+        return cls(
+            perplexity(model, asked), zeros(model), left["parameters"], left["kv_cache_bytes_per_token"], seconds
+        )
+
+
+def measure_ours(name: str, model: Path, asked: argparse.Namespace) -> Found:
     """Prune with optkit and measure."""
     from optkit.stage import Context
     from optkit.stages.prune import Prune
+    from optkit.stages.prune_structured import PruneStructured
 
-    if fields is None:
-        return Found(perplexity(model, asked), zeros(model), None)
-    with tempfile.TemporaryDirectory(dir=asked.store) as place:
+    if name in STRUCTURED:
+        stage: Any = PruneStructured.model_validate(STRUCTURED[name])
+    elif (fields := OURS[name]) is None:
+        return Found.of(model, None, asked)
+    else:
         stage = Prune.model_validate({**fields, "batch_size": BATCH_SIZE})
+    with tempfile.TemporaryDirectory() as place:
         report = stage.run(model, Path(place), Context(device=asked.device, data=asked.data))
-        return Found(perplexity(Path(place), asked), zeros(Path(place)), report.details["seconds"])
+        return Found.of(Path(place), report.details["seconds"], asked)
 
 
 def measure_theirs(fields: dict[str, Any], model: Path, asked: argparse.Namespace) -> Found:
@@ -87,14 +121,13 @@ def measure_theirs(fields: dict[str, Any], model: Path, asked: argparse.Namespac
     from optkit.source.calibration import Calibration
 
     tokens = Calibration.model_validate(CALIBRATION).tokens(model, asked.data).tolist()
-    with tempfile.TemporaryDirectory(dir=asked.store) as place:
+    with tempfile.TemporaryDirectory() as place:
         request = {**fields, "model": str(model), "target": f"{place}/pruned", "tokens": tokens, "device": asked.device}
         (Path(place) / "request.json").write_text(json.dumps(request), encoding="utf-8")
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         command = [asked.llmcompressor, __file__, "--worker", f"{place}/request.json"]
         said = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-        pruned = Path(place) / "pruned"
-        return Found(perplexity(pruned, asked), zeros(pruned), float(said.split()[-1]))
+        return Found.of(Path(place) / "pruned", float(said.split()[-1]), asked)
 
 
 def perplexity(model: Path, asked: argparse.Namespace) -> float:
@@ -111,7 +144,7 @@ def perplexity(model: Path, asked: argparse.Namespace) -> float:
         "evals": [{"perplexity": WINDOWS}],
         "attribution": False,
     }
-    with tempfile.TemporaryDirectory(dir=asked.store) as out:
+    with tempfile.TemporaryDirectory() as out:
         loaded = optkit.load_recipe(recipe)
         scorecard = optkit.run(
             loaded, out=Path(out) / "measured", store=asked.store, data=asked.data, device=asked.device
@@ -197,23 +230,21 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     asked = parser.parse_args()
     CALIBRATION["samples"] = asked.samples
-    if asked.store:
-        asked.store.mkdir(parents=True, exist_ok=True)
-    print("| method |", " | ".join(f"perplexity {model.name}" for model in asked.models), "| zeros | seconds |")
-    print("|---" * (len(asked.models) + 3) + "|")
+    print(
+        "| method |",
+        " | ".join(f"perplexity {model.name}" for model in asked.models),
+        "| zeros | parameters | KV bytes | seconds |",
+    )
+    print("|---" * (len(asked.models) + 5) + "|")
     theirs = THEIRS if asked.llmcompressor else {}
-    for name in [name for name in (*OURS, *theirs) if fnmatch(name, asked.only)]:
+    for name in [name for name in (*OURS, *theirs, *STRUCTURED) if fnmatch(name, asked.only)]:
         found = [
-            measure_ours(OURS[name], model, asked) if name in OURS else measure_theirs(theirs[name], model, asked)
+            measure_theirs(theirs[name], model, asked) if name in theirs else measure_ours(name, model, asked)
             for model in asked.models
         ]
-        seconds = next((f"{each.seconds:.0f}" for each in found if each.seconds is not None), "-")
-        print(
-            "|",
-            " | ".join([name, *(f"{each.perplexity:.2f}" for each in found), f"{found[0].zeros:.1%}", seconds]),
-            "|",
-            flush=True,
-        )
+        first, seconds = found[0], next((f"{each.seconds:.0f}" for each in found if each.seconds is not None), "-")
+        left = f"{first.zeros:.1%} | {first.parameters:,} | {first.cache_bytes:,}"
+        print("|", " | ".join([name, *(f"{each.perplexity:.2f}" for each in found), left, seconds]), "|", flush=True)
 
 
 if __name__ == "__main__":
