@@ -34,7 +34,6 @@ class Task(Protocol):
     def __exit__(self, kind: object, /, *_: object) -> None: ...
     def advance(self, steps: int = 1, note: str = "") -> None:
         """Count `steps` of the total as done; `note` says what was just finished, or is under way."""
-        ...
 
 
 class Progress(Protocol):
@@ -42,15 +41,12 @@ class Progress(Protocol):
 
     def task(self, label: str, total: int, unit: str = "") -> Task:
         """Open a bar of `total` steps, e.g. `progress.task("gptq", 30, "blocks")`."""
-        ...
 
     def say(self, line: str) -> None:
         """Print one line of information."""
-        ...
 
     def warn(self, line: str) -> None:
         """Print one line that the user must not miss."""
-        ...
 
 
 class Named:

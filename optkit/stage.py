@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
 from optkit.common.frozen import Frozen
 from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
 from optkit.model.cost import Cost as Cost
 from optkit.model.formats.base import Format as Format
 from optkit.model.shape import ModelShape
@@ -26,9 +27,6 @@ from optkit.progress import Progress, SilentProgress
 from optkit.source.calibration import Calibration
 from optkit.source.text_place import TextPlace
 from optkit.source.token_counts import TokenCounts
-
-if TYPE_CHECKING:
-    from optkit.model.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from optkit.errors import OptkitError, UsageError
 from optkit_cli import completion
 from optkit_cli.options import Command
 
@@ -52,8 +53,6 @@ def pages(name: str) -> list[str]:
     """Return what is known of a name, a page for each of its meanings.
     Raises UsageError with the nearest names.
     """
-    from optkit.errors import UsageError
-
     found = [page for read in READERS for page in read(name)]
     if not found:
         from optkit.recipe.reference import field_names
@@ -133,7 +132,6 @@ def _metric(name: str) -> Iterator[str]:
 
 def _metrics() -> dict[str, tuple[str, list[str]]]:
     """Return metric -> its unit and the evals that measure it; a broken plug-in hides no others."""
-    from optkit.errors import OptkitError
     from optkit.recipe.registry import eval_class, eval_names
 
     found: dict[str, tuple[str, list[str]]] = {}

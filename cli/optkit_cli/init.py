@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from optkit.errors import RecipeError, StageError, UsageError
 from optkit_cli.options import Command
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ def command(file: Path, force: bool, **given: str | None) -> None:
     """
     from optkit.common.atomic import write_text_atomically
     from optkit.common.visible import visible
-    from optkit.errors import UsageError
     from optkit.recipe.first_recipe import Answers
     from optkit_cli.output import show
     from optkit_cli.plan_view import cost_line
@@ -98,7 +98,6 @@ def _fitting(answers: Answers, file: Path) -> tuple[str, Plan]:
     """Return the recipe of the first form that is small enough, and its plan on this machine."""
     from optkit import pipeline
     from optkit.common.byte_sizes import size_text
-    from optkit.errors import RecipeError, StageError, UsageError
     from optkit.recipe.recipe import load_recipe
 
     smallest: tuple[int, str] | None = None

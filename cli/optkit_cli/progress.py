@@ -78,12 +78,10 @@ class SafePoints:
         return SafeTask(self.to.task(visible(label), total, unit))
 
     def say(self, line: str) -> None:
-        """Pass on one line."""
         signals.check()
         self.to.say(visible(line))
 
     def warn(self, line: str) -> None:
-        """Pass on one warning."""
         self.to.warn(visible(line))
         signals.check()
 
@@ -198,7 +196,6 @@ class LineProgress(WarningsOnly):
         return LineTask(self, Pace(label, total, unit, self.clock))
 
     def say(self, line: str) -> None:
-        """Print one line."""
         self.write("info", line)
 
 
@@ -239,11 +236,9 @@ class BarProgress:
         self.open_tasks = 0
 
     def task(self, label: str, total: int, unit: str = "") -> Task:
-        """Open a bar."""
         return BarTask(self, Pace(label, total, unit, self.clock))
 
     def say(self, line: str) -> None:
-        """Print one line above the bars."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, line: str) -> None:
@@ -304,6 +299,5 @@ class BarTask(SilentTask):
             self.progress.say(self.pace.ending(failed=kind is not None))
 
     def advance(self, steps: int = 1, note: str = "") -> None:
-        """Move the bar."""
         self.pace.done += steps
         self.bars.update(self.bar, completed=self.pace.done, count=self.pace.count, left=self.pace.left, note=note)

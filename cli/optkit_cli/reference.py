@@ -10,6 +10,7 @@ from itertools import groupby
 import click
 
 from optkit.recipe.reference import definitions, fields_of, inner_models, recipe_pages, sections
+from optkit.recipe.registry import EVALS, eval_class
 from optkit_cli.main import optkit
 from optkit_cli.messages import error_classes, messages
 
@@ -60,8 +61,6 @@ def devices_page() -> str:
 def metrics_page() -> str:
     """Return what each metric of the evals means."""
     from optkit_evals.meanings import MEANINGS
-
-    from optkit.recipe.registry import EVALS, eval_class
 
     units = {name: unit for kind in EVALS for name, unit in eval_class(kind).metrics.items()}
     rows = (

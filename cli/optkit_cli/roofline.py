@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from optkit.errors import MissingPackageError
 from optkit_cli.options import FILE, Command, number_option, takes
 
 if TYPE_CHECKING:
@@ -121,8 +122,6 @@ def _draw(svg: str, path: Path) -> None:
     if path.suffix.lower() == ".svg":
         path.write_text(svg, encoding="utf-8")
         return
-    from optkit.errors import MissingPackageError
-
     try:
         import cairosvg
     except (ImportError, OSError) as error:

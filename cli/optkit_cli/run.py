@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from optkit.errors import UnsoundError
 from optkit_cli.options import DIRECTORY, Command, takes
 from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
 
@@ -45,7 +46,6 @@ def command(
     gate is inconclusive.
     """
     from optkit import pipeline
-    from optkit.errors import UnsoundError
     from optkit.recipe.gate_places import gate_places, require_earlier_release
     from optkit.recipe.recipe import load_recipe
     from optkit_cli.output import print_scorecard

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from optkit.common.cache import default_store
+from optkit.errors import UsageError
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, takes
+from optkit_cli.output import print_result
 
 if TYPE_CHECKING:
     from optkit.store.remote import Remote
@@ -48,10 +51,8 @@ def command() -> None:
 @takes("store", "json")
 def show_command(remote: str | None, store: Path | None) -> None:
     """Print the store's place, size, steps (model, size, last use) and unfinished work."""
-    from optkit.common.cache import default_store
     from optkit.store.contents import survey, survey_remote
     from optkit.store.store import Store
-    from optkit_cli.output import print_result
     from optkit_cli.store_view import contents_view
 
     contents = survey_remote(_reached(remote)) if remote is not None else survey(Store(store or default_store()))
@@ -66,10 +67,8 @@ def push_command(keys: tuple[str, ...], remote: str, store: Path | None) -> None
     """Push all finished steps and numbers, or those whose keys begin with KEY.
     Files that are there already stay, but those of a KEY go up again.
     """
-    from optkit.common.cache import default_store
     from optkit.store.exchange import push
     from optkit.store.store import Store
-    from optkit_cli.output import print_result
     from optkit_cli.progress import open_progress
     from optkit_cli.store_view import exchanged_view
 
@@ -83,11 +82,8 @@ def push_command(keys: tuple[str, ...], remote: str, store: Path | None) -> None
 @takes("shared", "store", "json", "quiet")
 def pull_command(keys: tuple[str, ...], recipe: str | None, remote: str, store: Path | None) -> None:
     """Pull the steps and numbers whose keys begin with KEY, or what a recipe needs."""
-    from optkit.common.cache import default_store
-    from optkit.errors import UsageError
     from optkit.store.exchange import pull
     from optkit.store.store import Store
-    from optkit_cli.output import print_result
     from optkit_cli.progress import open_progress
     from optkit_cli.store_view import exchanged_view
 
@@ -145,12 +141,9 @@ def prune_command(
     Checkpoints of unfinished steps, and what teachers said, go by age or with --all. With --remote
     the age counts since a step was made, and uploads that broke off go after a day.
     """
-    from optkit.common.cache import default_store
-    from optkit.errors import UsageError
     from optkit.store.contents import prune
     from optkit.store.remote_pruning import prune_remote
     from optkit.store.store import Store
-    from optkit_cli.output import print_result
     from optkit_cli.store_view import pruned_view
 
     if everything and (older_than_s is not None or max_bytes is not None):

@@ -81,7 +81,6 @@ class LiveTable:
         self.said = line
 
     def warn(self, line: str) -> None:
-        """Print `warning: ...` above the table."""
         self.console.print(f"warning: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def __rich__(self) -> RenderableType:
@@ -107,7 +106,6 @@ class LiveTask(SilentTask):
         self.table.tasks.remove(self.pace)
 
     def advance(self, steps: int = 1, note: str = "") -> None:
-        """Count."""
         self.pace.done += steps
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from optkit.errors import OptkitError, RecipeError
+from optkit.errors import OptkitError, Problem, RecipeError
 from optkit_cli import completion
 from optkit_cli.options import Command, invocation, takes
 
@@ -15,7 +15,6 @@ from optkit_cli.options import Command, invocation, takes
 def command(recipes: tuple[str, ...]) -> None:
     """Check each RECIPE and print every problem as file:line:column; exit status 2 if there is one."""
     from optkit.common.visible import visible
-    from optkit.errors import Problem
     from optkit.recipe.matrix import MOST
     from optkit.recipe.matrix_reading import load_matrix
     from optkit_cli.output import print_json

@@ -5,7 +5,7 @@ One that does not fit into memory fails in every row that the others have.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from optkit.common.out_of_resources import is_out_of_memory
@@ -19,7 +19,6 @@ class Configuration(Protocol):
     @property
     def labels(self) -> dict[str, int | str]:
         """What tells its rows from others."""
-        ...
 
 
 C = TypeVar("C", bound=Configuration)
@@ -53,14 +52,10 @@ def measure_each(
         raise failures[configurations[0]]
     rows = {metric.name: metric for metric in found}
     return found + [
-        _failed(row, configuration.labels, failure.what)
-        for configuration, failure in failures.items()
+        row.model_copy(update={"labels": each.labels, "value": 0.0, "samples": (), "failure": failure.what})
+        for each, failure in failures.items()
         for row in rows.values()
     ]
-
-
-def _failed(row: Metric, labels: Mapping[str, int | str], why: str) -> Metric:
-    return row.model_copy(update={"labels": dict(labels), "value": 0.0, "samples": (), "failure": why})
 
 
 def _give_back(device: str) -> None:

@@ -104,9 +104,10 @@ class Embedding(SentenceText, Eval):
     def _metrics(self, ours: Tensor, theirs: Tensor, protocol: str) -> list[Metric]:
         cosines: list[float] = (ours * theirs).sum(-1).tolist()
         recalls = neighbour_recall(ours, theirs)
+        low = quantile_interval(cosines, LOW) if len(cosines) >= FEWEST_FOR_LOW else None
         measured: tuple[tuple[str, Estimate, list[float]], ...] = (
             ("cosine_similarity", mean_estimate(cosines, -1.0, 1.0), cosines),
-            ("cosine_similarity_p1", Estimate(quantile(cosines, LOW), _low_interval(cosines)), []),
+            ("cosine_similarity_p1", Estimate(quantile(cosines, LOW), low), []),
             ("cosine_similarity_min", Estimate(min(cosines)), []),
             ("spearman_cosine", spearman_estimate(ours, theirs), []),
             ("recall_at_10", share_estimate(recalls, [NEIGHBOURS] * len(recalls)), recalls),
@@ -151,10 +152,6 @@ def neighbour_recall(ours: Tensor, theirs: Tensor, neighbours: int = NEIGHBOURS)
         similarities.fill_diagonal_(-2)
         near.append(similarities.topk(neighbours).indices.tolist())
     return [len(set(mine) & set(others)) / neighbours for mine, others in zip(*near, strict=True)]
-
-
-def _low_interval(cosines: list[float]) -> tuple[float, float] | None:
-    return quantile_interval(cosines, LOW) if len(cosines) >= FEWEST_FOR_LOW else None
 
 
 def _ranks(values: Tensor) -> Tensor:

@@ -79,7 +79,6 @@ class Encoding(TimedEval):
     """Measured repeats of all turns together."""
 
     def cells(self) -> list[Cell]:
-        """Return every configuration, in the order of the rows."""
         return [Cell(*each) for each in product(self.batch_sizes, self.lengths)]
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:

@@ -17,6 +17,7 @@ from optkit.errors import EvalError, OptkitError
 from optkit.measure import Attachment, Eval, EvalContext, Found, Metric, Session
 from optkit.model.session_memory import SessionMemory
 from optkit.model.text_config import text_config
+from optkit.source.calibration import load_tokenizer
 from optkit.source.text_place import TextPlace
 from optkit_evals.harness.aggregating import Aggregated, Scored, aggregated
 from optkit_evals.harness.asking import Asking, Loaded
@@ -168,7 +169,6 @@ class LmEval(Eval):
         """Refuse items that are longer than the model's positions, before anything is computed."""
         if not place.transformers:
             return
-        from optkit.source.calibration import load_tokenizer
         from optkit_evals.harness.language_model import LanguageModel
 
         try:

@@ -17,6 +17,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.cost import Cost
 from optkit.model.formats.base import Format
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
+from optkit.recipe.registry import stage_class
 from optkit_evals.divergence import SLICES, compare_window
 from optkit_evals.meanings import row
 from optkit_evals.perplexity import window_loss
@@ -117,8 +118,6 @@ class NoiseFloor(WindowedText, Eval):
 
     def _variations(self, session: Session, context: EvalContext) -> Iterator[tuple[str, Any]]:
         """Yield what is varied, and how the model is opened so."""
-        from optkit.recipe.registry import stage_class
-
         if self.batch > 1:
             yield f"batch {self.batch}", _given(InBatches(session, self.batch))
         if not Format.of(session.directory).is_checkpoint:

@@ -26,11 +26,9 @@ class StateCode(Protocol):
 
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
         """float [..., tokens, head_dim] -> tensors [..., tokens, n], to be joined along the tokens."""
-        ...
 
     def decode(self, parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """Return float [..., tokens, head_dim] in a dtype."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ def check_layers(source: Checkpoint, left: Checkpoint, chosen: Collection[str], 
     """Raise StageError unless exactly the chosen layers changed their form.
     Nothing of the model may be lost.
     """
-    changed = {name for name in _layers(source) if f"{name}.weight" not in left.tensors and _has_leaves(left, name)}
+    coded = {name for name in _layers(source) if any(f"{name}.{leaf}" in left.tensors for leaf in CODED)}
+    changed = {name for name in coded if f"{name}.weight" not in left.tensors}
     where = f"backend {name}"
     if unchanged := sorted(set(chosen) - changed):
         raise StageError(f"{len(unchanged):,} of {len(chosen):,} layers are as they were ({unchanged[0]})", where=where)
@@ -60,10 +61,6 @@ def check_layers(source: Checkpoint, left: Checkpoint, chosen: Collection[str], 
 
 def _layers(checkpoint: Checkpoint) -> list[str]:
     return [name.removesuffix(".weight") for name in checkpoint.tensors if name.endswith(".weight")]
-
-
-def _has_leaves(checkpoint: Checkpoint, layer: str) -> bool:
-    return any(f"{layer}.{leaf}" in checkpoint.tensors for leaf in CODED)
 
 
 def _dtype(left: Checkpoint, chosen: Collection[str]) -> Mapping[str, Any]:

@@ -70,7 +70,8 @@ def table_of(cards: Sequence[Scorecard]) -> Table:
             if metric.name.startswith(NOISE) or (metric.failure and not metric.unit):
                 continue
             plain = metric_key(metric.name, metric.labels)
-            around = machine if is_timed(metric) else model if _is_of_baseline(metric) else {}
+            of_baseline = metric.name in OF_BASELINE or metric.unit == "cosine"
+            around = machine if is_timed(metric) else model if of_baseline else {}
             identity = (plain, metric.protocol, *around.items())
             if identity not in keys:
                 counts[plain] = counts.get(plain, 0) + 1
@@ -128,10 +129,6 @@ def _titled(columns: Sequence[Column]) -> tuple[Column, ...]:
         title = column.key.replace(metric_key(column.name, column.labels), metric_key(column.name, labels))
         found.append(column.model_copy(update={"title": title}))
     return tuple(found)
-
-
-def _is_of_baseline(metric: Metric) -> bool:
-    return metric.name in OF_BASELINE or metric.unit == "cosine"
 
 
 def _role(metric: Metric) -> Role:

@@ -31,7 +31,6 @@ class PeakSession(Protocol):
 
     def watched_peak(self) -> AbstractContextManager[Peak]:
         """Watch the peak of all of them from entering to leaving."""
-        ...
 
 
 def peak_of(session: Any) -> AbstractContextManager[Peak]:

@@ -58,7 +58,6 @@ class _EightBitLayer(QuantizedLayer):
         return outputs, inputs
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
-        """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
         parts = self._parts(device)
         return dequantize(parts.codes, parts.scales.float(), parts.tile).to(dtype)
 
@@ -103,9 +102,6 @@ class FloatQuantizedLayer(_EightBitLayer):
         return super().reads(scheme) and not blocks_and_one_input_scale
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError if
-        its tensors do not fit each other.
-        """
         parts = self._parts(device)
         if self.rounding in ("none", "group") or self.scheme["weights"]["strategy"] == "block":
             group = self._input_group()
@@ -136,9 +132,6 @@ class IntQuantizedLayer(_EightBitLayer):
     inputs_rounded = frozenset({"token", "tensor"})
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return a layer on the device that keeps the weight in 8 bits. Raises SourceError if
-        its tensors do not fit each other.
-        """
         parts = self._parts(device)
         layer = Int8Linear(parts.codes, parts.scales, parts.input_scale, bias, dtype)
         reason = why_not_integers(*self.shape, device)

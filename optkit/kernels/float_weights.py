@@ -47,7 +47,6 @@ class Packed(Protocol):
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
         """Return the float weight, computed in float32 and rounded once."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class TiledLayer(QuantizedLayer):
     dtypes = frozenset({"F8_E4M3", "F8_E5M2"})
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
-        """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
         parts = self.read(self.leaves, device)
         codes, scales = parts.pop("weight"), next(iter(parts.values()), None)
         outputs, inputs = codes.shape
@@ -107,7 +105,6 @@ class DoublyScaledLayer(QuantizedLayer):
     leaves = ("weight", "weight_scale", "weight_scale_2")
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
-        """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
         parts = self.read(self.leaves, device, required=self.leaves)
         packed, scales = parts["weight"], parts["weight_scale"]
         if packed.shape[1] != 8 * scales.shape[1] or len(packed) != len(scales):
@@ -131,7 +128,6 @@ class NaiveLayer(QuantizedLayer):
         return any(each.reads_weights(scheme) for each in cls.classes)
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
-        """Return float [out, in]."""
         kind = next(each for each in self.classes if each.reads_weights(self.scheme))
         return kind(self.checkpoint, self.name, self.scheme).dequantize(dtype, device)
 

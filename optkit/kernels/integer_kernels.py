@@ -34,13 +34,9 @@ class IntegerLayer(QuantizedLayer):
         """
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the layer for it, on the device. Raises SourceError if its tensors do
-        not fit each other.
-        """
         return integer_layer(self.integers(device), bias, dtype, device)
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
-        """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
         return PackedLinear(self.integers(device), None, torch.float32).dequantize().to(dtype)
 
 

@@ -93,9 +93,6 @@ class MicroscaledLayer(QuantizedLayer):
         return outputs, half * 2
 
     def build(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-        """Return the layer on the device. Raises SourceError if its tensors do not fit each
-        other.
-        """
         layer = self._linear(bias, dtype, device)
         name = NAMES[str(self.scheme["format"])]
         rounded = "; inputs are rounded in blocks" if layer.rounds_inputs else ""
@@ -103,7 +100,6 @@ class MicroscaledLayer(QuantizedLayer):
         return layer, ToActOn(f"{name}: {{layers}} are dequantized at each call, {why}")
 
     def dequantize(self, dtype: torch.dtype, device: str) -> Tensor:
-        """Return float [out, in]. Raises SourceError if its tensors do not fit each other."""
         return self._linear(None, dtype, device).dequantize()
 
     def _linear(self, bias: Tensor | None, dtype: torch.dtype, device: str) -> MicroscaledLinear:

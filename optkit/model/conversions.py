@@ -36,14 +36,9 @@ def rewritten_into(config: Mapping[str, Any], tensors: Iterable[str]) -> Iterato
 
 def _changes(config: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Yield what the names of tensors match that a model's converters change, and what they become."""
-    kinds = dict.fromkeys(str(each["model_type"]) for each in _configs(config) if each.get("model_type"))
+    parts = (config, *(value for value in config.values() if isinstance(value, Mapping)))
+    kinds = dict.fromkeys(str(each["model_type"]) for each in parts if each.get("model_type"))
     return (pair for kind in kinds for pair in _patterns(kind))
-
-
-def _configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a config and those of the parts of its model."""
-    yield config
-    yield from (value for value in config.values() if isinstance(value, Mapping))
 
 
 @cache

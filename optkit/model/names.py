@@ -69,7 +69,8 @@ def match_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, s
             left[tensor] = renamed
     _refuse_rewritten(model, found, checkpoint)
     _tie(found, model)
-    missing = [name for name in slots if name not in found and not _may_be_missing(name, model)]
+    optional = model._keys_to_ignore_on_load_missing or ()
+    missing = [each for each in slots if each not in found and not any(re.search(other, each) for other in optional)]
     if left or missing:
         _refuse_rewritten(model, {renamed: tensor for tensor, renamed in left.items()}, checkpoint)
         raise SourceError(
@@ -151,10 +152,6 @@ def is_ignorable(name: str, model: PreTrainedModel) -> bool:
     return any(
         re.search(pattern, name) for pattern in (*OLD_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()))
     )
-
-
-def _may_be_missing(name: str, model: PreTrainedModel) -> bool:
-    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_missing or ())
 
 
 def _some(names: list[str]) -> str:

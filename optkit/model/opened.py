@@ -136,14 +136,12 @@ class SharingSession(Protocol):
     @property
     def shares_contexts(self) -> bool:
         """Whether it can: what it keeps of a context can be copied."""
-        ...
 
     def continued_logits(self, contexts: Tensor, tokens: Tensor, owners: Tensor) -> Tensor:
         """Return the logits, float32 [sequences, new, vocabulary], of tokens behind contexts.
         Contexts are int64 [contexts, length], tokens int64 [sequences, new], and `owners`, int64
         [sequences], says which context stands before each.
         """
-        ...
 
 
 @runtime_checkable
@@ -153,13 +151,11 @@ class SeeingSession(Protocol):
     @property
     def takes_images(self) -> bool:
         """Whether its model does."""
-        ...
 
     def prompt_logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the logits, float32 [batch, sequence, vocabulary], of prompts with images.
         They are as the model's processor makes them: `input_ids`, int64 [batch, sequence], pixels.
         """
-        ...
 
 
 @runtime_checkable

@@ -79,13 +79,6 @@ def packed_floats(shape: ModelShape) -> dict[str, PackedFloat]:
     return found
 
 
-def without_packing(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the config.json of the float checkpoint, which names the dtype of the weights."""
-    return {key: value for key, value in config.items() if key not in ("quantization_config", "torch_dtype")} | {
-        "dtype": dtype
-    }
-
-
 def refuse_unsaid_codes(shape: ModelShape, where: str, cast: bool = False) -> None:
     """Raise SourceError for codes of which config.json says nothing, and for weights of a dtype that stages do
     not read. `cast`: the first stage makes others of floats.
@@ -225,18 +218,14 @@ def float_shape(shape: ModelShape, dtype: str | None = None) -> ModelShape:
     dropped = {part for each in floats.values() for part in each.parts} | set(cache_scales(shape))
     tensors = {name: info for name, info in shape.tensors.items() if name not in dropped}
     tensors |= {name: TensorInfo(DTYPES[dtype], each.shape) for name, each in floats.items()}
-    return replace(shape, config=without_packing(shape.config, dtype), tensors=tensors)
-
-
-def largest_weight(shape: ModelShape) -> int:
-    """Return the elements of the largest weight that is unpacked at once: of experts in one tensor, one."""
-    sizes = [each.shape for each in packed_floats(shape).values()]
-    return max(math.prod(size[1:] if len(size) == 3 else size) for size in sizes)
+    config = {key: each for key, each in shape.config.items() if key not in ("quantization_config", "torch_dtype")}
+    return replace(shape, config={**config, "dtype": dtype}, tensors=tensors)
 
 
 def unpacking_bytes(shape: ModelShape, device: str) -> tuple[int, int]:
-    """Return what unpacking one weight takes of main memory, and of a GPU."""
-    largest = largest_weight(shape)
+    """Return what unpacking one weight takes of main memory, and of a GPU: of experts in one tensor, one."""
+    sizes = [each.shape for each in packed_floats(shape).values()]
+    largest = max(math.prod(size[1:] if len(size) == 3 else size) for size in sizes)
     if device.startswith("cuda"):
         return largest * READ_BYTES, largest * WORK_BYTES
     return largest * WORK_BYTES, 0

@@ -35,7 +35,6 @@ class AwqPacked(Float16Scales):
     symmetric: ClassVar[bool] = False
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors of one layer by their last name."""
         groups = inputs // (self.group_size or inputs)
         return {
             "qweight": TensorInfo("I32", (inputs, outputs // CODES_PER_WORD)),
@@ -55,7 +54,6 @@ class AwqPacked(Float16Scales):
         }
 
     def pack(self, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of one layer by their last name; scales are float16."""
         from optkit.algorithms.packing import pack_awq
 
         return pack_awq(weight)

@@ -31,18 +31,15 @@ class LayerFormat(Protocol):
     @property
     def method(self) -> str:
         """The `quant_method` of config.json: `compressed-tensors`, `gptq`, `awq` or `bitsandbytes`."""
-        ...
 
     @property
     def label(self) -> str:
         """One phrase for reports, e.g. `4 bits, groups of 64`."""
-        ...
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
         """Return the tensors that take the place of a weight of this dtype and shape.
         They are named by their last name.
         """
-        ...
 
 
 @runtime_checkable
@@ -53,7 +50,6 @@ class CompressedTensors(LayerFormat, Protocol):
         """Return an entry of `config_groups` without `targets`.
         It has `weights`, `input_activations`, `output_activations` and `format`.
         """
-        ...
 
 
 @runtime_checkable
@@ -64,7 +60,6 @@ class WholeModelFormat(LayerFormat, Protocol):
         """Return the `quantization_config` of a model whose layers have these formats.
         Most of them have this one.
         """
-        ...
 
 
 REMEDIES: Mapping[str, str] = {

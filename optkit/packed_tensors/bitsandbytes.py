@@ -74,7 +74,6 @@ class FourBit:
         return tensors
 
     def model_config(self, formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:
-        """Return the `quantization_config`."""
         return {
             "quant_method": BITSANDBYTES,
             "load_in_4bit": True,
@@ -100,7 +99,6 @@ class EightBitRows:
         return f"8-bit integers, {f'outliers above {self.threshold} in float16' if self.threshold else 'no outliers'}"
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors of one layer by their last name."""
         return {
             "weight": TensorInfo("I8", (outputs, inputs)),
             "SCB": TensorInfo("F32", (outputs,)),
@@ -108,7 +106,6 @@ class EightBitRows:
         }
 
     def model_config(self, formats: Mapping[str, LayerFormat], kept: Iterable[str]) -> dict[str, Any]:
-        """Return the `quantization_config`."""
         return {
             "quant_method": BITSANDBYTES,
             "load_in_4bit": False,
@@ -123,8 +120,7 @@ def _patterns(kept: Iterable[str], formats: Mapping[str, LayerFormat]) -> list[s
     """Return what transformers leaves as it is. It takes a name for the beginning or end of others
     too; a pattern does not let it.
     """
-    return [rf"(.*\.)?{re.escape(name)}$" if _begins_or_ends(name, formats) else name for name in kept]
-
-
-def _begins_or_ends(name: str, others: Iterable[str]) -> bool:
-    return any(each.startswith(name) or each.endswith(name) for each in others)
+    return [
+        rf"(.*\.)?{re.escape(name)}$" if any(each.startswith(name) or each.endswith(name) for each in formats) else name
+        for name in kept
+    ]

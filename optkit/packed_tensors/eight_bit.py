@@ -40,7 +40,6 @@ class EightBitFormat:
         return f"8-bit {NOUNS[self.number]}, a scale per {self.scales}, {inputs}"
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors of one layer by their last name."""
         blocks = math.ceil(outputs / BLOCK), math.ceil(inputs / BLOCK)
         tensors = {
             "weight": TensorInfo("F8_E4M3" if self.number == "float" else "I8", (outputs, inputs)),
@@ -53,7 +52,6 @@ class EightBitFormat:
         return tensors
 
     def scheme(self) -> dict[str, Any]:
-        """Return an entry of `config_groups` without `targets`."""
         weights: dict[str, Any] = {
             "num_bits": 8,
             "type": self.number,

@@ -39,7 +39,6 @@ class GptqPacked(Float16Scales):
     symmetric: ClassVar[bool] = True
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors of one layer by their last name."""
         groups = inputs // (self.group_size or inputs)
         return {
             "qweight": TensorInfo("I32", (words(inputs, self.bits), outputs)),
@@ -71,7 +70,6 @@ class GptqPacked(Float16Scales):
         }
 
     def pack(self, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of one layer by their last name; scales are float16."""
         from optkit.algorithms.packing import pack_gptq
 
         return pack_gptq(weight)

@@ -28,29 +28,23 @@ class PackedFormat(LayerFormat, Protocol):
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        ...
 
     @property
     def group_size(self) -> int | None:
         """Inputs that share a scale; None: all of them."""
-        ...
 
     @property
     def symmetric(self) -> bool:
         """Whether all zero points are 2^(bits - 1)."""
-        ...
 
     def scale_dtype(self, weight_dtype: str) -> str:
         """Return the dtype of the scales of a layer whose weights had the given one."""
-        ...
 
     def pack(self, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of one layer by their last name."""
-        ...
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Undo `pack`; scales stay in their dtype."""
-        ...
 
 
 class _Grid:
@@ -83,11 +77,9 @@ class PackQuantized(_Grid):
     method: ClassVar[str] = COMPRESSED_TENSORS
 
     def scale_dtype(self, weight_dtype: str) -> str:
-        """Return the dtype of the weights."""
         return weight_dtype
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors of one layer by their last name."""
         groups = inputs // (self.group_size or inputs)
         tensors = {
             "weight_packed": TensorInfo("I32", (outputs, words(inputs, self.bits))),
@@ -99,7 +91,6 @@ class PackQuantized(_Grid):
         return tensors
 
     def scheme(self) -> dict[str, Any]:
-        """Return an entry of `config_groups` without `targets`."""
         weights = {
             "num_bits": self.bits,
             "type": "int",
@@ -132,13 +123,11 @@ class BytesQuantized(PackQuantized):
         return f"{super().label}, in whole bytes"
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors of one layer by their last name."""
         scales = super().tensors(weight_dtype, outputs, inputs)["weight_scale"]
         tensors = {"weight": TensorInfo("I8", (outputs, inputs)), "weight_scale": scales}
         return tensors if self.symmetric else tensors | {"weight_zero_point": TensorInfo("I8", scales.shape)}
 
     def scheme(self) -> dict[str, Any]:
-        """Return an entry of `config_groups` without `targets`."""
         return super().scheme() | {"format": "naive-quantized"}
 
     def pack(self, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:
@@ -168,7 +157,6 @@ class IntQuantized(EightBitFormat):
     symmetric: ClassVar[bool] = True
 
     def scale_dtype(self, weight_dtype: str) -> str:
-        """Return the dtype of the weights."""
         return weight_dtype
 
     def pack(self, weight: QuantizedWeight, scale_dtype: torch.dtype) -> dict[str, Tensor]:

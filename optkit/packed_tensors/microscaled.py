@@ -32,7 +32,6 @@ class Microscaled:
         return f"{self.type}, blocks of {BLOCKS[self.type]}{', inputs too' if self.rounds_inputs else ''}"
 
     def tensors(self, weight_dtype: str, outputs: int, inputs: int) -> dict[str, TensorInfo]:
-        """Return the tensors of one layer by their last name."""
         scales = (outputs, inputs // BLOCKS[self.type])
         packed = {"weight_packed": TensorInfo("U8", (outputs, inputs // 2))}
         if self.type == "mxfp4":

@@ -72,17 +72,14 @@ class Parent:
             self._lines.flush()
 
     def task(self, label: str, total: int, unit: str = "") -> RemoteTask:
-        """Open a bar over there."""
         number = next(self._numbers)
         self.tell("task", id=number, label=label, total=total, unit=unit)
         return RemoteTask(self, number)
 
     def say(self, line: str) -> None:
-        """Print a line over there."""
         self.tell("say", line=line)
 
     def warn(self, line: str) -> None:
-        """Print a warning over there."""
         self.tell("warn", line=line)
 
     def _listen(self, descriptor: int) -> None:
@@ -109,7 +106,6 @@ class RemoteTask:
         self._parent.tell("end", id=self._number)
 
     def advance(self, steps: int = 1, note: str = "") -> None:
-        """Count steps over there."""
         self._parent.tell("advance", id=self._number, steps=steps, note=note)
 
 

@@ -38,17 +38,14 @@ def waterfall(rungs: Sequence[Rung]) -> Waterfall | None:
     if not rungs:
         return None
     wanted = [*{metric_identity(metric): metric for metric in rungs[-1].metrics}.values()]
-    ladders = [[_find(rung, metric) for rung in rungs] for metric in wanted]
+    known = [{metric_identity(metric): metric for metric in reversed(rung.metrics)} for rung in rungs]
+    ladders = [[each.get(metric_identity(metric)) for each in known] for metric in wanted]
     columns = ("after", *(text for metric in wanted for text in (metric_label(metric), "change [95%]")))
     rows = [
         (rung.stage, *(text for ladder in ladders for text in _cells(ladder, index)))
         for index, rung in enumerate(rungs)
     ]
     return Waterfall(columns, tuple(rows))
-
-
-def _find(rung: Rung, wanted: Metric) -> Metric | None:
-    return next((metric for metric in rung.metrics if metric_identity(metric) == metric_identity(wanted)), None)
 
 
 def _cells(ladder: Sequence[Metric | None], index: int) -> tuple[str, str]:

@@ -92,11 +92,9 @@ class GeneratingSession(TextSession):
     """An opened model that generates, without what runs it."""
 
     def encode(self, text: str) -> Tensor:
-        """Return a text's token ids, int64 [tokens], with the tokenizer's own special tokens."""
         return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
     def generate(self, tokens: Tensor, new_tokens: int) -> Tensor:
-        """int64 [batch, prompt] -> int64 [batch, prompt + new_tokens], greedy; never stops early."""
         steps = list(self.stream(tokens, new_tokens))
         return torch.cat([tokens.to(self.device), *(step.to(self.device).unsqueeze(1) for step in steps)], dim=1)
 

@@ -55,7 +55,6 @@ class ParallelSession(GeneratingSession):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is in force and what fell back so far, one sentence each."""
         if self._ranks.alive:
             self._said = of_pairs(self._ranks.call("notes")[0])
         return (self._note, *self._said)

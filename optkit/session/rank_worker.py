@@ -118,11 +118,9 @@ class Rank:
         return self.session.decode_bytes(batch, context)
 
     def attention_kernels(self, tokens: list[list[int]]) -> str:
-        """See the session's."""
         return self.session.attention_kernels(torch.tensor(tokens))
 
     def notes(self) -> list[tuple[str, bool]]:
-        """See the session's, each with whether it asks someone to act."""
         return as_pairs(self.session.notes)
 
     def watch(self) -> None:

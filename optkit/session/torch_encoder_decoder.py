@@ -37,7 +37,6 @@ class Conditioned:
 
     @property
     def device(self) -> str:
-        """Where they are."""
         return self.session.device
 
     def logits(self, tokens: Tensor) -> Tensor:

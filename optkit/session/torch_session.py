@@ -90,7 +90,6 @@ class TorchSession(GeneratingSession, TorchModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is in force and what fell back so far, one sentence each."""
         gave_up = self._compiles and times_given_up() > self._given_up_before
         compiled = self._compiling.notes() if self._compiling else ()
         decoded = self._decoder.notes if self._decoder else ()
@@ -170,7 +169,6 @@ class TorchSession(GeneratingSession, TorchModel):
 
     @property
     def shares_contexts(self) -> bool:
-        """Whether it keeps plain keys and values alone, which can be copied."""
         return not self.codes_cache and keeps_keys_and_values(self.model)
 
     def continued_logits(self, contexts: Tensor, tokens: Tensor, owners: Tensor) -> Tensor:
@@ -282,8 +280,8 @@ class TorchSession(GeneratingSession, TorchModel):
                     if self.compiled:
                         torch.compiler.cudagraph_mark_step_begin()
                     step = self.choose(state.step(step, call, last=True))
-                    if waiting:
-                        self._synchronize()
+                    if waiting and self.device != "cpu":
+                        torch.cuda.synchronize(self.device)
                 yield step[:, 0]
 
     def _decoded(self, decoder: Decoder, tokens: Tensor, new_tokens: int) -> Iterator[Tensor]:
@@ -334,10 +332,6 @@ class TorchSession(GeneratingSession, TorchModel):
             self._compiling.errors() if self._compiling else nullcontext(),
         ):
             yield
-
-    def _synchronize(self) -> None:
-        if self.device != "cpu":
-            torch.cuda.synchronize(self.device)
 
 
 def likeliest(logits: Tensor) -> Tensor:

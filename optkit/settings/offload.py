@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import field_validator, model_validator
 
@@ -15,15 +15,14 @@ from optkit.common.byte_sizes import size_bytes
 from optkit.common.field_types import Name
 from optkit.environment import gpu_memory_bytes, memory
 from optkit.errors import StageError
+from optkit.model.checkpoint import Checkpoint
 from optkit.model.placement import Place, Room, Unit, place_by_name, place_by_room, placement_text, stored_units
 from optkit.model.shape import ModelShape
 from optkit.model.unfound import refuse_without_blocks
 from optkit.settings.compile import Compile
 from optkit.settings.cuda_graphs import CudaGraphs
+from optkit.source.quiet import only_errors_of
 from optkit.stage import Format, Loading, Opening, Setting
-
-if TYPE_CHECKING:
-    from optkit.model.checkpoint import Checkpoint
 
 SHARE = 0.9
 """Of the memory that is free, if no limit is given: the rest is for the KV cache and
@@ -99,7 +98,6 @@ class Offload(Setting):
         if packed:
             raise _packed_weights_error()
         from optkit.session.offloading import Offloading
-        from optkit.source.quiet import only_errors_of
 
         only_errors_of("accelerate.big_modeling")
         self.check_folder()

@@ -23,6 +23,7 @@ from optkit.processes.child import Child
 from optkit.processes.child_program import Parent, importing
 from optkit.processes.commands import python_environment
 from optkit.progress import Progress, SilentProgress
+from optkit.source.quiet import quiet_transformers
 
 WORKER = "optkit.source.gguf_by_transformers"
 SPELLED = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
@@ -145,7 +146,6 @@ def work(parent: Parent) -> dict[str, Any]:
         from transformers import configuration_utils
         from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-        from optkit.source.quiet import quiet_transformers
     for kind, words in UNREAD.items():
         GGUF_CONFIG_MAPPING.get(kind, {}).update(words)
     gguf, read = read_gguf(Path(order["path"])), configuration_utils.load_gguf_checkpoint

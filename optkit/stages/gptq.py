@@ -36,6 +36,7 @@ from optkit.stages.quantizing.learning import (
 from optkit.stages.quantizing.pruned_zeros import held_zeros, tell_zeros
 from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.quantizing.stacks import EXPERTS_AT_ONCE, HEAD_ROWS, work_bytes
+from optkit.stages.quantizing.warming import warming
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -129,10 +130,7 @@ class Gptq(GptqFields, SharedText, Backed):
         return replace(form, activation_order=self.activation_order) if isinstance(form, PackQuantized) else form
 
     def begin(self, device: str) -> None:
-        from optkit.stages.quantizing.warming import warm
-
-        if device.startswith("cuda"):
-            warm(device)
+        warming(device)
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         if self.scale_steps:
@@ -158,7 +156,6 @@ class Gptq(GptqFields, SharedText, Backed):
         from optkit.stages.quantizing.hessians import details_of_sums, read_text, tokens_of_experts
         from optkit.stages.quantizing.input_ranges import tell_few_tokens
         from optkit.stages.quantizing.one_pass import one_pass
-        from optkit.stages.quantizing.warming import finish_warming
 
         device, skeleton = job.context.device, job.skeleton
         refuse_encoder_decoder(skeleton.checkpoint.config, self._beside_unmodified)
@@ -172,7 +169,7 @@ class Gptq(GptqFields, SharedText, Backed):
         with out_of_memory("in front of the first block", device, LESS_MEMORY):
             fewer = sequences_at_once(self.batch_size, self.calibration.size[1], device)
             inputs = skeleton.capture_inputs(tokens, device, self.batch_size if self.learn else fewer, job.together)
-        finish_warming()
+        warming(device).join()
         learner = block_learner(job, inputs, self.learning_steps or 0) if self.learn else None
         compensation, earlier = self._compensation(job), self._earlier(job, inputs)
         once = self._in_one_pass and all(is_prompt(skeleton, index, inputs) for index in range(len(skeleton.blocks)))

@@ -16,7 +16,7 @@ from pydantic import model_validator
 from optkit.common.field_types import AtLeastOne, Count, Distinct, Factor, LearningRate, Name, Part
 from optkit.errors import StageError
 from optkit.model.adapter import ADAPTER, DOWN, FEW_BITS, LEARNABLE, PREFIX, UP
-from optkit.model.checkpoint import INDEX
+from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.linear_layers import CONV1D_MODELS, Layer, Selection, layers_of, refuse_unmatched, select
 from optkit.model.packed_floats import float_shape
 from optkit.model.read_weights import Read, reads_of
@@ -202,7 +202,6 @@ class LoraRecover(TrainingStage):
         return found
 
     def _student(self, source: Path, context: Context) -> AdaptedStudent:
-        from optkit.model.checkpoint import Checkpoint
         from optkit.training.adapted_student import adapt
         from optkit.training.adapters import AdapterForm, Origin
         from optkit.training.packed_student import open_packed_student

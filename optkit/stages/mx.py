@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.common.field_types import BatchSize
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
@@ -306,7 +307,6 @@ class Mx(SharedText, LayerQuantizer):
         """Return a weight in 4 bits.
         One that saw too few tokens to be compensated on is rounded to nearest, and reported.
         """
-        from optkit.algorithms.few_tokens import FEW_TOKENS
         from optkit.algorithms.microscaling import compensated
         from optkit.stages.quantizing.hessians import refuse_infinite
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -29,14 +29,12 @@ from optkit.model.task import (
     task_of,
 )
 from optkit.model.unfound import refuse_without_blocks
+from optkit.onnx.builder import Order, build, refuse_architecture
 from optkit.onnx.builds import GENAI_BUILDS, installed
 from optkit.onnx.exporters import OPSET, OPSETS, exporter_for, refuse_untraced, traced_task
 from optkit.onnx.matmul_nbits_limits import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
 from optkit.onnx.prediction import comparing_bytes, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
-
-if TYPE_CHECKING:
-    from optkit.onnx.builder import Order
 
 LIBRARY_BYTES = 700_000_000
 """What torch, transformers and ONNX Runtime take."""
@@ -191,7 +189,6 @@ class Onnx(Transform):
         import torch
 
         from optkit.backends.optimum_export import export_with_optimum
-        from optkit.onnx.builder import build
         from optkit.onnx.export_steps import choices, compared_text, notes, write_beside
         from optkit.onnx.genai_config import write_genai_config
         from optkit.onnx.genai_tokenizer import agree_on_tokens
@@ -268,8 +265,6 @@ class Onnx(Transform):
         """Return what the exporter is asked for. Raises StageError for what it cannot do with this
         model.
         """
-        from optkit.onnx.builder import Order, refuse_architecture
-
         if (exporter := self._exporter(shape)) != "genai":
             self._refuse_for(exporter, shape)
             return Order(

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from optkit.common.field_types import Distinct, Name
 from optkit.errors import SourceError, StageError
+from optkit.model.onnx_file import MODEL
 from optkit.model.shape import ModelShape
 from optkit.model.task import OF_TEXT, Task
 from optkit.model.writer import write_config
@@ -132,7 +133,6 @@ class OnnxOptimize(Transform):
 
     def _change(self, model: ModelFile, work: Path) -> tuple[ModelFile, int]:
         """Return the changed model and how many tensors are float16 now."""
-        from optkit.model.onnx_file import MODEL
         from optkit.onnx.model_file import ModelFile, ModelWriter
         from optkit.onnx.optimization import convert_opset_, opset_of, optimize_graph, to_float16_
 

@@ -148,7 +148,8 @@ class Group(Processes, Ranks):
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(self.device.type, (self.count,))
-        pruned = [name for name, parameter in objective.named_parameters() if _keeps_zeros(parameter)]
+        hooks = {name: (each._backward_hooks or {}).values() for name, each in objective.named_parameters()}
+        pruned = [name for name, found in hooks.items() if any(isinstance(hook, ZerosStay) for hook in found)]
         for block in find_blocks(objective.student):
             fully_shard(block.module, mesh=mesh)
         fully_shard(objective, mesh=mesh, reshard_after_forward=False)
@@ -156,10 +157,6 @@ class Group(Processes, Ranks):
         for name in pruned:
             _keep_zeros_(divided[name])
         return objective
-
-
-def _keeps_zeros(parameter: nn.Parameter) -> bool:
-    return any(isinstance(hook, ZerosStay) for hook in (parameter._backward_hooks or {}).values())
 
 
 def _keep_zeros_(part: nn.Parameter) -> None:

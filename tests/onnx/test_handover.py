@@ -21,8 +21,8 @@ from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.onnx.builder_input import CodedLinear, _group_alike_, exact_codes
-from optkit.onnx.codes import stored_codes
 from optkit.onnx.model_file import ModelFile
+from optkit.onnx.parity import stored_codes
 from optkit.stage import Context, Report, Transform
 from optkit.stages.awq import Awq
 from optkit.stages.fp8 import Fp8

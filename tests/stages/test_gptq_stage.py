@@ -324,10 +324,9 @@ def test_no_block_is_rounded_while_a_thread_loads_solvers(
         return rounded(*given)
 
     monkeypatch.setattr(warming, "_rehearse", load)
-    monkeypatch.setattr(warming, "_begun", [])
     monkeypatch.setattr(Skeleton, "capture_inputs", captured)
     monkeypatch.setattr(Compensation, "round_", seen)
-    warming.warm.__wrapped__("cpu")
+    warming.warming.cache_clear()
     quantize(tiny_model("llama"), tmp_path / "q", Gptq(calibration=text))
 
 

@@ -90,13 +90,11 @@ class Definition:
         roots = [*([place] if place else []), self.path.parent, Path.cwd()]
         found = next((path for root in roots if (path := root / Path(name).expanduser()).is_file()), None)
         if found is None:
-            looked = f"in {place}" if place else "No data directory was named, which could hold it; looked"
+            looked = f"Looked in {place}," if place else "No data directory was named, which could hold it; looked"
             raise SourceError(
                 f"its file {name} is not there",
                 where=self.name,
-                why=f"Looked {looked}, beside its definition and in {Path.cwd()}"
-                if place
-                else f"{looked} beside its definition and in {Path.cwd()}",
+                why=f"{looked} beside its definition and in {Path.cwd()}",
                 remedy="Name a directory of local copies with --data or OPTKIT_DATA",
             )
         return found.resolve()
@@ -116,7 +114,9 @@ def read_config(path: Path) -> dict[str, Any]:
 def _merged(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if path in above:
         raise SourceError("includes itself", where=str(path))
-    said = _yaml().load(path)
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Reader
+    said = yaml.load(path)
     if not isinstance(said, dict):
         raise SourceError("is no mapping", where=str(path))
     included = said.pop("include", [])
@@ -135,9 +135,3 @@ def _text(reader: SafeConstructor, _suffix: str, node: Any) -> str:
 
 
 _Reader.add_multi_constructor("!", _text)
-
-
-def _yaml() -> YAML:
-    yaml = YAML(typ="safe", pure=True)
-    yaml.Constructor = _Reader
-    return yaml

@@ -49,15 +49,12 @@ class Job:
         self._bar: RemoteTask
 
     def start(self, label: str, total: int, unit: str) -> None:
-        """Open a bar."""
         self._bar = self.parent.task(label, total, unit)
 
     def advance(self, note: str = "", steps: int = 1) -> None:
-        """Move the bar."""
         self._bar.advance(steps, note)
 
     def warn(self, line: str) -> None:
-        """Say what the user must not miss."""
         self.parent.warn(f"{self._library}: {line}")
 
     def torch_dtype(self) -> Any:
@@ -68,18 +65,12 @@ class Job:
 
     def load_model(self) -> Any:
         """Return the float model in its own dtype, on the CPU."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, __version__
 
-        name = "dtype" if _transformers_major() >= 5 else "torch_dtype"
+        name = "dtype" if int(__version__.partition(".")[0]) >= 5 else "torch_dtype"
         return AutoModelForCausalLM.from_pretrained(
             self.source, local_files_only=True, **{name: self.torch_dtype()}
         ).eval()
-
-
-def _transformers_major() -> int:
-    import transformers
-
-    return int(transformers.__version__.partition(".")[0])
 
 
 def _save_logits(job: Job) -> Path:

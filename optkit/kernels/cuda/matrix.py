@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optkit.algorithms.packing import pack
 from optkit.kernels.cuda.nvrtc import Kernel, compiled
 from optkit.kernels.cuda.schedule import (
     CHUNK,
@@ -104,7 +105,7 @@ def why_not_tiled(weight: PackedWeight, dtype: torch.dtype, device: str) -> str 
 def tiled(weight: PackedWeight, dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
     """Return a packed weight of 4 bits in tiles; `why_not_tiled` says for which there are none."""
     tiles, chunks = -(-weight.outputs // ROWS), -(-weight.inputs // CHUNK)
-    words = weight.words if weight.group_of_input is None else _pack(weight.grouped_codes())
+    words = weight.words if weight.group_of_input is None else pack(weight.grouped_codes(), 4, 1)
     padded = words.new_zeros(tiles * ROWS, chunks * CHUNK // 8)
     padded[: words.shape[0], : words.shape[1]] = words
     # output 16 tile + 8 half + g, word 16 chunk + 4 j + t  ->  [tile, chunk, half, g, t, j]
@@ -286,10 +287,3 @@ def _by_tile(values: Tensor, group_size: int, tiles: int, chunks: int) -> Tensor
     known = group_of_place < groups
     padded[:outputs, known] = values[:, group_of_place[known]]
     return padded.view(tiles, 2, 8, chunks, inside).permute(0, 3, 4, 2, 1).contiguous()
-
-
-def _pack(codes: Tensor) -> Tensor:
-    """uint8 [outputs, inputs] -> int32 [outputs, inputs / 8], the first code in the lowest bits."""
-    places = torch.arange(0, 32, 4, device=codes.device, dtype=torch.int64)
-    words = (codes.view(len(codes), -1, 8).to(torch.int64) << places).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

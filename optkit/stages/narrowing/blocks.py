@@ -75,22 +75,21 @@ class NarrowerBlocks:
         0 takes the place of what was removed.
         """
         left = self._left(**self.choices[number])
-        self._put_(skeleton, index, left, target.read)
-        for name, tensor in self._touched(skeleton, index, left):
-            if is_norm(tensor):
-                skeleton.model.get_parameter(name).data.copy_(left.whole_norm(target.read(self.names[tensor])))
+        self._put_(skeleton, index, left, target.read, norms=True)
 
-    def _put_(self, skeleton: Skeleton, index: int, left: Left, read: Callable[[str], Tensor]) -> None:
-        for name, tensor in self._touched(skeleton, index, left):
-            if not is_norm(tensor):
-                self._spread_(skeleton, name, tensor, read(self.names[tensor]), left)
-
-    def _touched(self, skeleton: Skeleton, index: int, left: Left) -> Iterator[tuple[str, str]]:
-        """Yield parameters of a block, and their tensors, that changed."""
+    def _put_(
+        self, skeleton: Skeleton, index: int, left: Left, read: Callable[[str], Tensor], norms: bool = False
+    ) -> None:
+        """Put what is left of a block's tensors into its parameters, 0 in the place of what was removed.
+        Without `norms` these stay as they are: only the rounding of what is left of them differs.
+        """
         prefix = f"{skeleton.blocks[index].name}."
         for name, tensor in skeleton.tensor_names.items():
-            if name.startswith(prefix) and left.touches(self._axes(tensor) or ()):
-                yield name, tensor
+            axes = self._axes(tensor) or ()
+            if name.startswith(prefix) and left.touches(axes) and (norms or not is_norm(tensor)):
+                parameter, written = skeleton.model.get_parameter(name), read(self.names[tensor])
+                whole = left.whole_norm(written) if is_norm(tensor) else left.spread(written.to(parameter), axes)
+                parameter.data.copy_(whole)
 
     def _narrowed(self, kept: Sequence[int], finished: KeptBlocks) -> Iterator[dict[str, Tensor]]:
         """Yield the tensors of each block that is not finished by their new names."""
@@ -99,7 +98,7 @@ class NarrowerBlocks:
             skeleton, index, inputs = self.skeleton, kept[number], self.chooser.inputs
             assert inputs
             with skeleton.loaded(skeleton.blocks[index], self.device, self.less_memory):
-                self._put_(skeleton, index, self.lefts[number], lambda name: tensors[name])
+                self._put_(skeleton, index, self.lefts[number], tensors.__getitem__)
                 skeleton.advance_(index, inputs)
 
         for number in finished.resume(len(kept), self.chooser.inputs, {"choices": self.choices}, replay):
@@ -117,15 +116,12 @@ class NarrowerBlocks:
         ffn = None if left.ffn is None else left.ffn.tolist()
         self.choices.append({"ffn": ffn, "heads": left.heads, "pools": left.pools})
         tensors = {}
-        places = {tensor: name for name, tensor in skeleton.tensor_names.items() if name.startswith(f"{block.name}.")}
         for tensor in skeleton.block_tensors(block):
             whole = made.get(tensor)
             stored = skeleton.checkpoint.read_finite(tensor) if whole is None else whole
-            written = self._left_of(tensor, stored, left)
-            tensors[self.names[tensor]] = written
-            if inputs and self._is_spread(tensor, left):
-                self._spread_(skeleton, places[tensor], tensor, written, left)
+            tensors[self.names[tensor]] = self._left_of(tensor, stored, left)
         if inputs:
+            self._put_(skeleton, index, left, tensors.__getitem__)
             skeleton.advance_(index, inputs)
             skeleton.release_(block.name)
         return tensors
@@ -146,14 +142,6 @@ class NarrowerBlocks:
                 remedy="Set compensate: false, or put `- cast: {dtype: bfloat16}` in front of this stage",
             )
         return cast
-
-    def _spread_(self, skeleton: Skeleton, name: str, tensor: str, written: Tensor, left: Left) -> None:
-        parameter = skeleton.model.get_parameter(name)
-        with torch.no_grad():
-            parameter.copy_(left.spread(written.to(parameter), self._axes(tensor) or ()))
-
-    def _is_spread(self, tensor: str, left: Left) -> bool:
-        return left.touches(self._axes(tensor) or ()) and not is_norm(tensor)
 
     def _axes(self, tensor: str) -> tuple[Axis, ...] | None:
         return self.chooser.axes.get(tensor)

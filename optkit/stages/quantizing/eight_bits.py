@@ -9,6 +9,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
+from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.common.field_types import BatchSize
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
@@ -93,7 +94,6 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         A layer that saw too few tokens to be compensated on is rounded to nearest, and reported.
         """
         from optkit.algorithms.eight_bit import amax_scales, quantize, search_scales, tile_of
-        from optkit.algorithms.few_tokens import FEW_TOKENS
 
         tile, numbers = tile_of(self.scales, (weight.shape[0], weight.shape[1])), self._numbers()
         dtype = job.skeleton.stored_dtype(job.weight(name))

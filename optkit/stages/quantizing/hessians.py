@@ -43,11 +43,9 @@ class Sum(Protocol):
 
     def add(self, inputs: Tensor) -> None:
         """Take in float [..., in]."""
-        ...
 
     def add_up_(self, together: Together, tokens: int) -> None:
         """Become what all processes took, so many tokens."""
-        ...
 
 
 S = TypeVar("S", bound=Sum)
@@ -59,11 +57,9 @@ class _Tokens:
     tokens = 0
 
     def add(self, inputs: Tensor) -> None:
-        """Take in float [..., in]."""
         self.tokens += inputs[..., 0].numel()
 
     def add_up_(self, together: Together, tokens: int) -> None:
-        """Become what all processes took, so many tokens."""
         self.tokens = tokens
 
 

@@ -7,19 +7,16 @@ layer sees the errors of those before it, and nothing is computed twice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from torch import nn
 
+from optkit.algorithms.grid import QuantizedWeight
 from optkit.algorithms.hessian import Hessian
 from optkit.kernels.cpu.prompts import left_by
 from optkit.model.blocks import BlockInputs
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import inputs_of
 from optkit.stages.quantizing.calibration_products import in_codes, prompt_pass
-
-if TYPE_CHECKING:
-    from optkit.algorithms.grid import QuantizedWeight
 
 TURNS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 """The layers of a block of the Llama family, in the order in which `PromptPass` yields their inputs."""

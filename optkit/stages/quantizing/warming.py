@@ -6,23 +6,20 @@ from contextlib import suppress
 from functools import cache
 from threading import Thread
 
-_begun: list[Thread] = []
-
 
 @cache
-def warm(device: str) -> None:
-    """Begin to load it, once, in a thread; no random number is drawn."""
-    _begun.append(Thread(target=_rehearse, args=(device,), name="warming", daemon=True))
-    _begun[-1].start()
-
-
-def finish_warming() -> None:
-    """Wait for what was begun: torch raises RuntimeError if two threads call its solvers for the first time at once."""
-    for thread in _begun:
-        thread.join()
+def warming(device: str) -> Thread:
+    """Return the thread that loads it, begun with the first call; no random number is drawn.
+    Join it before a solver is called: torch raises RuntimeError if two threads do so for the first time at once.
+    """
+    thread = Thread(target=_rehearse, args=(device,), name="warming", daemon=True)
+    thread.start()
+    return thread
 
 
 def _rehearse(device: str) -> None:
+    if device == "cpu":
+        return
     import torch
     import torch.nn.functional as F
 

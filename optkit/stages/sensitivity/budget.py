@@ -177,11 +177,6 @@ def tightest_budget(
     return min(found, key=lambda budget: budget.size_bytes)
 
 
-def uniform_choices(items: Sequence[Item]) -> list[Choice]:
-    """Return the choices that every layer can have."""
-    return [choice for choice in items[0].choices if all(choice in item.choices for item in items)]
-
-
 @dataclass(frozen=True)
 class Allocation:
     """A model's layers, what they may become and how much there is for it."""
@@ -194,7 +189,8 @@ class Allocation:
         """Return the choices that every layer can have and that fit the budget."""
         sizes = {
             choice: sum(item.sizes[item.choices.index(choice)] for item in self.items)
-            for choice in uniform_choices(self.items)
+            for choice in self.items[0].choices
+            if all(choice in item.choices for item in self.items)
         }
         return [choice for choice, size in sizes.items() if size <= self.budget.size_bytes]
 

@@ -24,6 +24,7 @@ from optkit.common.field_types import (
 )
 from optkit.common.frozen import digest
 from optkit.common.out_of_resources import out_of_memory
+from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.source.text_place import TextPlace
 from optkit.source.token_counts import TokenCounts
@@ -228,7 +229,6 @@ class TrainingStage(StageWithTeacher):
         )
 
     def _trainee(self, student: Student, source: Path, context: Context) -> Trainee:
-        from optkit.model.checkpoint import Checkpoint
         from optkit.training.training_report import Trainee
 
         parameters = list(student.model.parameters())

@@ -17,6 +17,7 @@ from optkit.common.frozen import Frozen, digest
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape
 from optkit.model.text_config import text_config
+from optkit.source.calibration import load_tokenizer
 from optkit.source.models import ModelSource, model_shape, pin_model, require_directory
 from optkit.source.places import pin_and_remember
 from optkit.source.tokenizer import refuse_other_tokens
@@ -238,8 +239,6 @@ class StageWithTeacher(Transform):
             columns = starts[pairs % len(starts), None] + torch.arange(asked.prompt_tokens)
             chosen = data.tokens[rows[pairs // len(starts)], :]
             return torch.cat([chosen[:, : data.lead], chosen.gather(1, columns)], dim=1)
-        from optkit.source.calibration import load_tokenizer
-
         tokenizer = load_tokenizer(source, context.trust_remote_code)
         first = next((each for each in (tokenizer.bos_token_id, tokenizer.eos_token_id) if each is not None), None)
         if first is None:
