@@ -54,7 +54,6 @@ class Served:
 
     @property
     def between_tokens_s(self) -> tuple[float, ...]:
-        """Between its tokens."""
         return tuple(later - earlier for earlier, later in pairwise(self.token_times_s))
 
     @property

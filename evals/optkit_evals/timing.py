@@ -56,7 +56,6 @@ class Timing:
         return self.first_token_s + self.decode_s
 
     def between_quantile_s(self, fraction: float) -> float:
-        """A quantile of the times between tokens."""
         return quantile(self.between_tokens_s, fraction)
 
 

@@ -220,7 +220,6 @@ class WindowedText(ConditionedText):
             raise EvalError(what, where=self.where, why=why, remedy=remedy)
 
     def _where_bos_stands(self, session: Session, led: bool) -> str:
-        """Return where BOS stands."""
         if led:
             return "BOS in each window"
         if not apart(lambda part: session.encode(part).tolist(), "a")[0]:

@@ -58,7 +58,6 @@ class Rotation:
         return self.apply(torch.eye(self.size, dtype=torch.float64, device=self.signs.device))
 
     def to(self, device: str | torch.device) -> Rotation:
-        """Return the rotation on a device."""
         return Rotation(self.signs.to(device), self.small.to(device), self.is_hadamard)
 
     def _rotated(self, vectors: Tensor) -> Tensor:

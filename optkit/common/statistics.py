@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist
+from statistics import fmean as mean
 from typing import Any
 
 _T_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
@@ -34,13 +35,6 @@ class Estimate:
 
     value: float
     interval: tuple[float, float] | None = None
-
-
-def mean(samples: Sequence[float]) -> float:
-    """Return the arithmetic mean; raises ValueError for no samples."""
-    if not samples:
-        raise ValueError("no samples")
-    return math.fsum(samples) / len(samples)
 
 
 def standard_error(samples: Sequence[float]) -> float:

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def tensor_float32() -> Iterator[None]:
-    """Let products of float32 round their factors to TF32 within the block; it is a switch of the whole process."""
+def tensor_float32(allowed: bool = True) -> Iterator[None]:
+    """Let products of float32 round their factors to TF32 within the block, or not: a switch of the whole process."""
     import torch
 
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
     try:
         yield
     finally:

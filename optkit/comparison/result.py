@@ -109,7 +109,6 @@ class Entry(Frozen):
         return bool(self.gates)
 
     def cell(self, column: str) -> Cell | None:
-        """Return the cell of a column, by its key."""
         return next((cell for cell in self.cells if cell.column == column), None)
 
 
@@ -200,11 +199,9 @@ class Comparison(Frozen):
         return EXIT_STATUS[self.verdict]
 
     def column(self, key: str) -> Column:
-        """Return the column of a key."""
         return next(column for column in self.columns if column.key == key)
 
     def entry(self, label: str) -> Entry:
-        """Return the entry of a label."""
         return next(entry for entry in self.entries if entry.label == label)
 
     def members(self, group: Group) -> list[Entry]:

@@ -26,7 +26,6 @@ class GpuWatch:
 
     @classmethod
     def of(cls, device: str, find: Callable[[str], Gpu | None] = find_gpu) -> GpuWatch:
-        """Return the watch of a device."""
         try:
             return cls(device, find(device))
         except OSError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from optkit.common.statistics import quantile
+from optkit.common.tensor_float32 import tensor_float32
 from optkit.devices.roof import Rate, Roof
 from optkit.environment import device_name, memory
 from optkit.kernels.float8_linear import why_not_scaled
@@ -56,7 +56,7 @@ def measure_roof(device: str, progress: Progress) -> Roof:
         task.advance(note="copy")
         rates = {}
         for name, calls in products.items():
-            with _float32_products("high" if name == "tf32" else "highest"):
+            with tensor_float32(name == "tf32"):
                 rates[name] = _best(calls(), device)
             task.advance(note=name)
     return_freed_memory(device)
@@ -189,14 +189,3 @@ def _cuda_seconds(call: Callable[[], object], count: int, device: str) -> float:
         end.record()
         end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
-
-
-@contextmanager
-def _float32_products(precision: str) -> Iterator[None]:
-    """Multiply float32 as such (`highest`) or in TF32 (`high`); what was set before comes back."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -124,7 +124,6 @@ def fill_(
 def _layers_by_module(
     model: PreTrainedModel, checkpoint: Checkpoint, quantized: Mapping[str, QuantizedLayer]
 ) -> dict[str, QuantizedLayer]:
-    """Return the layer of the checkpoint for each module of the model."""
     modules = {
         f"{name}.weight": name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))
     }

@@ -37,7 +37,6 @@ class QuantizedLayer:
 
     @classmethod
     def is_weight(cls, leaf: str, info: TensorInfo) -> bool:
-        """Whether a tensor is the weight of such a layer."""
         return leaf == cls.leaves[0] and info.dtype in cls.dtypes
 
     @classmethod

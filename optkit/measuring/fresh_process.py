@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
+
 from optkit.common.frozen import described
 from optkit.common.out_of_resources import is_out_of_memory
 from optkit.devices.cpu_watch import PASSIVE, WAIT_POLICY, crowd
@@ -51,24 +54,13 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        said = {"notes": self.notes, "session_notes": self.session_notes, "warnings": self.warnings}
-        notes = {name: list(lines) for name, lines in said.items()}
-        memory = [trace.model_dump(mode="json") for trace in self.memory]
-        others = {"environment": dict(self.environment), "memory": memory, "seconds": self.seconds}
-        return {**self.found.to_json(), **notes, **others}
+        others = {name: value for name, value in vars(self).items() if name != "found"}
+        return {**self.found.to_json(), **to_jsonable_python(others)}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Answer:
         """Return what `to_json` described."""
-        return cls(
-            found=Found.from_json(said),
-            notes=tuple(said["notes"]),
-            session_notes=tuple(said["session_notes"]),
-            environment=said["environment"],
-            warnings=tuple(said.get("warnings", ())),
-            memory=tuple(map(MemoryTrace.model_validate, said.get("memory", ()))),
-            seconds=said.get("seconds", 0.0),
-        )
+        return TypeAdapter(cls).validate_python({**said, "found": Found.from_json(said)})
 
 
 def answers(session: Opened, evals: Sequence[Eval], context: EvalContext, device: str, index: int) -> list[Answer]:

@@ -15,7 +15,7 @@ from optkit.common.held_files import held_directory
 from optkit.errors import OptkitError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.cost import Cost
-from optkit.model.packed_floats import STALE, float_dtype, float_shape, notes_on_floats, unpacking_bytes
+from optkit.model.packed_floats import float_dtype, float_shape, forget_packing, notes_on_floats, unpacking_bytes
 from optkit.model.read_weights import Read, reads_of
 from optkit.model.safetensors_file import SHARD_BYTES
 from optkit.model.shape import ModelShape
@@ -33,8 +33,7 @@ def as_floats(packed: Path, trusted: bool = False, device: str = "cpu") -> Itera
         place = home / f"{PREFIX}weights"
         place.mkdir()
         copy_companions(packed, place, trusted)
-        for stale in STALE:
-            (place / stale).unlink(missing_ok=True)
+        forget_packing(place)
         write_config(place, float_shape(shape).config)
         write_json(place / PLACE, {"directory": str(packed.absolute()), "device": device})
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from optkit.errors import SourceError
@@ -207,6 +208,12 @@ def float_dtype(shape: ModelShape) -> str:
     """Return the dtype that floats of packed weights have if the recipe does not say."""
     said = str(shape.config.get("dtype") or shape.config.get("torch_dtype"))
     return said if said in DTYPES else "bfloat16"
+
+
+def forget_packing(directory: Path) -> None:
+    """Delete the files of a model directory that say how its weights were packed."""
+    for name in STALE:
+        (directory / name).unlink(missing_ok=True)
 
 
 def float_shape(shape: ModelShape, dtype: str | None = None) -> ModelShape:

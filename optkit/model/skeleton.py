@@ -228,7 +228,6 @@ class Skeleton:
             inputs.following()
 
     def stored_dtype(self, tensor: str) -> torch.dtype:
-        """Return the dtype in which the checkpoint has a tensor."""
         return TORCH_DTYPES[self.checkpoint.tensors[tensor].dtype]
 
     def head_inputs(self, inputs: BlockInputs, device: str | torch.device) -> Iterator[Tensor]:

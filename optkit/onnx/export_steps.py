@@ -13,6 +13,7 @@ from typing import Any
 from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_shape import GENAI_CONFIG
+from optkit.model.packed_floats import forget_packing
 from optkit.model.writer import copy_companions, write_config
 from optkit.onnx.builder import Order
 from optkit.onnx.prediction import exported_config
@@ -21,8 +22,6 @@ from optkit.source.texts import TextSource
 
 CHARACTERS = 8_000
 """Of the text that graph and source are compared on."""
-STALE = ("quantize_config.json",)
-"""Files that say how the source's layers were quantized."""
 
 
 def write_beside(order: Order) -> None:
@@ -30,8 +29,7 @@ def write_beside(order: Order) -> None:
     What the exporter says of the provider is corrected.
     """
     copy_companions(order.source, order.target, order.trust_remote_code)
-    for name in STALE:
-        (order.target / name).unlink(missing_ok=True)
+    forget_packing(order.target)
     write_config(order.target, exported_config(Checkpoint(order.source).config, order.dtype))
     path = order.target / GENAI_CONFIG
     if not path.exists():

@@ -45,7 +45,6 @@ class Place:
         return f"line {self.line}" if self.line else self.file or "the recipe"
 
     def problem(self, message: str) -> Problem:
-        """Return a problem at this place."""
         name, _, rest = message.partition(": ")  # as `--set stages.0.gptq.bits` says it already
         said = self.file.startswith("--") and rest and f".{self.file.rpartition(' ')[2]}".endswith(f".{name}")
         return Problem(rest if said else message, self.file, self.line, self.column)

@@ -44,8 +44,6 @@ class Awq(InputScaling, SharedText, Backed):
     version: ClassVar[int] = 5
     kind: ClassVar[str] = "awq"
     example: ClassVar[str] = "- awq: {format: awq, group_size: 64, calibration: {dataset: c4}}"
-    sees_images: ClassVar[bool] = True
-    shows_experts: ClassVar[bool] = True
 
     symmetric: bool = False
     """Without zero points, which the fastest kernels ask for. false: one zero point per group, a

@@ -17,7 +17,7 @@ from optkit.model.linear_layers import Layer, layers_of, select
 from optkit.model.shape import ModelShape
 from optkit.model.together import together
 from optkit.model.writer import copy_companions, write_blocks, write_config
-from optkit.stage import Context, Cost, Format, Report
+from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.fitting import refuse_uneven_groups
 from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling
 from optkit.stages.quantizing.shared_text import SharedText
@@ -42,10 +42,7 @@ class AwqScale(InputScaling, SharedText):
     kind: ClassVar[str] = "awq_scale"
     unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- awq_scale: {bits: 3}\n- gptq: {bits: 3}"
-    produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 6
-    sees_images: ClassVar[bool] = True
-    shows_experts: ClassVar[bool] = True
 
     bits: CodeBits = 4
     """Bits that the weights are going to have."""

@@ -9,9 +9,9 @@ from optkit.errors import SourceError
 from optkit.model.as_floats import refuse_left_apart
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.packed_floats import (
-    STALE,
     float_dtype,
     float_shape,
+    forget_packing,
     left_out,
     notes_on_floats,
     packed_floats,
@@ -69,8 +69,7 @@ class Dequantize(Transform):
                     writer.add(name, checkpoint.read_finite(name))
                 task.advance(note=name)
         copy_companions(source, target, context.trust_remote_code)
-        for name in STALE:
-            (target / name).unlink(missing_ok=True)
+        forget_packing(target)
         write_config(target, left.config)
         return Report(
             changed=len(floats),

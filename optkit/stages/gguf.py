@@ -19,6 +19,7 @@ from optkit.model.formats.gguf import MODEL
 from optkit.model.gguf_file import read_gguf
 from optkit.model.layer_sizes import bits_per_weight
 from optkit.model.linear_layers import layers_of
+from optkit.model.packed_floats import forget_packing
 from optkit.model.packed_names import BESIDE, CODES
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.text_config import text_config
@@ -42,8 +43,6 @@ TOKENS, LOGITS, BATCH = 256, 5, 8
 """Of the text on which file and source are compared, and the tensors of their logits; sequences of
 `imatrix` that run at once."""
 FLOAT_FILE = "float.gguf"
-STALE = "quantize_config.json"
-"""Says how the source's layers were quantized."""
 BITS = {"Q8": 8.5, "Q6": 6.5625, "Q5": 5.5, "Q4": 4.5, "IQ": 4.5, "Q3": 3.4375, "Q2": 2.625}
 """Bits of a weight of the types that begin so."""
 
@@ -100,7 +99,7 @@ class Gguf(Transform):
                 quantize(file, target / MODEL, str(self.type), importance)
                 file.unlink()
         copy_companions(source, target, context.trust_remote_code)
-        (target / STALE).unlink(missing_ok=True)
+        forget_packing(target)
         write_config(target, exported_config(shape.config, "float32"))
         return self._report(target, *self._proof(source, target / MODEL, context))
 

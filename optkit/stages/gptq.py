@@ -68,8 +68,6 @@ class Gptq(GptqFields, SharedText, Backed):
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
     version: ClassVar[int] = 15
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
-    sees_images: ClassVar[bool] = True
-    shows_experts: ClassVar[bool] = True
 
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose hidden states decide which errors matter."""

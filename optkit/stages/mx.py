@@ -69,8 +69,6 @@ class Mx(SharedText, LayerQuantizer):
     example: ClassVar[str] = "- bf16\n- mx: {type: nvfp4}"
     for_tasks: ClassVar[frozenset[Task]] = WEIGHTS_ALONE
     version: ClassVar[int] = 9
-    sees_images: ClassVar[bool] = True
-    shows_experts: ClassVar[bool] = True
     # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them.
     rounds_modules: ClassVar[bool] = True
 

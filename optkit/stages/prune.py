@@ -24,7 +24,7 @@ from optkit.model.task import KNOWN_TASKS, Task
 from optkit.model.together import together
 from optkit.model.writer import copy_companions, write_blocks, write_config
 from optkit.source.calibration import Calibration
-from optkit.stage import Context, Cost, Format, Report
+from optkit.stage import Context, Cost, Report
 from optkit.stages.pruning.fitting import LEVELS, engines_note, pruning_memory, refuse_unfit
 from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.sensitivity.needed_memory import sensitivity_memory
@@ -52,10 +52,7 @@ class Prune(SharedText):
     unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- prune: {method: sparsegpt, pattern: '2:4', calibration: {dataset: c4}}"
     for_tasks: ClassVar[frozenset[Task]] = KNOWN_TASKS
-    produces: ClassVar[Format] = Format.CHECKPOINT
     version: ClassVar[int] = 6
-    sees_images: ClassVar[bool] = True
-    shows_experts: ClassVar[bool] = True
 
     method: Literal["magnitude", "wanda", "sparsegpt"] = "sparsegpt"
     """Which weights go. `magnitude`: the smallest, no text needed. `wanda`: the smallest products

@@ -86,7 +86,6 @@ class SweepRecord(Frozen):
         return tuple(each for each in self.entries if each.status in status)
 
     def with_entry(self, changed: Entry) -> SweepRecord:
-        """Return the record with one entry changed."""
         entries = tuple(changed if each.name == changed.name else each for each in self.entries)
         return self.model_copy(update={"entries": entries})
 

@@ -30,7 +30,6 @@ class RecordedStep:
         self._given: tuple[Tensor, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Do the step."""
         if not self._graph and tensors[0].is_cuda and self._plain_calls == PLAIN_CALLS:
             self._record(tensors)
         if self._graph:

@@ -72,7 +72,6 @@ class LanguageModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name the tokenizer."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -60,7 +60,6 @@ class Widths:
         return max(self.stages * self.tokens * 2 * CHUNK, 4 * self.tokens * (4 * ROWS * self.warpgroups + 4))
 
     def macros(self, form: Form) -> dict[str, int]:
-        """Return the macros of wide.cu."""
         return {
             **{"TOKENS": self.tokens, "WARPGROUPS": self.warpgroups, "SPLIT": self.split, "STAGES": self.stages},
             "DEPTH": self.depth(form),

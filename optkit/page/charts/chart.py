@@ -41,7 +41,6 @@ class Mark:
     """
 
     def to_json(self) -> dict[str, Any]:
-        """Return the mark as a JSON value."""
         return {"kind": self.kind, "data": [_visible(dict(each)) for each in self.data], "options": dict(self.options)}
 
 

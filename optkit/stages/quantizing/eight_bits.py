@@ -49,8 +49,6 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
     number: ClassVar[Number]
     prepares_whole_blocks: ClassVar[bool] = False
     """`preparation` needs the ranges of all layers of a block at once."""
-    sees_images: ClassVar[bool] = True
-    shows_experts: ClassVar[bool] = True
 
     scale_search: Literal["amax", "mse"] = "mse"
     """`mse`: the scales of weights with the least squared rounding error. `amax`: those that reach
@@ -161,7 +159,6 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
     def _calibrated_block(
         self, job: QuantizationJob, index: int, inputs: BlockInputs, prepare: Preparation
     ) -> BlockOutput:
-        """Quantize a loaded block."""
         from optkit.model.skeleton_layers import float_weight
 
         modules, replaced = job.modules(index), dict[str, "Tensor"]()

@@ -18,6 +18,8 @@ class SharedText(Transform):
     """A stage that can run in several processes, each with a device and a share of the text."""
 
     finds_parts: ClassVar[bool] = True
+    sees_images: ClassVar[bool] = True
+    shows_experts: ClassVar[bool] = True
 
     devices: Devices = Field(default=1, exclude_if=lambda value: value == 1)
     """GPUs, or on a CPU processes, that share the sequences of the calibration text."""

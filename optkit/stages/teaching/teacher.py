@@ -138,7 +138,6 @@ class StageWithTeacher(Transform):
             )
 
     def teacher_shape(self) -> ModelShape:
-        """Return the shape of the teacher that is named."""
         assert self.teacher
         return model_shape(self.teacher, require_directory(self.teacher, "teacher", self.kind))
 

@@ -176,7 +176,6 @@ class Queue:
         return self._ended.setdefault(job, time.monotonic()) + GRACE_S <= time.monotonic()
 
     def state(self, job: str) -> str:
-        """Return the state of a job."""
         return self._jobs.get(job, ("", ""))[0]
 
     def news(self, job: str) -> str:
