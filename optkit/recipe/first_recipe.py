@@ -199,7 +199,7 @@ class Answers:
         quick, stages = self.effort == "quick", self.stages(form)
         settings = [] if (self.target, self.device) in EXPORTS else ["attention: sdpa"]
         if self.target == "transformers" and self.device == "cuda":
-            settings.append("compile: {mode: reduce-overhead, devices: [cuda]}")
+            settings.append("cuda_graphs")
         comment = YOUR_TEXT if any("calibration" in line for line in stages) else NO_TEXT
         return PAGE.format(
             file=file,

@@ -185,7 +185,7 @@ def test_rows_of_devices_that_are_not_here_are_named(
 ) -> None:
     monkeypatch.setattr(suite, "best_device", lambda: "cpu")
     monkeypatch.setattr(suite, "measured", lambda *_: {KEPT: ["help"]})
-    for only, said in (("gptq*", "no NVIDIA GPU here: gptq on a GPU; gptq, decode on a GPU\n"), ("help", "")):
+    for only, said in (("*on a*", "no NVIDIA GPU here: gptq on a GPU; rtn, decode on a GPU\n"), ("help", "")):
         monkeypatch.setattr(sys, "argv", ["suite", "--only", only, "--history", str(tmp_path / "history.jsonl")])
         suite.main()
         waiting, judged_rows, _ = capsys.readouterr().out.partition("1 of ")
