@@ -218,10 +218,12 @@ class Eval(Frozen):
         return 0
 
     def working_bytes(self, model: SessionMemory) -> int:
-        """Return what computing needs on the device beside the opened models.
-        It is nothing unless an eval says more.
-        """
+        """Return what computing needs beside the opened models; nothing unless an eval says more."""
         return 0
+
+    def arriving_s(self) -> float:
+        """Return in how many seconds all that it answers arrives; 0 if it is there at once."""
+        return 0.0
 
     def predict(self, model: SessionMemory, beside: SessionMemory | None = None) -> Cost:
         """Return what measuring a model needs, while another one is open `beside` it.

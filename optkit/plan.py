@@ -125,9 +125,7 @@ class Plan(Frozen):
     doomed: tuple[str, ...] = ()
     """Gates of which it is known that they cannot pass, one sentence each."""
     forecasts: tuple[str, ...] = ()
-    """What opening the artifact will need if a setting says where its weights lie, one line
-    each.
-    """
+    """What opening the artifact will need if a setting says where its weights lie, one line each."""
 
     @property
     def weights_key(self) -> str:
@@ -315,7 +313,8 @@ def session_memory(step: Step, settings: Sequence[SettingEntry], device: str) ->
         return None
     dtype = next((name for entry in reversed(settings) if (name := entry.value.opened_dtype())), None)
     refuse_narrow(step.shape.config, step.format.computes_in or dtype, step.kind)
-    return SessionMemory(step.shape, device, dtype, step.format.computes_in)
+    graphs = any(entry.value.step_mode(device) == "cuda_graphs" for entry in settings)
+    return SessionMemory(step.shape, device, dtype, step.format.computes_in, graphs)
 
 
 def _session_memories(recipe: Recipe, device: str, steps: Sequence[Step]) -> tuple[SessionMemory, SessionMemory] | None:

@@ -86,6 +86,9 @@ class Load(TimedEval):
             + model.cache(self.batch, self.longest_sequence())
         )
 
+    def arriving_s(self) -> float:
+        return self.repeats * sum(self.requests / rate for rate in self.rates)
+
     def run(self, session: Session, context: EvalContext) -> list[Metric]:
         """Measure.
         Raises EvalError if the model has too few positions, or transformers' engine does not take

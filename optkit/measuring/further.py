@@ -26,7 +26,7 @@ def with_further(plan: Plan, store: Store) -> Plan:
         told = {"kind": f"{each.kind}, {name}", "key": key, "baseline_key": None, "hit": there, "baseline_hit": True}
         needs: dict[str, Any] = {"cost": Cost(), "seconds": None}
         if not there:
-            seconds = durations.predict(each.duration_of(key), each.eval, size)
+            seconds = durations.of_metric(each, key, size)
             needs = {"cost": _cost(plan, each, step, settings), "seconds": seconds}
             again |= {each.key} if each.eval.timed else set()
         further.append(each.model_copy(update=told | needs))

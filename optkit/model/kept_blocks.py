@@ -127,8 +127,10 @@ class KeptBlocks:
     def _bring_(self, place: Path, inputs: BlockInputs) -> None:
         """Bring hidden states behind the last block that is done."""
         if self._replay:
-            for number in range(self.done):
-                self._replay(number, _tensors(place, number))
+            with self._progress.task(f"{self._label}: text through finished blocks", self.done, "blocks") as task:
+                for number in range(self.done):
+                    self._replay(number, _tensors(place, number))
+                    task.advance()
             return
         if inputs.following and self._mine(ENCODED) in self._kept["files"]:
             _read_states(place / self._mine(ENCODED), inputs.hidden)

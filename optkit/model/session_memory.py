@@ -13,6 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from optkit.model.attention_choice import eager_bytes
+from optkit.model.linear_layers import EXPERTS, by_block, scaled_together
+from optkit.model.packed_floats import packed_floats
+from optkit.model.packed_names import CODES, METHODS_WITH_CODES
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.text_config import text_config
 
@@ -21,6 +24,8 @@ FLOATS = ("F64", "F32", *NARROW)
 TORCH_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 HIDDEN_COPIES, INNER_COPIES = 6, 3
 """Tensors of hidden and of feed-forward width that one block holds at once."""
+STEPPED = 256
+"""Tokens that `cuda_graphs` multiplies by codes."""
 SLICE_BYTES = 64 << 20
 """Logits are cast to float32, and their softmax computed, so many bytes at once."""
 
@@ -35,6 +40,8 @@ class SessionMemory:
     """Torch name of the float dtype that a setting asks for; None for the checkpoint's own."""
     computes_in: str | None = None
     """Torch name of the float dtype that its format always computes in (`Format.computes_in`)."""
+    graphs: bool = False
+    """It decodes by `cuda_graphs`, which multiplies longer prompts by experts whose codes are floats meanwhile."""
 
     @cached_property
     def weights(self) -> int:
@@ -76,6 +83,7 @@ class SessionMemory:
             self.element * sequences * length * width
             + eager_bytes(self.shape.config, sequences, length)
             + self._reordered
+            + (self._unpacked if sequences * length > STEPPED else 0)
         )
 
     def cache(self, sequences: int, length: int) -> int:
@@ -98,6 +106,21 @@ class SessionMemory:
             ),
             default=0,
         )
+
+    @cached_property
+    def _unpacked(self) -> int:
+        """Gate and up of a block's experts in 16 bits, if a GPU holds codes of fewer than 8."""
+        if not self.graphs or self.shape.quant_method not in METHODS_WITH_CODES:
+            return 0
+        tensors = self.shape.tensors
+        elements = {
+            name.removesuffix(".weight"): math.prod(each.shape)
+            for name, each in packed_floats(self.shape).items()
+            for part in each.parts
+            if EXPERTS in name and part.endswith(CODES) and tensors[part].size_bytes < math.prod(each.shape)
+        }
+        groups = (group for block in by_block(self.shape, elements) for group in scaled_together(block))
+        return max((sum(2 * elements[name] for stack in group for name in stack) for group in groups), default=0)
 
     @cached_property
     def _is_packed(self) -> bool:

@@ -2,7 +2,8 @@
 
     ROOT/durations.jsonl    one line for each: {what, fields, machine, size_bytes, seconds}
 
-What was never measured here has no prediction: there are no rates but those of this file.
+What was never measured here has no prediction: there are no rates but those of this file. Requests that
+arrive at a rate take their time on any machine.
 """
 
 from __future__ import annotations
@@ -75,8 +76,13 @@ class Durations:
     def of_eval(self, each: PlannedEval, size_bytes: int) -> float | None:
         """Return how long an eval will take; None if that of one of the models is not known."""
         keys = [key for key, hit in ((each.key, each.hit), (each.baseline_key, each.baseline_hit)) if key and not hit]
-        known = [self.predict(each.duration_of(key), each.eval, size_bytes) for key in keys]
+        known = [self.of_metric(each, key, size_bytes) for key in keys]
         return sum(filter(None, known)) if known and None not in known else None
+
+    def of_metric(self, each: PlannedEval, key: str, size_bytes: int) -> float | None:
+        """Return how long the measurement with a key will take, at least as long as requests arrive."""
+        known = self.predict(each.duration_of(key), each.eval, size_bytes)
+        return max(known or 0.0, each.eval.arriving_s()) or None
 
     def _lines(self) -> Iterator[dict[str, Any]]:
         """Yield what was noted; a line that was cut off is left out."""

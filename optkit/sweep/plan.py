@@ -114,5 +114,5 @@ def _eval_seconds(plans: Sequence[Plan], store: Store, device: str) -> list[floa
                     wanted.setdefault(key, (each, plan.steps[0].size_bytes))
     durations = Durations(store.root, device)
     further = {each.key: each.seconds for plan in plans for each in plan.further if each.pending}
-    known = [durations.predict(each.duration_of(key), each.eval, size) for key, (each, size) in wanted.items()]
+    known = [durations.of_metric(each, key, size) for key, (each, size) in wanted.items()]
     return [*known, *further.values()]

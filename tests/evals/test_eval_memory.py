@@ -17,6 +17,10 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.session_memory import SLICE_BYTES, SessionMemory
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.onnx.prediction import compared_shapes, comparing_bytes
+from optkit.plan import make_plan, session_memory
+from optkit.recipe.recipe import load_recipe
+from optkit.store.store import Store
+from tests.conftest import TinyModel
 from tests.support.warm import warm_pythons
 
 WINDOW = 1024
@@ -130,6 +134,23 @@ def test_on_a_gpu_the_logits_lie_there(memory: SessionMemory) -> None:
     cost = Perplexity(dataset="c4", window=512).predict(there)
     assert cost.ram_bytes == memory.shape.size_bytes
     assert cost.gpu_bytes == memory.shape.size_bytes + there.forward(1, 512) + 512 * 4 * 4096 + SLICE_BYTES
+
+
+@pytest.mark.parametrize(("bits", "floats"), [(4, 2), (8, 0)])
+def test_prompts_are_multiplied_by_floats_of_packed_experts(
+    tiny_model: TinyModel, tmp_path: Path, bits: int, floats: int
+) -> None:
+    source = tiny_model("mixtral")
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {source}\nstages: [cast: bfloat16, rtn: {{bits: {bits}, group_size: 32}}, cuda_graphs]\n"
+    )
+    plan = make_plan(load_recipe(tmp_path / "recipe.yaml").pinned(None), Store(tmp_path), "cuda")
+    settings, config = plan.recipe.settings, json.loads((source / "config.json").read_text())
+    there, plain = (session_memory(plan.steps[-1], each, "cuda") for each in (settings, ()))
+    gate_and_up = 2 * config["num_local_experts"] * config["intermediate_size"] * config["hidden_size"]
+    assert there.forward(1, 256) == plain.forward(1, 256)
+    assert there.forward(1, 257) == plain.forward(1, 257) + floats * gate_and_up
+    assert not session_memory(plan.steps[-1], settings, "cpu").graphs
 
 
 def test_a_dtype_that_a_setting_asks_for_halves_the_weights(memory: SessionMemory) -> None:

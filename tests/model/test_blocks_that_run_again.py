@@ -10,6 +10,7 @@ import pytest
 from optkit.model import kept_blocks
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
+from optkit.progress import SilentTask
 from optkit.source.calibration import Calibration
 from optkit.stage import Transform
 from optkit.stages.awq import Awq
@@ -17,7 +18,7 @@ from optkit.stages.cast import Cast
 from optkit.stages.gptq import Gptq
 from optkit.stages.mx import Mx
 from tests.conftest import TinyModel
-from tests.model.test_kept_blocks import STAGES, few, files, interrupted, run
+from tests.model.test_kept_blocks import STAGES, Lines, few, files, interrupted, run
 
 __all__ = ["few"]
 FORMS: dict[str, Callable[[Calibration], Transform]] = {
@@ -46,7 +47,10 @@ def test_half_precision_goes_on_as_on_a_gpu(
     ]
     made, keep = list[int](), KeptBlocks._keep
     monkeypatch.setattr(KeptBlocks, "_keep", lambda self, *each: (made.append(each[1]), keep(self, *each))[1])
-    run(stage, source, tmp_path / "resumed", work)
+    bars, lines = list[tuple[str, int, str]](), Lines()
+    monkeypatch.setattr(lines, "task", lambda *asked: (bars.append(asked), SilentTask())[1])
+    run(stage, source, tmp_path / "resumed", work, lines)
+    assert (f"{stage.kind}: text through finished blocks", 2, "blocks") in bars
     assert made == [2]
     assert files(tmp_path / "resumed") == files(tmp_path / "whole")
 

@@ -106,3 +106,13 @@ def test_a_plan_says_what_its_run_will_take(tiny_model: TinyModel, tmp_path: Pat
     assert again.steps[1].seconds is not None
     assert again.steps[1].seconds > 0
     assert again.evals[0].seconds is not None
+
+
+def test_requests_take_the_time_in_which_they_arrive(tiny_model: TinyModel, tmp_path: Path) -> None:
+    text, load = tmp_path / "r.yaml", {"rates": [0.5, 2], "requests": 8, "repeats": 3, "prompt": 8, "new_tokens": 4}
+    text.write_text(json.dumps({"model": str(tiny_model("llama")), "stages": ["rtn"], "evals": [{"load": load}]}))
+    found = plan(text, device="cpu", store=tmp_path)
+    arriving_s = 3 * (8 / 0.5 + 8 / 2)
+    assert found.evals[0].seconds == 2 * arriving_s
+    Durations(tmp_path, "cpu").note("load of the artifact", found.evals[0].eval, found.steps[0].size_bytes, 100.0)
+    assert plan(text, device="cpu", store=tmp_path).evals[0].seconds == pytest.approx(100 + arriving_s)
