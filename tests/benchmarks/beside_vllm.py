@@ -9,7 +9,7 @@
 the sizes of the batches alone and its cache a fixed size, so that it starts sooner. "As served" is
 the wall clock from token to token. "Kernels alone" is the part of a step in which the GPU computed,
 by torch's profiler, later in the same process. With `--turn FILE` several calls run beside each
-other: they open together, and one at a time measures.
+other: they open together, and one at a time measures. None is profiled before all have served.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SMALLEST_GRAPH, FEWEST_STEPS = 9, 4
 
 
 @contextmanager
-def turn(file: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
+def turn(file: str, kind: int = fcntl.LOCK_EX, of: str = "") -> Iterator[None]:
     """Hold the file's lock: alone to measure, with others to open a model."""
-    with Path(file or os.devnull).open("w") as handle:
+    with Path(file + of if file else os.devnull).open("w") as handle:
         if file:
             fcntl.flock(handle, kind)
         try:
@@ -123,8 +123,8 @@ def runs_of(batch: int) -> tuple[int, int]:
     return (2, 3) if batch < MANY else (1, 2)
 
 
-def under_optkit(directory: Path, batches: list[int], file: str) -> None:
-    """Measure optkit's session: CUDA graphs of its own kernels."""
+def under_optkit(directory: Path, batches: list[int], file: str) -> Iterator[None]:
+    """Measure optkit's session: CUDA graphs of its own kernels. Yields between what is served and the profiles."""
     import torch
     from optkit_evals.timing import answer, random_tokens
 
@@ -140,6 +140,7 @@ def under_optkit(directory: Path, batches: list[int], file: str) -> None:
             tokens, (warm_up, count) = random_tokens(session, batch, PROMPT, 0), runs_of(batch)
             found = [answer(session, tokens, NEW) for _ in range(warm_up + count)][warm_up:]
         row(directory.name, "optkit", batch, [[each.first_token_s, *each.between_tokens_s] for each in found])
+    yield
     traces = Path(tempfile.mkdtemp())
     for batch in batches:
         (traces / str(batch)).mkdir()
@@ -150,8 +151,8 @@ def under_optkit(directory: Path, batches: list[int], file: str) -> None:
         print(f"   {note}")
 
 
-def under_vllm(directory: Path, batches: list[int], file: str) -> None:
-    """Measure vLLM's engine as `LLM` opens it."""
+def under_vllm(directory: Path, batches: list[int], file: str) -> Iterator[None]:
+    """Measure vLLM's engine as `LLM` opens it. Yields between what is served and the profiles."""
     os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function of ours goes to its process
     sys.path.insert(0, str(ROOT / "optkit" / "verification" / "workers"))
     from time_in_vllm import answer, kernels
@@ -188,6 +189,7 @@ def under_vllm(directory: Path, batches: list[int], file: str) -> None:
         with turn(file):
             found = [answer(llm.llm_engine, prompts, NEW) for _ in range(warm_up + count)][warm_up:]
         row(directory.name, "vllm", batch, found)
+    yield
     for batch in batches:
         with turn(file):
             trace_steps(llm, batch)
@@ -230,7 +232,12 @@ def main() -> None:
     if given.what == "make":
         make(given.directory, given.shape, given.layers, given.weights.split(","))
     else:
-        {"optkit": under_optkit, "vllm": under_vllm}[given.what](given.directory, batches, given.turn)
+        measured = {"optkit": under_optkit, "vllm": under_vllm}[given.what](given.directory, batches, given.turn)
+        with turn(given.turn, fcntl.LOCK_SH, ".served"):
+            next(measured)
+        with turn(given.turn, of=".served"):
+            pass  # the others have served, too
+        list(measured)
 
 
 if __name__ == "__main__":
