@@ -26,6 +26,7 @@ from optkit.model.replaced_forward import replaced_forward
 from optkit.model.skeleton import Skeleton
 from optkit.training.block_learning import drawn
 from optkit.training.losses import divergence
+from optkit.training.objective import in_parts
 from optkit.training.optimizer import BETAS, learning_rate
 from optkit.training.predicted_memory import logits_at_once
 
@@ -141,34 +142,34 @@ class ScaleLearner:
         with torch.no_grad():
             for index in range(len(self.layers)):
                 states.append(self._run(index, states[-1], batch))
-        _, outer = self._divergence(states.pop(), batch)
+        left = states.pop().detach().requires_grad_()
+        with torch.enable_grad():
+            self._divergence(left, batch).backward()  # type: ignore[no-untyped-call]
+        outer = left.grad
         for index in reversed(range(len(self.layers))):
             entering = states.pop().detach().requires_grad_()
             with torch.enable_grad():
                 torch.autograd.backward(self._run(index, entering, batch), outer)
-            outer = entering.grad  # type: ignore[assignment]
+            outer = entering.grad
 
     def _run(self, index: int, hidden: Tensor, batch: Batch) -> Tensor:
         half = self.skeleton.dtype is not torch.float32
         with torch.autocast(hidden.device.type, torch.bfloat16, enabled=half):
             return batch.calls[index].graph(self.skeleton.blocks[index].module, hidden)
 
-    def _divergence(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the mean over tokens, and its gradient for what left the last block."""
+    def _divergence(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """Return the mean over the tokens of a batch, by what left the last block."""
         model, blocks = self.skeleton.model, self.skeleton.blocks
-        given, wanted = hidden.flatten(0, 1), self.wanted[batch.rows].flatten(0, 1)
-        vocabulary = model.get_output_embeddings().weight.shape[0]
-        at_once = logits_at_once(hidden.device.type, vocabulary)
-        total, gradients = torch.zeros((), device=hidden.device), []
-        for ours, theirs in zip(given.split(at_once), wanted.split(at_once), strict=True):
-            leaf = ours.detach().requires_grad_()
+        wanted = self.wanted[batch.rows].flatten(0, 1)
+
+        def compute(part: Tensor, positions: slice) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
-                teacher = logits_of_tokens(model, blocks, theirs)
-            with torch.enable_grad():
-                loss = divergence(logits_of_tokens(model, blocks, leaf), teacher) / len(given)
-            gradients.append(torch.autograd.grad(loss, leaf)[0])
-            total += loss.detach()
-        return total, torch.cat(gradients).view_as(hidden)
+                teacher = logits_of_tokens(model, blocks, wanted[positions])
+            loss = divergence(logits_of_tokens(model, blocks, part), teacher) / len(wanted)
+            return loss, loss.detach()
+
+        at_once = logits_at_once(hidden.device.type, model.get_output_embeddings().weight.shape[0])
+        return in_parts(compute, hidden.flatten(0, 1), at_once, [])[0]
 
     @torch.no_grad()
     def _mean_divergence(self) -> float:
@@ -177,5 +178,5 @@ class ScaleLearner:
             hidden = self.inputs.hidden[batch.rows]
             for index in range(len(self.layers)):
                 hidden = self._run(index, hidden, batch)
-            found.append(self._divergence(hidden, batch)[0])
+            found.append(self._divergence(hidden, batch))
         return float(torch.stack(found).mean())
