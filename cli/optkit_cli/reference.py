@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from itertools import groupby
 
 import click
+from optkit_evals.meanings import MEANINGS
 
+from optkit.devices.datasheets import DEVICES, rates_text
 from optkit.recipe.reference import definitions, fields_of, inner_models, recipe_pages, sections
 from optkit.recipe.registry import EVALS, eval_class
+from optkit.scorecard.scorecard import SCHEMA, Scorecard
 from optkit_cli.main import optkit
 from optkit_cli.messages import error_classes, messages
 
@@ -35,8 +38,6 @@ def cli_page() -> str:
 
 def scorecard_page() -> str:
     """Return the fields of scorecard.json."""
-    from optkit.scorecard.scorecard import SCHEMA, Scorecard
-
     return (
         f"# scorecard.json\n\n`schema` is {SCHEMA}; it is raised when the meaning of a field changes. "
         "`optkit schema scorecard` prints the JSON Schema.\n\n"
@@ -46,8 +47,6 @@ def scorecard_page() -> str:
 
 def devices_page() -> str:
     """Return what `--device` can name besides the devices of this machine."""
-    from optkit.devices.datasheets import DEVICES, rates_text
-
     rows = (
         (
             f"`{name}`: {each.name}, {each.memory_bytes / 1e9:.0f} GB at {each.bandwidth / 1e12:.4g} TB/s",
@@ -60,8 +59,6 @@ def devices_page() -> str:
 
 def metrics_page() -> str:
     """Return what each metric of the evals means."""
-    from optkit_evals.meanings import MEANINGS
-
     units = {name: unit for kind in EVALS for name, unit in eval_class(kind).metrics.items()}
     rows = (
         (f"`{name}`", f"{_escaped(each.text)} Unit: {units[name]}; {each.better} is better.")

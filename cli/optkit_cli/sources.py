@@ -125,12 +125,6 @@ class Sources:
             case ast.Subscript(value=value, slice=ast.Constant(value=int() | None as index)):
                 for element, place in self._elements(value, index, scope):
                     yield from self.text(element, place)
-            case ast.Subscript(value=ast.Name(id=name)) if dicts := [
-                each for each in scope.names.get(name, ()) if isinstance(each, ast.Dict)
-            ]:
-                for each in dicts:
-                    for value in each.values:
-                        yield from self.text(value, scope)
             case ast.Call(func=ast.Name(id="str"), args=[argument]):
                 yield from self.text(argument, scope)
             case ast.Call(func=ast.Attribute(attr="format", value=value)):
@@ -167,8 +161,6 @@ class Sources:
         match node:
             case ast.Tuple(elts=elements) | ast.List(elts=elements):
                 yield from ((each, scope) for each in (elements if index is None else elements[index : index + 1]))
-            case ast.Name(id=name) if name in scope.given:
-                yield from self._elements(scope.given[name][0], index, scope.given[name][1])
             case ast.Name(id=name):
                 for value in scope.names.get(name, ()):
                     yield from self._elements(value, index, scope.without(name))

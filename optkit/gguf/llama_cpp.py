@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from optkit.environment import cpu_threads
 from optkit.errors import ResourceError, SourceError, StageError, needing
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 CHUNK = 512
 """Tokens that are computed at once, whose logits llama.cpp holds."""
@@ -62,7 +62,6 @@ def quantize(source: Path, target: Path, kind: str, imatrix: Mapping[str, NDArra
 
 def quantized_rows(values: NDArray[Any], kind: str) -> NDArray[Any]:
     """float32 [rows, columns] -> uint8 [rows, bytes of a row], rounded by ggml to one of its types."""
-    import numpy as np
     from gguf import GGMLQuantizationType
     from gguf.quants import quant_shape_to_byte_shape
 
@@ -149,8 +148,6 @@ class LlamaCppModel:
         """Read tokens, given as (token, position, sequence), and return the logits after each,
         float32 [tokens, vocabulary].
         """
-        import numpy as np
-
         library, parts = _library(), []
         for start in range(0, len(places), CHUNK):
             part = places[start : start + CHUNK]

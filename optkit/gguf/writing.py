@@ -7,7 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from optkit.errors import StageError
 from optkit.gguf.architecture import EXPERT, gguf_architecture, gguf_name, hyperparameters
@@ -19,9 +23,6 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.progress import Task
 from optkit.source.calibration import load_tokenizer
 from optkit.source.quiet import quiet_transformers
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 FLOATS = ("F32", "F16", "BF16")
 PERMUTED = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
@@ -47,7 +48,6 @@ def write_gguf(
 
     Raises StageError for a model, a layer or a tokenizer that llama.cpp has not.
     """
-    import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
     from gguf.quants import quant_shape_to_byte_shape
 
@@ -142,7 +142,6 @@ def _tensors(checkpoint: Checkpoint, config: Any, matrices: str | None, outside:
 
 
 def _floats(checkpoint: Checkpoint, name: str, kind: str) -> NDArray[Any]:
-    import numpy as np
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
@@ -162,8 +161,6 @@ def _one_more(content: Callable[[], NDArray[Any]]) -> NDArray[Any]:
 
 def _stacked(name: str, experts: Sequence[Stored]) -> Stored:
     """Return the matrices of all experts as the one tensor that llama.cpp has of them."""
-    import numpy as np
-
     if len(kinds := sorted({f"{each.type} {list(each.shape)}" for each in experts})) > 1:
         what = f"its experts are {' and '.join(kinds)}"
         raise StageError(what, where=name, why="llama.cpp has them in one tensor", remedy="Give them the same bits")
@@ -175,8 +172,6 @@ def _in_pairs(content: Callable[[], NDArray[Any]], heads: int) -> NDArray[Any]:
     """Reorder rows from two halves of a head to neighbours: `optkit.source.gguf_import.in_halves`
     undoes it.
     """
-    import numpy as np
-
     found = content()
     halves = found.reshape(heads, 2, len(found) // heads // 2, -1)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(found.shape)
@@ -186,7 +181,6 @@ def _rope_factors(config: Any) -> Stored | None:
     """Return what Llama 3 divides the frequencies of rotary embeddings by; None for other models."""
     if config.rope_parameters.get("rope_type") != "llama3":
         return None
-    import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaled = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import TensorInfo
@@ -33,8 +35,6 @@ class CheckpointShare(Checkpoint):
 
     def read(self, name: str, pinned: bool = False) -> Tensor:
         """Return this process's share of a tensor, see `Checkpoint.read`."""
-        import torch
-
         tensor, dimension = self._read(name, self._whole[name], pinned=pinned), self.dimension_of(name)
         if name.endswith(f".{SHAPE}") and dimension is not None:
             tensor[dimension] //= self.count
@@ -47,7 +47,6 @@ class CheckpointShare(Checkpoint):
 
     def shrink_(self, model: PreTrainedModel) -> None:
         """Give the layers of an empty model the shapes of the shares."""
-        import torch
         from torch import nn
 
         for name, module in model.named_modules():

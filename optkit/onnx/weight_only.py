@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from optkit.algorithms.grid import Grid, round_to_nearest
+from optkit.algorithms.packing import in_bytes
+from optkit.algorithms.scale_search import search_scales
 from optkit.onnx.quiet import quiet_tools
 
 Algorithm = Literal["rtn", "mse", "k_quant", "hqq"]
@@ -98,11 +102,6 @@ def _algorithm(form: BlockForm) -> Any:
 
 
 def _search(weight: NDArray[Any], form: BlockForm) -> BlockCodes:
-    import torch
-
-    from optkit.algorithms.grid import Grid, round_to_nearest
-    from optkit.algorithms.packing import in_bytes
-    from optkit.algorithms.scale_search import search_scales
 
     grid = Grid(
         form.bits, form.block_size, form.symmetric, torch.float16 if weight.dtype == np.float16 else torch.float32

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ from optkit.model.memory import return_freed_memory
 from optkit.model.mixed_dtypes import one_dtype
 from optkit.model.prompts import placed, takes_images
 from optkit.progress import ToActOn
+from optkit.session.attention_kernels import kernels_text, watched_attention
 from optkit.session.cast_logits import cast_logits
+from optkit.session.compile_watch import CompileWatch
 from optkit.session.generating import NO_POSITIONS, Decoder, GeneratingSession, when_done
 from optkit.session.offloading import delete_offloaded
 from optkit.session.speculation import Proposer, Speculation, check_speculates, speculate
@@ -34,9 +36,6 @@ from optkit.session.static_caches import StaticCaches
 from optkit.session.step_bytes import cache_bytes, weight_bytes
 from optkit.session.torch_model import TorchModel
 from optkit.stage import Opening
-
-if TYPE_CHECKING:
-    from optkit.session.compile_watch import CompileWatch
 
 REMEDY = "Lower the batch, the prompt or the new tokens"
 UNCOMPILED = ToActOn(
@@ -69,8 +68,6 @@ class TorchSession(GeneratingSession, TorchModel):
         self._notes, self._given_up_before = notes, times_given_up()
         self._compiling: CompileWatch | None = None
         if self.compiled:
-            from optkit.session.compile_watch import CompileWatch
-
             self._compiling = CompileWatch()
         self.speculation: Speculation | None = None
         """What was proposed and kept so far; None if the model decodes token by token."""
@@ -230,8 +227,6 @@ class TorchSession(GeneratingSession, TorchModel):
         E.g. `flash in prompts, math in steps`; the name of the implementation if it is not
         torch's. They are seen as they are dispatched to, in a run that is not compiled.
         """
-        from optkit.session.attention_kernels import kernels_text, watched_attention
-
         self._check_length(tokens, 1)
         tokens = tokens.to(self.device)
         batch, prompt = tokens.shape

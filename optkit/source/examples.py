@@ -6,7 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from optkit.common.files import object_if_any, reading
 from optkit.errors import SourceError
@@ -14,9 +17,6 @@ from optkit.model.task import Task, positions_of, task_of
 from optkit.source.audio import Ears
 from optkit.source.conditioned import Example
 from optkit.source.tokenizer import load_tokenizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MOST_TOKENS = 1 << 20
 """Of an input, if nothing in config.json limits it."""
@@ -56,8 +56,6 @@ class ExampleReader:
 
     def target(self, text: str, longest: int) -> Tensor:
         """Return what the decoder is to say, int64 [tokens]: its start, then at most `longest - 1`."""
-        import torch
-
         ids: list[int] = self.tokenizer(text_target=text, verbose=False)["input_ids"]
         begun = [self.start, *(ids[1:] if ids[:1] == [self.start] else ids)]
         return torch.tensor(begun[:longest], dtype=torch.int64)

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import model_validator
 
 from optkit.model.linear_layers import Selection
-from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.eight_bit import BLOCK, Number
 from optkit.source.calibration import Calibration
-from optkit.stage import Cost
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer
-from optkit.stages.quantizing.fitting import refuse_odd_shapes, refuse_unknown
+from optkit.stages.quantizing.fitting import refuse_odd_shapes
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 
 if TYPE_CHECKING:
@@ -64,12 +62,6 @@ class Fp8(EightBitQuantizer):
                 "vLLM has no static activations beside weights in blocks: set activations: dynamic, or scales: channel"
             )
         return self
-
-    def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return what every quantizer does. Raises StageError for a model that cannot be calibrated."""
-        if self.calibration and shape.task is Task.UNKNOWN:
-            raise refuse_unknown(f"{self.kind}.calibration", "Calibration opens", "Leave calibration out")
-        return super().predict(shape, device)
 
     def check_layers(self, selection: Selection, formats: Mapping[str, LayerFormat]) -> None:
         super().check_layers(selection, formats)

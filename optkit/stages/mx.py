@@ -31,7 +31,6 @@ from optkit.stages.quantizing.fitting import (
     refuse_layers,
     refuse_other_dtypes,
     refuse_some_experts,
-    refuse_unknown,
 )
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.shared_text import SharedText
@@ -124,8 +123,6 @@ class Mx(SharedText, LayerQuantizer):
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the exact tensors that it leaves; the memory is an estimate."""
         refuse_other_dtypes(shape, self.kind)
-        if self.calibration and shape.task is Task.UNKNOWN:
-            raise refuse_unknown(f"{self.kind}.calibration", "Calibration opens", "Leave calibration out")
         if stacked := self._stacked(shape):
             left, apart = with_stacked(shape, stacked), experts_of(shape, stacked)
             if self.calibration:

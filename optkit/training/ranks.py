@@ -13,7 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from optkit.model.blocks import find_blocks
 from optkit.model.together import Processes, Together
@@ -78,8 +81,6 @@ class Group(Processes, Ranks):
 
     def prepare(self, objective: Objective) -> nn.Module:
         if self.parallel == "ddp":
-            from torch.nn.parallel import DistributedDataParallel
-
             device_ids = [self.device.index] if self.device.type == "cuda" else None
             return DistributedDataParallel(
                 objective,
@@ -144,9 +145,6 @@ class Group(Processes, Ranks):
 
     def _shard(self, objective: Objective) -> nn.Module:
         """Divide each block's weights, and those outside the blocks, among the processes (FSDP2)."""
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
         mesh = init_device_mesh(self.device.type, (self.count,))
         hooks = {name: (each._backward_hooks or {}).values() for name, each in objective.named_parameters()}
         pruned = [name for name, found in hooks.items() if any(isinstance(hook, ZerosStay) for hook in found)]

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal, TypeAlias
 
+import torch
+
 from optkit.environment import find_compiler
+from optkit.kernels.int8_linear import why_not_integers
 
 Role: TypeAlias = Literal["stage", "eval", "engine", "backend", "kernel"]
 
@@ -30,18 +33,14 @@ def kernel_parts() -> Iterator[Part]:
     """Yield every kernel for the CPU, and for the first GPU that torch sees.
     Compiles and tries tiny products out; imports torch.
     """
-    import torch
-
     yield from _of_cpu()
     if torch.cuda.is_available():
         yield from _of_gpu(torch.cuda.get_device_capability(0))
 
 
 def _of_cpu() -> Iterator[Part]:
-    import torch
 
     from optkit.kernels.cpu.native import why_not_native
-    from optkit.kernels.int8_linear import why_not_integers
 
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     why = "" if fbgemm else "this torch was built without FBGEMM"
@@ -53,10 +52,8 @@ def _of_cpu() -> Iterator[Part]:
 
 
 def _of_gpu(capability: tuple[int, int]) -> Iterator[Part]:
-    import torch
 
     from optkit.kernels.float8_linear import why_not_scaled
-    from optkit.kernels.int8_linear import why_not_integers
 
     major, minor = capability
     why = "" if capability >= (8, 0) else f"it needs compute capability 8.0, and this GPU has {major}.{minor}"

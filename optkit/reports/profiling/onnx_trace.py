@@ -9,15 +9,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from optkit.errors import EvalError
 from optkit.reports.profiling.torch_trace import Traced, longest_first, time_phases
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from optkit.session.onnx_session import OnnxSession
+from optkit.session.onnx_session import OnnxSession
 
 RUN, NODE = "model_run", "_kernel_time"
 """How ONNX Runtime names a call of the graph, and what the names of its nodes' times end in."""

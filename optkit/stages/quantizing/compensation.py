@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -35,15 +35,13 @@ from optkit.common.grouping import grouped
 from optkit.errors import StageError
 from optkit.model.skeleton_layers import float_weight, put_weight_
 from optkit.model.together import ALONE, Together
+from optkit.stages.quantizing.gptq_fields import GptqFields
 from optkit.stages.quantizing.hessians import finite_matrix
 from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.job import QuantizationJob
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros
 from optkit.stages.quantizing.shares import Work, divided, factoring, rounding
 from optkit.stages.quantizing.stacks import parts_of, together
-
-if TYPE_CHECKING:
-    from optkit.stages.quantizing.gptq_fields import GptqFields
 
 Rows: TypeAlias = "tuple[QuantizedWeight, Tensor | None]"
 """Rows of weights, and of their errors as `row_errors` has them with a damping that was raised behind them, else 0,

@@ -10,8 +10,10 @@ from pydantic import Field, model_validator
 from optkit.common.field_types import Devices
 from optkit.devices.enough import refuse_devices
 from optkit.model.shape import ModelShape
+from optkit.model.task import Task
 from optkit.model.together import together
 from optkit.stage import Context, Cost, Report, Transform
+from optkit.stages.quantizing.fitting import refuse_unknown
 
 
 class SharedText(Transform):
@@ -52,6 +54,10 @@ class SharedText(Transform):
         return launch(self, source, target, context, self.devices, self.kind)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
-        """Return what all processes need together. Raises StageError for more devices than there are."""
+        """Return what all processes need together.
+        Raises StageError for more devices than there are, and for a model that cannot be calibrated.
+        """
         refuse_devices(self.devices, device, self.kind)
+        if getattr(self, "calibration", None) and shape.task is Task.UNKNOWN:
+            raise refuse_unknown(f"{self.kind}.calibration", "Calibration opens", "Leave calibration out")
         return super().predict(shape, device)
