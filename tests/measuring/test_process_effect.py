@@ -54,7 +54,7 @@ def test_it_runs(
 
     monkeypatch.setattr(script, "measure_apart", here)
     kept = tmp_path / "samples.json"
-    few = f"--device cpu --processes 8 --prompt 4 --new-tokens 3 --limit-s 0.1 --samples {kept}".split()
+    few = f"--device cpu --processes 8 --prompt 4 --new-tokens 3 --repeats 2 --limit-s 20 --samples {kept}".split()
     monkeypatch.setattr(sys, "argv", ["process_effect", str(tiny_model("llama")), *few])
     assert script.main() == 0
     assert kept.is_file()
