@@ -69,7 +69,7 @@ def read_config(path: Path) -> dict[str, Any]:
     is damaged. What NVIDIA's ModelOpt did to weights may stand in a file beside it.
     """
     config = read_object(path, remedy=AGAIN)
-    if OTHER_WEIGHTS in config:
+    if config.get(OTHER_WEIGHTS) is not None:
         raise SourceError(
             f"`{OTHER_WEIGHTS}` names {shown(config[OTHER_WEIGHTS])}",
             where=str(path),

@@ -72,6 +72,12 @@ def test_which_weights_are_meant_has_to_be_clear(
         pin_model(ModelSource(name=str(model)))
 
 
+def test_weights_that_a_config_leaves_open_are_taken(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
+    change_json(model / "config.json", transformers_weights=None)
+    assert pin_model(ModelSource(name=str(model))).revision
+
+
 def test_a_head_that_is_the_embedding_once_more_is_taken(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
     with changing(model) as tensors:
