@@ -97,13 +97,12 @@ class Checkpoint:
                 why="transformers reads the first, and other programs the shards that the second names",
                 remedy="Remove the one that is not the model's",
             )
-        lying: dict[str, str] = {}
+        lying: dict[str, list[str]] = {}
         for shard, path in files.items():
             places, self._stamps[path] = read_places(path)
             for name, (info, begin) in places.items():
-                if name not in lying or listed.get(name) == shard:
-                    lying[name], self.files[name], self.tensors[name] = shard, path, info
-                    self._begins[name] = begin
+                lying.setdefault(name, []).append(shard)
+                self.files[name], self.tensors[name], self._begins[name] = path, info, begin
         if listed:
             self._refuse_other_index(listed, lying)
 
@@ -203,10 +202,12 @@ class Checkpoint:
             )
         return files
 
-    def _refuse_other_index(self, listed: Mapping[str, str], found: Mapping[str, str]) -> None:
-        """Raise SourceError unless index and shards name the same tensors, and no shard is left over."""
-        wrong = [f"{name} is not in {file}" for name, file in listed.items() if found.get(name) != file]
-        wrong += [f"{name} in {file} is not in {INDEX}" for name, file in found.items() if name not in listed]
+    def _refuse_other_index(self, listed: Mapping[str, str], found: Mapping[str, list[str]]) -> None:
+        """Raise SourceError unless index and shards name the same tensors, each once, and no shard is left over."""
+        wrong = [f"{name} is not in {file}" for name, file in listed.items() if file not in found.get(name, ())]
+        wrong += [f"{name} in {files[0]} is not in {INDEX}" for name, files in found.items() if name not in listed]
+        # transformers takes the last one, whatever the index says
+        wrong += [f"{name} is in {' and in '.join(files)}" for name, files in found.items() if len(files) > 1]
         wrong += [f"no tensor of {name} is in {INDEX}" for name in self.unnamed if SHARD.fullmatch(name)]
         if wrong:
             raise SourceError(

@@ -201,14 +201,15 @@ def test_index_and_shards_that_disagree(model: Path, change: Any, message: str) 
         Checkpoint(model)
 
 
-def test_of_two_tensors_of_a_name_the_index_says_which(model: Path) -> None:
-    places = sharded(model, 2)
-    other = model / "model-00002-of-00002.safetensors"
-    assert places["model.norm.weight"] != other.name
-    save_file(load_file(other) | {"model.norm.weight": torch.zeros(3)}, other)
-    checkpoint = Checkpoint(model)
-    assert checkpoint.tensors["model.norm.weight"].shape == (64,)
-    assert checkpoint.unnamed == ()
+def test_a_tensor_in_two_shards(model: Path) -> None:
+    first, second = sorted(set(sharded(model, 2).values()))
+    tensors = load_file(model / second)
+    save_file(tensors | {"model.norm.weight": torch.zeros(64)}, model / second)
+    with pytest.raises(
+        SourceError,
+        match=re.escape(f"{INDEX} and the shards disagree: model.norm.weight is in {first} and in {second}"),
+    ):
+        Checkpoint(model)
 
 
 def test_files_of_weights_that_nothing_reads_are_known(model: Path) -> None:
