@@ -150,10 +150,10 @@ def listen() -> Callable[[], None]:
     waker = signal.set_wakeup_fd(now.writing, warn_on_full_buffer=False)
     _current = now
     watcher = threading.Thread(target=_watch, args=(now,), name="signals", daemon=True)
-    watcher.start()
     atexit.register(_default)  # what is registered first is called last, when no thread runs any more
     for number in heard:
         signal.signal(number, _nothing)
+    watcher.start()
 
     def close() -> None:
         global _current

@@ -214,6 +214,19 @@ def test_a_signal_in_the_last_moments_ends_them() -> None:
     assert process.returncode == 143
 
 
+def test_a_signal_in_the_first_moments_ends_them() -> None:
+    begin = """
+import threading
+start_thread = threading.Thread.start
+def begin(thread):
+    signal.raise_signal(signal.SIGINT)
+    start_thread(thread)
+threading.Thread.start = begin
+"""
+    done = python("-c", COMMAND.replace("{work}", f"{begin}{SOON}{IN_DEL}"))
+    assert (done.returncode, done.stderr.splitlines()[0]) == (130, "interrupted: stopping; a second signal ends at once")
+
+
 def test_a_lock_is_waited_for(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("a") as held, (tmp_path / "lock").open("a") as wanted:
         fcntl.flock(held, fcntl.LOCK_EX)
