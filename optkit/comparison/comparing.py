@@ -48,7 +48,7 @@ def compare_scorecards(
     table = table_of([card for _, card in cards])
     gates = [parse_requirement(text) for text in require]
     check_names(gates, table)
-    chosen = [axis_of(table, text, "--axis") for text in axes] or usual_axes(table)
+    chosen = [*dict.fromkeys(axis_of(table, text, "--axis") for text in axes)] or usual_axes(table)
     wanted = axis_of(table, best, "--best") if best else None
     floors = {floor.column: floor for floor in floors_of([card for _, card in cards], table)}
     entries = entries_of(cards, table, floors, gates)

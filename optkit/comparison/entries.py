@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import os
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -60,15 +60,16 @@ def warned(cards: Sequence[Scorecard], entries: Sequence[Entry]) -> list[Warned]
 
 
 def _labels(cards: Sequence[tuple[Path, Scorecard]]) -> list[str]:
-    """Return a name for each: the recipe's if it is the only one, then with its key, then its place.
-    Words that all names begin with are left out: of a sweep's, its own name.
+    """Return a name for each: the recipe's, and behind it the place if several have it.
+    What all begin with is left out: of names the words, e.g. a sweep's name, of places the directories.
     """
-    names = _without_shared([card.name for _, card in cards])
-    keyed = [f"{name} {card.artifact_key[:8]}" for name, (_, card) in zip(names, cards, strict=True)]
-    counts, key_counts = Counter(names), Counter(keyed)
+    names, places = _without_shared([card.name for _, card in cards]), [str(place.absolute()) for place, _ in cards]
+    alike: dict[str, list[str]] = {}
+    for name, place in zip(names, places, strict=True):
+        alike.setdefault(name, []).append(place)
     return [
-        name if counts[name] == 1 else key if key_counts[key] == 1 else f"{name} {place}"
-        for name, key, (place, _) in zip(names, keyed, cards, strict=True)
+        name if len(alike[name]) == 1 else f"{name} {os.path.relpath(place, os.path.commonpath(alike[name]))}"
+        for name, place in zip(names, places, strict=True)
     ]
 
 

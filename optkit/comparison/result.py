@@ -69,7 +69,7 @@ class Entry(Frozen):
     """One scorecard among the others."""
 
     label: str
-    """Unique here: the recipe's name, with key or place if several have it."""
+    """Unique here: the recipe's name, with its place if several have it."""
     place: str
     """Directory of the artifact, or the file of a bare scorecard."""
     artifact_key: str

@@ -221,15 +221,14 @@ def test_the_same_model_twice_is_found_no_different() -> None:
 
 
 def test_names_of_one_recipe_are_told_apart() -> None:
-    cards = [made("a", key="one"), made("a", 0.01, key="two"), made("b"), made("c", key="x"), made("c", 0.1, key="x")]
-    found = compare_scorecards([(Path(f"p{index}"), each) for index, each in enumerate(cards)])
-    assert {entry.label for entry in found.entries} == {
-        f"a {b'one'.hex().ljust(64, '0')[:8]}",
-        f"a {b'two'.hex().ljust(64, '0')[:8]}",
-        "b",
-        "c p3",
-        "c p4",
-    }
+    places = {"made/a": "a", "made/a-large": "a", "b": "b", "x/c": "c", "y/d/c": "c"}
+    found = compare_scorecards([(Path(place), made(name)) for place, name in places.items()])
+    assert {entry.label for entry in found.entries} == {"a a", "a a-large", "b", "c x/c", "c y/d/c"}
+
+
+def test_an_axis_that_is_named_twice_counts_once() -> None:
+    cards = [made("a"), made("b", 0.01)]
+    assert compared(*cards, axes=["perplexity", "perplexity"]) == compared(*cards, axes=["perplexity"])
 
 
 @pytest.mark.parametrize(

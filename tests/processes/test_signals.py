@@ -224,7 +224,10 @@ def begin(thread):
 threading.Thread.start = begin
 """
     done = python("-c", COMMAND.replace("{work}", f"{begin}{SOON}{IN_DEL}"))
-    assert (done.returncode, done.stderr.splitlines()[0]) == (130, "interrupted: stopping; a second signal ends at once")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (
+        130,
+        "interrupted: stopping; a second signal ends at once",
+    )
 
 
 def test_a_lock_is_waited_for(tmp_path: Path) -> None:
