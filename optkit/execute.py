@@ -120,6 +120,7 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
     if index == 0 and (there := locate_model(plan.recipe.model)):
         return there
     if found := store.get(step.key) or store.fetch(step.key):
+        store.forget_work(step.key)
         return found
     source = materialize(plan, index - 1, store, context, made) if index else None
     with store.lock(

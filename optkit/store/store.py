@@ -92,6 +92,15 @@ class Store:
         """Return the directory of what a step keeps until it is finished; nothing is made."""
         return self.root / "work" / key
 
+    def forget_work(self, key: str) -> None:
+        """Delete what a kill behind a finished step left of its work, unless a process is at it or the store is
+        another user's.
+        """
+        if (place := self.workspace(key)).exists():
+            with contextlib.suppress(StoreError, ResourceError), self._alone(f"{key}.lock") as alone:
+                if alone:
+                    shutil.rmtree(place, ignore_errors=True)
+
     def is_damaged(self, key: str) -> bool:
         """Say whether there is an entry that `get` does not give out.
         It was changed since it was finished.

@@ -194,6 +194,17 @@ def test_a_stage_finds_the_first_model_and_what_its_last_run_kept(planned):
     assert not any((planned(*stages)[1].root / "work").iterdir())
 
 
+def test_what_a_kill_behind_a_finished_step_left_goes(planned):
+    execute(*planned({"halve": {}}), Context())
+    plan, store = planned({"halve": {}})
+    (work := store.workspace(plan.weights_key)).mkdir(parents=True)
+    with store.lock(plan.weights_key):  # another run works on it
+        execute(plan, store, Context())
+        assert work.exists()
+    execute(plan, store, Context())
+    assert not work.exists()
+
+
 def test_damage_in_the_store_is_mended_and_said(planned):
     told = Warnings()
     execute(*planned({"halve": {}}), Context(progress=told))
