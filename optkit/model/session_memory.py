@@ -24,8 +24,8 @@ FLOATS = ("F64", "F32", *NARROW)
 TORCH_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 HIDDEN_COPIES, INNER_COPIES = 6, 3
 """Tensors of hidden and of feed-forward width that one block holds at once."""
-STEPPED = 256
-"""Tokens that `cuda_graphs` multiplies by codes."""
+STEPPED = 128
+"""Tokens that `cuda_graphs` multiplies by codes, however few experts there are."""
 SLICE_BYTES = 64 << 20
 """Logits are cast to float32, and their softmax computed, so many bytes at once."""
 

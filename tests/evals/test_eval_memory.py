@@ -148,8 +148,8 @@ def test_prompts_are_multiplied_by_floats_of_packed_experts(
     settings, config = plan.recipe.settings, json.loads((source / "config.json").read_text())
     there, plain = (session_memory(plan.steps[-1], each, "cuda") for each in (settings, ()))
     gate_and_up = 2 * config["num_local_experts"] * config["intermediate_size"] * config["hidden_size"]
-    assert there.forward(1, 256) == plain.forward(1, 256)
-    assert there.forward(1, 257) == plain.forward(1, 257) + floats * gate_and_up
+    assert there.forward(1, 128) == plain.forward(1, 128)
+    assert there.forward(1, 129) == plain.forward(1, 129) + floats * gate_and_up
     assert not session_memory(plan.steps[-1], settings, "cpu").graphs
 
 

@@ -156,12 +156,16 @@ def test_experts_of_long_prompts_are_the_models_own(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(experts, "MOST_PRODUCTS", 0)
     ours, reference = logits_of_both(model)
     assert float((ours - reference).norm() / reference.norm()) < 1e-4
-    taken = GraphDecoder(model).layers[0].mlp.takes
+    taken = (mixture := GraphDecoder(model).layers[0].mlp).takes
     assert [taken(tokens) for tokens in (3, 4)] == [True, False]
     monkeypatch.setattr(experts, "MOST_PRODUCTS", 5 << 30)
     assert [taken(tokens) for tokens in (4, 65535, 65536)] == [True, True, False], "blocks of a launch are counted"
     monkeypatch.setattr(experts, "MOST_BLOCKS", 8 + 100)
     assert [taken(tokens) for tokens in (100, 403, 404)] == [True, False, False]
+    monkeypatch.setattr(experts, "STEPPED", 256)
+    monkeypatch.setattr(experts, "MOST_GROUPS", 1)
+    monkeypatch.setattr(mixture.experts, "unpacks", True)
+    assert [taken(tokens) for tokens in (32, 33)] == [True, False], "steps are unpacked where prompts are"
 
 
 @pytest.mark.parametrize("gelu", [False, True])

@@ -24,13 +24,14 @@ from optkit.kernels.cuda.schedule import ROWS, Form, Schedule, choose_tiles
 from optkit.kernels.cuda.step_products import step_product
 from optkit.model.experts import Experts, experts_in
 
-STEPPED, MOST_GROUPS = 256, 10
-"""Tokens of a step; and of longer prompts the groups of an expert in the mean, at most. For more it pays to write its
-matrices in 16 bits first: on an H200 from 10.6 groups on for experts of Qwen3-30B-A3B's size, from 9 on for Mixtral's.
+MOST_GROUPS = 10
+"""Of an expert in the mean, at most. For more it pays to write its matrices in 16 bits first: on an H200 from 10.6
+groups on for experts of Qwen3-30B-A3B's size, from 10 on for Mixtral's.
 """
-MOST_PRODUCTS = 5 << 30
-"""The rows of an expert in the mean times its weights, at most, where there are no such matrices. More go through the
-modules of the experts: they wait for the GPU once, and multiply all rows of an expert at once.
+STEPPED, MOST_PRODUCTS = 256, 5 << 30
+"""Where there are no such matrices: tokens of a step; and of longer prompts the rows of an expert in the mean times
+its weights, at most. More go through the modules of the experts: they wait for the GPU once, which no graph can, and
+multiply all rows of an expert at once.
 """
 MOST_BLOCKS = 65535
 """Of a launch, side by side."""
@@ -77,7 +78,8 @@ class StackedExperts(nn.Module):
         experts, weights = len(self.experts), sum(each.outputs * each.inputs for each in (self.gate_up, self.down))
         blocks = max(tokens, experts + tokens * choices // self.most_rows())
         most = MOST_GROUPS * self.most_rows() if self.unpacks else MOST_PRODUCTS // weights
-        return tokens <= STEPPED or (tokens * choices <= most * experts and blocks <= MOST_BLOCKS)
+        few = tokens * choices <= most * experts and blocks <= MOST_BLOCKS
+        return few or (tokens <= STEPPED and not self.unpacks)
 
     def most_rows(self) -> int:
         """Return the rows of a group at most."""
