@@ -75,8 +75,8 @@ class ParallelSession(GeneratingSession):
         """Yield the greedy tokens, int64 [batch], on the CPU, each when all devices have finished it:
         a copy to the first device would stand in line with the next step.
         """
-        self._ranks.call("stream", tokens=tokens.tolist(), new_tokens=new_tokens)
-        return self._stream(new_tokens)
+        first = self._ranks.call("stream", tokens=tokens.tolist(), new_tokens=new_tokens)[0]
+        return self._stream(first, new_tokens - 1)
 
     def decode_bytes(self, batch: int, context: int) -> int:
         """Return the fewest bytes that one decode step reads, on all devices together."""
@@ -107,8 +107,9 @@ class ParallelSession(GeneratingSession):
         """End the processes; the session cannot be used afterwards."""
         self._ranks.close()
 
-    def _stream(self, new_tokens: int) -> Iterator[Tensor]:
-        for _ in range(new_tokens):
+    def _stream(self, first: list[int], others: int) -> Iterator[Tensor]:
+        yield torch.tensor(first, dtype=torch.int64)
+        for _ in range(others):
             yield torch.tensor(self._ranks.call("next")[0], dtype=torch.int64)
 
     def _check_alike(self, told: Sequence[dict[str, Any]]) -> None:

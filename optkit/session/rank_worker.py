@@ -102,9 +102,10 @@ class Rank:
                 del target
         return list(found.shape)
 
-    def stream(self, tokens: list[list[int]], new_tokens: int) -> None:
-        """Begin to answer; what was begun before is forgotten."""
+    def stream(self, tokens: list[list[int]], new_tokens: int) -> list[int]:
+        """Begin to answer; what was begun before is forgotten. Return the first tokens, one of each sequence."""
         self._answers = self.session.stream(torch.tensor(tokens), new_tokens)
+        return self.next()
 
     def next(self) -> list[int]:
         """Return the next tokens, one of each sequence."""

@@ -329,7 +329,7 @@ def test_a_prompt_of_about_the_same_length_is_a_graph_from_the_second_on(
 ) -> None:
     launches = []
 
-    def captured(launch: Callable[[], object]) -> Any:
+    def captured(launch: Callable[[], object], beside: Any) -> Any:
         launches.append(launch)
         return SimpleNamespace(replay=launch)
 

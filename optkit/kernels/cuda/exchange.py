@@ -56,7 +56,7 @@ class Exchange:
         """
         if len(x) > self.rows:
             distributed.all_reduce(x)
-            y.copy_(y + x if add else x)
+            (y.add_ if add else y.copy_)(x)
             return
         count = x.numel() // NUMBERS
         self._kernel("sum", x.dtype, {"RESIDUAL": "1"} if add else {})(

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 16384
 """Tokens of prompts that are read at once: what they need at most besides the cache."""
-MOST_CAPTURED = 1024
-"""Tokens of prompts, padded, that a graph reads: more keep the GPU busy while Python launches."""
+MOST_CAPTURED, MOST_SPLIT = 1024, 4096
+"""Tokens of prompts, padded, that a graph reads, on one GPU and on several: more keep them busy while Python launches.
+Several need less time for them, and Python more, which launches their sums too.
+"""
 LENGTH_STEP = 64
 """Prompts are padded to a multiple of this."""
 
@@ -40,10 +42,12 @@ class Prompts:
         (batch, length), decoder = tokens.shape, steps.decoder
         padded = min(-(-length // LENGTH_STEP) * LENGTH_STEP, steps.capacity)
         rows = batch * padded
-        if rows <= MOST_CAPTURED and all(has_kernels_for(layer, rows) for layer in decoder.layers):
+        most = MOST_SPLIT if decoder.exchange else MOST_CAPTURED
+        if rows <= most and all(has_kernels_for(layer, rows) for layer in decoder.layers):
             if padded not in self._padded:
                 self._padded[padded] = PaddedPrompt(tokens.new_zeros(batch, padded))
-            return self._padded[padded].read(steps, tokens)
+            beside = next((each.graph for each in self._padded.values() if each.graph), None)
+            return self._padded[padded].read(steps, tokens, beside)
         parts = tokens.split(max(1, MOST_ROWS // length))
         caches = steps.cache.split(len(parts[0]), dim=2)
         logits = torch.cat([through(steps, part, cache) for part, cache in zip(parts, caches, strict=True)])
@@ -55,26 +59,27 @@ class PaddedPrompt:
 
     def __init__(self, tokens: Tensor) -> None:
         self._tokens, self._uses = tokens, 0
-        self._last, self._logits = tokens.new_zeros(1), tokens.new_zeros(0)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._last, self._chosen = tokens.new_zeros(1), tokens.new_zeros(0)
+        self.graph: torch.cuda.CUDAGraph | None = None
 
-    def read(self, steps: Steps, tokens: Tensor) -> Tensor:
-        """Return the tokens behind prompts, int64 [batch]."""
+    def read(self, steps: Steps, tokens: Tensor, beside: torch.cuda.CUDAGraph | None) -> Tensor:
+        """Return the tokens behind prompts, int64 [batch]. The graph shares the memory of one `beside` it."""
 
         def launch() -> None:
-            self._logits = through(steps, self._tokens, steps.cache, self._last)
+            logits = through(steps, self._tokens, steps.cache, self._last)
+            self._chosen = steps.decoder.all_logits(logits).argmax(-1)
 
         length = tokens.shape[1]
         self._tokens[:, :length] = tokens
         self._last.fill_(length - 1)
         self._uses += 1
-        if self._graph is None and self._uses > 1:
-            self._graph = captured(launch)
-        if self._graph is None:
+        if self.graph is None and self._uses > 1:
+            self.graph = captured(launch, beside)
+        if self.graph is None:
             launch()
         else:
-            self._graph.replay()
-        return steps.decoder.all_logits(self._logits).argmax(-1)
+            self.graph.replay()
+        return self._chosen.clone()
 
 
 def through(steps: Steps, tokens: Tensor, cache: Tensor, last: Tensor | None = None) -> Tensor:
