@@ -2,8 +2,6 @@
 that are off by default.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

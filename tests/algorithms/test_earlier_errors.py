@@ -1,7 +1,5 @@
 """Weights that make up for what was rounded in front of them, beside least squares in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

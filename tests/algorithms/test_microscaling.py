@@ -2,8 +2,6 @@
 against compressed-tensors.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

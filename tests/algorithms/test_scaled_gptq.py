@@ -2,8 +2,6 @@
 weights rounded to nearest.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

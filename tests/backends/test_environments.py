@@ -1,7 +1,5 @@
 """Environments are built once, found by what they were made of, and leave nothing if they fail."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading

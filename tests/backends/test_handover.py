@@ -2,8 +2,6 @@
 is found out.
 """
 
-from __future__ import annotations
-
 import json
 import runpy
 import shutil

@@ -1,7 +1,5 @@
 """What an environment installs: every package of its lock with its hash, and nothing else."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -2,8 +2,6 @@
 and what is refused.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

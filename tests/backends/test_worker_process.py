@@ -2,8 +2,6 @@
 its parent.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

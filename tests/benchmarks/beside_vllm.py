@@ -12,8 +12,6 @@ by torch's profiler, later in the same process. With `--turn FILE` several calls
 other: they open together, and one at a time measures. None is profiled before all have served.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json

@@ -8,8 +8,6 @@ keeps float32; `16 bits` is the kernel as it is, with all rows at once. Against 
 KL in nats a token, perplexity, and how often the greedy token is the same.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

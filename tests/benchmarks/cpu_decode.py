@@ -12,8 +12,6 @@ the first artifact with the same kernels, called by transformers token by token;
 float model with `cpu_decoder`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

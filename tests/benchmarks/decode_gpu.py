@@ -14,8 +14,6 @@ timed too, one behind the other around the middle of the new tokens: the fewest 
 times 30.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import time

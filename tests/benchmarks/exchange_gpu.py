@@ -8,8 +8,6 @@ By the kernel of optkit/kernels/cuda/exchange.cu, by NCCL's all-reduce and by to
 exchange.json in --out ($OUT) has microseconds a sum.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

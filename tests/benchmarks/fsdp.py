@@ -9,8 +9,6 @@ The same sequences in the same order, made from a seed. What noise is, a third t
 GPU, with each batch in two passes, which is the same sum in another order.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ through the stage before, so that imports and compiling are no part of it. Of ma
 resident set, less what it was before the step. Of a GPU it is what torch allocated.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

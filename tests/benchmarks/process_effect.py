@@ -10,8 +10,6 @@ that take any four pairs, each either way round. Without a model: random weights
 SmolLM2-135M.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -11,8 +11,6 @@ a call. `worst`: the largest difference from the dense product in float32 of the
 share of its largest value. Leaves sparse24.json and sparse24.md in the directory ($OUT, or here).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -14,8 +14,6 @@ was measured. `--only '*compile*'` measures the compiled steps, which take a min
 and `--only '*cuda_graphs'` the graphs; without --only both are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

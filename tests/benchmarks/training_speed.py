@@ -9,8 +9,6 @@ DATA holds `wikitext2_raw/` and `c4_sample/`. `distill` teaches MODEL without a 
 first and the last held-out one.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from fnmatch import fnmatch

@@ -1,7 +1,5 @@
 """`--against`: gates that are relative to an earlier release, as a pipeline runs them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`optkit compare` on the terminal and as CSV, Markdown and JSON."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """What shells are offered: through click's own completion, and by the script that a shell runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

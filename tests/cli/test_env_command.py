@@ -1,7 +1,5 @@
 """`optkit env` shows what is built, builds and removes; doctor tells it too."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`optkit explain`: every name has a page that says something; unknown ones are answered with near ones."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`optkit init`: from answers to a recipe on disk, with its cost; mistakes are told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 children print is in it.
 """
 
-from __future__ import annotations
-
 import ast
 import errno
 import json

@@ -1,7 +1,5 @@
 """The command line as a whole: what it imports, how it fails, how it stops."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import json

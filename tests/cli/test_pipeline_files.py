@@ -1,7 +1,5 @@
 """`--junit`, `--metrics` and what GitHub reads of a job."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from pathlib import Path

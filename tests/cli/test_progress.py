@@ -1,7 +1,5 @@
 """Progress: few plain lines in a log, bars on a terminal, nothing but warnings when quiet."""
 
-from __future__ import annotations
-
 import io
 import json
 from datetime import UTC, datetime

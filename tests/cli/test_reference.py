@@ -1,7 +1,5 @@
 """The site's pages about commands, errors and the environment say what is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

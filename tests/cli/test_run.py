@@ -1,7 +1,5 @@
 """`run`, `plan`, `validate`, `eval`, `show` and `compare` on a tiny model, as a user calls them."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`optkit sweep`, and `plan` and `validate` of a recipe with a matrix, as a user calls them."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

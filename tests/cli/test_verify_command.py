@@ -1,7 +1,5 @@
 """`optkit verify` as a user calls it: what it prints, keeps and exits with."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

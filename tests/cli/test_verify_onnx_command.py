@@ -1,7 +1,5 @@
 """`optkit verify` on an ONNX artifact, as a user calls it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tables: what is in them, that they fit 100 and 80 columns, and that colour stays on terminals."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

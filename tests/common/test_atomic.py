@@ -1,7 +1,5 @@
 """Files that appear whole or not at all, whatever ends their writer."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

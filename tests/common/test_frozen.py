@@ -1,7 +1,5 @@
 """A record that another process restores."""
 
-from __future__ import annotations
-
 import json
 
 from optkit.common.frozen import described, restored

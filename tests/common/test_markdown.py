@@ -1,7 +1,5 @@
 """Blocks of code in Markdown."""
 
-from __future__ import annotations
-
 from optkit.common.markdown import fenced
 
 

@@ -1,7 +1,5 @@
 """The texts under the fields of classes, as descriptions."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from pydantic import Field

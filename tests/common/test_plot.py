@@ -1,7 +1,5 @@
 """Pictures: what is drawn lies in its frame, is escaped, and has round numbers beside it."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 import pytest

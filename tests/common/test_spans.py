@@ -1,7 +1,5 @@
 """Spans: one for a run, its steps and evals; sent only if asked for, and never at a run's cost."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What may be ranked together, who is picked and why, and what is said of the rest."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is compared: directories, files and artifacts, and what cannot be read or is no number."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

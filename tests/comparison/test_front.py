@@ -1,7 +1,5 @@
 """The front against its definition, tried pair by pair."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from random import Random

@@ -1,7 +1,5 @@
 """`optkit history`: what runs left records of, filtered, and what became of it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

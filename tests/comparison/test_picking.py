@@ -1,7 +1,5 @@
 """Which one to take if one thing alone counts."""
 
-from __future__ import annotations
-
 from optkit.comparison.table import bests_text
 from tests.support.candidates import GOOD, compared, made
 

@@ -1,7 +1,5 @@
 """What NVML says of a GPU, with a library that answers as NVML's documentation says."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,7 +152,7 @@ def test_on_a_gpu_torch_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> N
         def record(self, stream: Any) -> None:
             self.at = clock.now
 
-        def elapsed_time(self, later: Event) -> float:
+        def elapsed_time(self, later: "Event") -> float:
             return (later.at - self.at) * 1000
 
     for name, stand_in in {

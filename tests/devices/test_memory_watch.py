@@ -1,7 +1,5 @@
 """Memory over time: phases, what is read of whom, how readings are thinned, and that peaks stay."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A session without a model, and its clock."""
 
-from __future__ import annotations
-
 import pytest
 from optkit_evals import timing
 

@@ -1,7 +1,5 @@
 """Exact match and word error rate of what a session answers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

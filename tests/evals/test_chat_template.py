@@ -1,7 +1,5 @@
 """Questions written as a conversation, beside the harness with `apply_chat_template=True`."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The evals of encoders on sessions that are made up, so that every number is known beforehand."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a plan says of the memory of evals, against the peak of a process that runs them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Bytes and bits per weight of ONNX models, counted from their initializers."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Perplexity and divergence of answers about images."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Tasks in recipes: which are refused at their line, and the gates that name them."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Tasks under vLLM, with a library that stands for it; and vLLM itself if $OPTKIT_VLLM_PYTHON names one."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

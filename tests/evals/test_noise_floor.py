@@ -1,7 +1,5 @@
 """The unmodified model beside itself: measured once, and what is smaller is no difference."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How often a configuration is repeated, and which repeats count."""
 
-from __future__ import annotations
-
 import os
 import sys
 

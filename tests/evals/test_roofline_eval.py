@@ -1,7 +1,5 @@
 """The eval `roofline`: throughput's rows, and beside them the limits of the device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups of tasks, as the harness itself puts them together and adds them up."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

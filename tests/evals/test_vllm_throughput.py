@@ -2,8 +2,6 @@
 $OPTKIT_VLLM_PYTHON names one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

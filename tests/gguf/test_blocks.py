@@ -1,7 +1,5 @@
 """Blocks of ggml hold the very codes, as the package gguf reads them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What is imported from GGUF files says what llama.cpp says of the same file: another reader altogether."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SmolLM2-135M: llama.cpp on a file of codes loses what optkit says of the codes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

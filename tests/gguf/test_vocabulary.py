@@ -1,7 +1,5 @@
 """Each way of cutting text has its name, llama.cpp cuts by it as transformers does, and others are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The CPU kernels compiled for other processors: AVX2 alone, no vectors of note, and NEON in qemu."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

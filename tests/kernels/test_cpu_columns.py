@@ -1,7 +1,5 @@
 """What GPTQ has in C++ against its loops in torch, and Gram matrices against float64."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

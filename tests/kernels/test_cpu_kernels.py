@@ -1,7 +1,5 @@
 """The CPU kernels of our own against float64, and how they come into being."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 shares of the past, lengths.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import product

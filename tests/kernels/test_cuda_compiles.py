@@ -1,7 +1,5 @@
 """Our CUDA kernels compile, which NVRTC says without a GPU: `pip install --no-deps nvidia-cuda-nvrtc==13.0.88`."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from itertools import product

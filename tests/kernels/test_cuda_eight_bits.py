@@ -1,7 +1,5 @@
 """Products of 8-bit codes on a GPU against float64, and what is behind them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

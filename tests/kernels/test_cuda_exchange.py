@@ -1,7 +1,5 @@
 """The decode step of a split model: each process has a graph of its share, and exchanges sums and tokens."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import nullcontext

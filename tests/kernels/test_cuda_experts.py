@@ -1,7 +1,5 @@
 """Packed experts in two launches, on a GPU, against float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 the kernels' references in torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 its GPU has.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -2,8 +2,6 @@
 float64.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

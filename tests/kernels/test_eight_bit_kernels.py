@@ -2,8 +2,6 @@
 that do not fit are refused.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

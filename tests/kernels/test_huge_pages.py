@@ -1,7 +1,5 @@
 """Weights in huge pages, where Linux has none."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 from typing import Any

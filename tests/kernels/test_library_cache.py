@@ -2,8 +2,6 @@
 in another process first.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

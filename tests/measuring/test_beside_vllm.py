@@ -1,7 +1,5 @@
 """The benchmark beside vLLM: what it makes of a trace."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

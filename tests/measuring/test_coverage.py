@@ -2,8 +2,6 @@
 evals and recipes have by default.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import cache

@@ -1,7 +1,5 @@
 """A plan counts the further models that tell where damage and speed come from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

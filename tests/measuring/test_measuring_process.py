@@ -2,8 +2,6 @@
 numbers are those of a turn here.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The benchmark that says what differs between processes: its arithmetic, and that it runs."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Speed told apart: which further models are timed, and what the scorecard says of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

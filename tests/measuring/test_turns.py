@@ -1,7 +1,5 @@
 """Several models in turns with the unmodified one: their order, their keys, rounds that outlive a kill."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Packed checkpoints that stages read as floats: what is left of the directories that stand for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

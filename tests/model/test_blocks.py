@@ -1,7 +1,5 @@
 """Finding, recording and running the blocks of models that are not built as expected."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

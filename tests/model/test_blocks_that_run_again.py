@@ -1,7 +1,5 @@
 """Finished blocks bring hidden states back to where they were, by what was made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

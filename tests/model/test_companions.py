@@ -2,8 +2,6 @@
 that travel with weights.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """config.json of a model with fewer blocks, and which may go."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks of hybrids, run one by one, compute what the whole model does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """Every tensor of a model is in what a stage leaves, in some form, or is named."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stages that were stopped go on behind the last finished block, and leave the same bytes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

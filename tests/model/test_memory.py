@@ -1,7 +1,5 @@
 """Hidden states that main memory has no room for lie in a file, and nothing else changes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

@@ -1,7 +1,5 @@
 """Models whose code nobody has: stages that compute with weights alone take names and shapes."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How hidden states behind a block are read, beside the norms of transformers' own model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

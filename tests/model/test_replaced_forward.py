@@ -1,7 +1,5 @@
 """Modules that compute something else for a while."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Blocks of models that see, one by one, are given and leave what they are in the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The skeleton over files that are not as transformers writes them today, or that are wrong."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

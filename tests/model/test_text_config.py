@@ -1,7 +1,5 @@
 """The language model's part of config.json, and what transformers assumes of it."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoConfig
 

@@ -1,7 +1,5 @@
 """What a plan knows of models whose parts no stage finds, chains or rotates, and that the run says so too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

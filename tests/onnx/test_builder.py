@@ -1,7 +1,5 @@
 """The process that exports: what it is asked for, what it says, and every way in which it can end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -2,8 +2,6 @@
 Runtime's own operators.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

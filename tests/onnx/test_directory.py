@@ -1,7 +1,5 @@
 """An ONNX directory is read without its weights, and every damage is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

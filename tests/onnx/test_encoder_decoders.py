@@ -1,7 +1,5 @@
 """Encoder-decoders as ONNX: three graphs over one file of weights, beside torch and optimum."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from dataclasses import replace

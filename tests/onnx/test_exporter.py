@@ -2,8 +2,6 @@
 exporter torch takes.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 of its own, what transformers does.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

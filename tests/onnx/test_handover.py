@@ -1,7 +1,5 @@
 """Quantized checkpoints keep their very codes on the way to ONNX, or are refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -2,8 +2,6 @@
 and need.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -2,8 +2,6 @@
 cache is like.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 exported.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """8-bit weights: the bytes of compressed-tensors, the best scales, and what they come back as."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What compressed-tensors' readers are told of integer codes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

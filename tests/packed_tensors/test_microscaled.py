@@ -1,7 +1,5 @@
 """What a layer of 4-bit floats takes on disk."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import pytest

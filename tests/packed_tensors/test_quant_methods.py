@@ -2,8 +2,6 @@
 layers has.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answers of both models are shown from the files that evals left; a broken file shows nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The page of a comparison says which to take, and draws what the comparison says and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

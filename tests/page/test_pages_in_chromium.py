@@ -1,7 +1,5 @@
 """A browser draws the pages without a complaint and without asking anybody, in both schemes, wide and narrow."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """scorecard.html says what scorecard.json says, as text that nothing in a recipe can turn into markup."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

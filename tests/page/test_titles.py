@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from optkit.page.table import Titles
 from tests.support.full_scorecards import count
 

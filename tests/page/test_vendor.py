@@ -1,7 +1,5 @@
 """What the pages are drawn with is what `make vendor` made, and can stand inside a page."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

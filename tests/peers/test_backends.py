@@ -2,8 +2,6 @@
 that optkit then opens.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """8-bit artifacts, opened by optkit and by transformers with compressed-tensors: the same model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 an interpreter that has vllm.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

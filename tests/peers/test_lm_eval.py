@@ -1,7 +1,5 @@
 """A thousand items of three tasks: the harness on a session beside the harness on plain transformers."""
 
-from __future__ import annotations
-
 import pytest
 
 from optkit.measure import EvalContext, Found

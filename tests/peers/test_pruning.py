@@ -2,8 +2,6 @@
 both do what the papers say.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a child tells and how it ends, seen from its parent; the child is `tests/support/talkative.py`."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import signal

@@ -2,8 +2,6 @@
 optkit does not run on.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 

@@ -1,7 +1,5 @@
 """Python that optkit starts imports nothing from the directory that the user stands in."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -2,8 +2,6 @@
 with nothing left behind.
 """
 
-from __future__ import annotations
-
 import fcntl
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The ML-BOM of an artifact: valid by CycloneDX's own schema, the same each time, and true."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import shutil

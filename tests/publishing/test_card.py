@@ -1,7 +1,5 @@
 """The model card: metadata that huggingface_hub reads back, and text that says what was proved."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the author of an artifact may have written into its record, and into the card of its source."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

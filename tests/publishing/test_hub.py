@@ -1,7 +1,5 @@
 """`hf://` against a hub on this machine: real HTTP, huggingface_hub's own client."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

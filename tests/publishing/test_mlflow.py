@@ -1,7 +1,5 @@
 """`mlflow://` against MLflow's own server with SQLite."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

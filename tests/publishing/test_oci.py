@@ -1,7 +1,5 @@
 """`oci://` against Debian's docker-registry."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`optkit push` before any server is asked: what may leave, what goes where, what is never said."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

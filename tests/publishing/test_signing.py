@@ -1,7 +1,5 @@
 """Signatures of artifacts: made and checked by commands, and by `model_signing` itself."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import shutil

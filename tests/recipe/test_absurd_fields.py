@@ -2,8 +2,6 @@
 something that can be meant.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin

@@ -1,7 +1,5 @@
 """First recipes: every answer gives one that is valid, keeps to what its target opens, and runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A recipe with a matrix: its combinations, their names, and every mistake at its line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a recipe that ends in an ONNX model cannot have is told at its line, before anything runs."""
 
-from __future__ import annotations
-
 import pytest
 
 from optkit.recipe import registry

@@ -2,8 +2,6 @@
 that there are.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is wrong in a recipe is told at once, in sentences, each with its place."""
 
-from __future__ import annotations
-
 import pytest
 
 from optkit.errors import RecipeError

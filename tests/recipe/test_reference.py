@@ -1,7 +1,5 @@
 """The site's pages about recipes: every kind, with an example that loads, and every field."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

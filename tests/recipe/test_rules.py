@@ -1,7 +1,5 @@
 """The rules of recipes, for a model of which a plan knows what it is."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -47,7 +45,7 @@ class Outer(Frozen):
         return value
 
     @model_validator(mode="after")
-    def _fits(self) -> Outer:
+    def _fits(self) -> "Outer":
         if self.whole == 7 and self.even == 4:
             raise ValueError("7 and 4 do not go together.")
         return self

@@ -1,7 +1,5 @@
 """Doctor tells what is here apart from what is missing, and what to type for it."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

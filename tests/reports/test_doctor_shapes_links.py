@@ -2,8 +2,6 @@
 there are several).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

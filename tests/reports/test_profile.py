@@ -1,7 +1,5 @@
 """`optkit profile`: kinds of kernels, idle time, advice, and traces of tiny models."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

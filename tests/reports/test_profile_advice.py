@@ -1,7 +1,5 @@
 """What a profile advises, by what takes the time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`optkit reproduce`: the same bytes again from an artifact's record alone, or what differs and since when."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 command and its picture.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import subprocess

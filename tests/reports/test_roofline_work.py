@@ -2,8 +2,6 @@
 opened models.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

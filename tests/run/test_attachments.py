@@ -1,7 +1,5 @@
 """What an eval leaves beside its numbers: kept with them, published with the scorecard, replaced with the eval."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Encoders from a recipe to a verified artifact, and what recipes cannot ask of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

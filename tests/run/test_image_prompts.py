@@ -1,7 +1,5 @@
 """A recipe that calibrates and measures with images, end to end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

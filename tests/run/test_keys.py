@@ -1,7 +1,5 @@
 """Keys must never change by accident: everything that was ever stored is found by them."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any, ClassVar
 

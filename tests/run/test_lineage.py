@@ -2,8 +2,6 @@
 of them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

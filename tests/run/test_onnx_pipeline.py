@@ -1,7 +1,5 @@
 """From a recipe that ends in ONNX to a scorecard, and an ONNX directory as the model of one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

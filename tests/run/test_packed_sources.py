@@ -1,7 +1,5 @@
 """Recipes that start from packed weights: when their float weights are made, and what is said of it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import tempfile

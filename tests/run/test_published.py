@@ -2,8 +2,6 @@
 asked for again.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Whose code runs: an artifact cannot say so for itself, a recipe and the command line can."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

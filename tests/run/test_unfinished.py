@@ -2,8 +2,6 @@
 finish says so and is refused.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A recipe of a model that sees, from its directory to an artifact that sees as well."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files that are no scorecards, and scorecards that somebody changed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers beside those of an earlier release, and limits relative to it."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """What steps and measurements needed of memory, as a scorecard keeps it."""
 
-from __future__ import annotations
-
 from optkit.devices.memory_watch import MemoryTrace
 from optkit.scorecard import build_scorecard
 

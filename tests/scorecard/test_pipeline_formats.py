@@ -1,7 +1,5 @@
 """Gates and numbers as pipelines read them: JUnit's XML and OpenMetrics."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ElementTree
 
 import pytest

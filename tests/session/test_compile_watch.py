@@ -2,8 +2,6 @@
 and counts are the same.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Prompts and the decode step in C++ against the model that they stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Encoder-decoders as torch runs them, beside transformers; and what they are measured on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

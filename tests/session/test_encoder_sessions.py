@@ -1,7 +1,5 @@
 """Encoders as torch and ONNX Runtime run them, beside transformers on one sentence at a time."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generation by ONNX Runtime GenAI: the same tokens, timed and told in the same scorecard."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable, Sequence

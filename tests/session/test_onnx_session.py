@@ -1,7 +1,5 @@
 """A session on ONNX Runtime is a session like torch's: evals see no difference."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import weakref

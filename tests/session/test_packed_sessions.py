@@ -1,7 +1,5 @@
 """Sessions of packed weights beside the float model of the same values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

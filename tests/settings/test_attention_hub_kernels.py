@@ -2,8 +2,6 @@
 directory computes what sdpa does.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The setting `cuda_graphs`: which models and batches it takes, and what it excludes."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 plain greedy decoding.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

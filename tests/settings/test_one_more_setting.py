@@ -1,7 +1,5 @@
 """A tenth setting is its own file and an entry point: nothing else of optkit has to know it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The setting `onnx_provider`: what computes, in which order, with how many threads."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

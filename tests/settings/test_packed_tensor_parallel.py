@@ -1,7 +1,5 @@
 """Packed weights split over processes: each reads the share of its heads and columns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Proposals and what is kept of them; the reference is plain greedy decoding of the same session."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

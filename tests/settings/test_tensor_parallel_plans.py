@@ -1,7 +1,5 @@
 """Plans of transformers that would compute something else."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

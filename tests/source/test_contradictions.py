@@ -1,7 +1,5 @@
 """Model directories of which programs would read different weights."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

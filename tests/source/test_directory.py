@@ -1,7 +1,5 @@
 """Which decoders behind other towers are taken."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """GGUF files of architectures that optkit has no layout for."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 enough, and remembered.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import nullcontext

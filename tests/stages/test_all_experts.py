@@ -1,7 +1,5 @@
 """Calibration that shows every token to every expert (`calibration: {experts: all}`)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 it, and what is refused.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How blocks compute on CPUs while a text runs through them, beside what transformers computes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stage `dequantize`: each packed form beside transformers' own dequantization, or the format's definition."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

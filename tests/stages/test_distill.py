@@ -1,7 +1,5 @@
 """The stage `distill`: what it writes, whom it learns from, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

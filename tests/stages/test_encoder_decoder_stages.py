@@ -1,7 +1,5 @@
 """Both halves of encoder-decoders are quantized, and plain transformers opens what is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

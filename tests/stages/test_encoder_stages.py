@@ -1,7 +1,5 @@
 """Encoders are quantized and pruned, and plain transformers opens what is written."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

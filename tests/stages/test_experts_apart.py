@@ -1,7 +1,5 @@
 """Joined experts of Llama 4, which lie one by one as soon as a layer is packed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stage fp8: what it writes and reports, and everything that it refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the stage `gguf` refuses, by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

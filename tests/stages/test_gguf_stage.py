@@ -1,7 +1,5 @@
 """A checkpoint as GGUF, read back by optkit's import and by transformers, and run by llama.cpp."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

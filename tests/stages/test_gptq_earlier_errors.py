@@ -1,7 +1,5 @@
 """Stage `gptq` with `earlier_errors`: layers make up for what was rounded in front of them."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

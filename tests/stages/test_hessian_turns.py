@@ -1,7 +1,5 @@
 """Experts whose Hessians are more than there is room for: the text runs through their block again."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Calibration on prompts with images: block by block as the whole model, no padding, towers untouched."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 them finds every layer by its name.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stage `mx` with `activations: dynamic`: inputs are rounded as transformers rounds them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stage `mx` on tiny models: what is written, what opens it, and what it says when it cannot work."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """GPTQ of blocks that run through the text once, beside what transformers gives their layers."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

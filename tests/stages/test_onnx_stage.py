@@ -1,7 +1,5 @@
 """The stage `onnx`: what it leaves, that it says what its source says, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

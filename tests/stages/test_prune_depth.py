@@ -2,8 +2,6 @@
 and the right blocks go.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

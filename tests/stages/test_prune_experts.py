@@ -1,7 +1,5 @@
 """Stage `prune_structured` with fewer experts: the right ones stay, and what is left opens as it is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the stage `prune` refuses, before it runs or while it does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 matters stays, what cannot be is refused.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

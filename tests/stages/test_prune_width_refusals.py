@@ -1,7 +1,5 @@
 """Widths that `prune_structured` refuses: what cannot be, what nobody knows, and fields without sense."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

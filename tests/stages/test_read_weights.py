@@ -1,7 +1,5 @@
 """A layer whose weight the model's own code reads stays as it is, and what is written opens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What rounding holds at once, beside what plans say."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """A calibration by several processes is the one by a single process, divided."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import sys

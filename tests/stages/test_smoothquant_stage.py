@@ -2,8 +2,6 @@
 what is refused.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

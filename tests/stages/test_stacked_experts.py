@@ -1,7 +1,5 @@
 """Experts that a model stacks, in the MXFP4 layout in which gpt-oss is published."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

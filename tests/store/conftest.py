@@ -1,7 +1,5 @@
 """A real S3 server, and machines that share what lies there."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

@@ -2,8 +2,6 @@
 it was never done here.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`optkit store push`, `pull` and `show --remote`, and URLs that cannot be used."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

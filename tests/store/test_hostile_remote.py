@@ -1,7 +1,5 @@
 """What others may have put into a store, here or where machines share it, and URLs that a user may give."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The store that machines share: real S3 requests to a real server, and directories."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """`optkit store prune --remote`: old steps and numbers go, and with them the files that no step has."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

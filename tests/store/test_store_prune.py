@@ -1,7 +1,5 @@
 """What lies in the store, and what of it `optkit store prune` deletes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 table, and 1 if anything failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -2,8 +2,6 @@
 executed code, and what a run left.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -2,8 +2,6 @@
 costs what it computes alone.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -2,8 +2,6 @@
 read as what they still are. The damage is that of the fuzzed tests, seen by whole commands.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

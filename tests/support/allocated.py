@@ -1,7 +1,5 @@
 """How many bytes of tensors are alive, on a CPU, as torch counts them on a GPU."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

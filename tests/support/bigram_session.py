@@ -2,8 +2,6 @@
 characters as tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

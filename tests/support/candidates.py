@@ -1,7 +1,5 @@
 """Artifacts to choose from: a good one, a small one, a waste and a fast one."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Changes to the files of a model, in place or of a copy."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

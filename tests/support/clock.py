@@ -1,7 +1,5 @@
 """A clock that a stand-in of a session moves."""
 
-from __future__ import annotations
-
 from tests.support.bigram_session import BigramSession
 
 

@@ -1,7 +1,5 @@
 """Commands as a user calls them, in this process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Values of two kinds together, of which a few pairs stand for all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Make the float checkpoint of a packed one, by the stage and without it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

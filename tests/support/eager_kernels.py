@@ -3,8 +3,6 @@ decode step runs on a CPU. Each takes what the kernel takes; `linear` is here fo
 dense products say the same of other matrices.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext

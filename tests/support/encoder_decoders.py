@@ -1,7 +1,5 @@
 """Tiny random encoder-decoders: T5, BART, Marian, Whisper; and pairs for them."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -1,7 +1,5 @@
 """Tiny random encoders (BERT and its kin)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

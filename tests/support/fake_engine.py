@@ -1,7 +1,5 @@
 """Programs that stand for an engine's Python; they are called as `PYTHON worker.py DESCRIPTOR TARGET`."""
 
-from __future__ import annotations
-
 import json
 import stat
 import sys

@@ -2,8 +2,6 @@
 without packages.
 """
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -2,8 +2,6 @@
 every way to fail is quick.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Code in a Python of its own: what it prints, and what it imports."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Scorecards of models that were never made: every section of a page has something to show."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

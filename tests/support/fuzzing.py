@@ -2,8 +2,6 @@
 damaged for a while.
 """
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 from collections.abc import Callable

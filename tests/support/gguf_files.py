@@ -1,7 +1,5 @@
 """GGUF files as llama.cpp's converter writes them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

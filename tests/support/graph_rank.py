@@ -1,7 +1,5 @@
 """Stands in for `optkit.session.rank_worker` on CPUs: `cuda_graphs` applies there, its kernels in torch."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

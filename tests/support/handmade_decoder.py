@@ -2,8 +2,6 @@
 fewest nodes; and what it must say.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small tasks of EleutherAI's harness, and what the harness itself says of a model on them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Work of child processes, done in this one: Python, torch and transformers are not imported anew."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

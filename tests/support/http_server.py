@@ -1,7 +1,5 @@
 """An HTTP server on this machine, for as long as a test needs it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -4,8 +4,6 @@ Paths and answers: https://huggingface.co/spaces/huggingface/openapi, and for la
 batch API, https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The tokens of long texts, kept: hundreds of tests cut the text that Python carries."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Count the bytes of the tensors that are alive while something runs, on the CPU."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from types import TracebackType

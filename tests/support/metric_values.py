@@ -1,7 +1,5 @@
 """Values of metrics by name."""
 
-from __future__ import annotations
-
 from optkit.measure import Metric
 
 

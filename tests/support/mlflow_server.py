@@ -1,7 +1,5 @@
 """MLflow's own server with SQLite, in a thread of this process: real HTTP and a start without another import."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

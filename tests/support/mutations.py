@@ -2,8 +2,6 @@
 something that may be malformed.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import struct

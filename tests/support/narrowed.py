@@ -1,7 +1,5 @@
 """Small models of two blocks, and changed copies of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

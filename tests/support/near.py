@@ -2,8 +2,6 @@
 shares of it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

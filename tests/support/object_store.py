@@ -1,12 +1,11 @@
 """A real S3-compatible server, and a way to it that breaks when a test says so."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
+from typing import Self
 
 SECRET = "a-secret-that-nobody-prints"
 
@@ -65,7 +64,7 @@ class Way:
         self.broken = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def __enter__(self) -> Way:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Debian's docker-registry on this machine, with or without passwords, that can be killed."""
 
-from __future__ import annotations
-
 import base64
 import datetime
 import json

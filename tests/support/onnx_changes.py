@@ -1,7 +1,5 @@
 """Changes to the files of an ONNX directory, in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models opened by transformers, tokens to give to them, and changed copies of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Make a packed checkpoint out of a float one, and the float checkpoint that it stands for."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

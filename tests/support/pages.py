@@ -4,8 +4,6 @@ A comment in front of a block says how it is checked: `<!-- not run: it takes mi
 what has to be well-formed and is not executed.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

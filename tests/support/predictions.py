@@ -1,7 +1,5 @@
 """What tests of stages share about plans: a stage says beforehand exactly what it leaves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from optkit.model.checkpoint import Checkpoint

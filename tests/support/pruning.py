@@ -1,7 +1,5 @@
 """The stage `prune`, run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Artifacts of weights that no recipe made."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from optkit.artifact import Artifact, publish, read_artifact

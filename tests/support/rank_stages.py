@@ -1,7 +1,5 @@
 """Stages for tests of several processes; a module of its own, because the processes import it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -2,10 +2,8 @@
 of any real field.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import pytest
 from pydantic import Field
@@ -24,7 +22,7 @@ class Pruned(Frozen):
     pattern: str
     revision: str | None = None
 
-    def pinned(self, data: Path | None) -> Pruned:
+    def pinned(self, data: Path | None) -> Self:
         return self.model_copy(update={"revision": f"pinned in {data}"})
 
 

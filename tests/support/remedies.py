@@ -1,7 +1,5 @@
 """Each error of a command that a test calls names options of that command alone."""
 
-from __future__ import annotations
-
 import re
 
 import click

@@ -1,7 +1,5 @@
 """Progress that a test looks at afterwards."""
 
-from __future__ import annotations
-
 from optkit.progress import SilentProgress, SilentTask
 
 

@@ -1,7 +1,5 @@
 """Scorecards of made-up models, measured on the same windows and in the same turns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints in the shapes of models that people ship: random weights, or files with holes in their place."""
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

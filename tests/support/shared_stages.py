@@ -2,8 +2,6 @@
 import it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Keys and certificates to sign with."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 

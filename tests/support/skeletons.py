@@ -2,8 +2,6 @@
 of a model directory.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

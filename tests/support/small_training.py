@@ -1,7 +1,5 @@
 """A training of a few steps that learns something."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

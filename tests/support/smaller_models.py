@@ -2,8 +2,6 @@
 transformers' own logits.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import tempfile

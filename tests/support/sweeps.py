@@ -1,7 +1,5 @@
 """What tests of sweeps share: a small matrix, and an executor that makes artifacts in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A child that does what its order says; it imports nothing of optkit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, with a tokenizer of 512 tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 VOCABULARY = 512

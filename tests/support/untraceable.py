@@ -1,7 +1,5 @@
 """Modules that torch.onnx.export cannot take."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Tiny random models that see, with the tokenizer of the other tiny models."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,7 +128,7 @@ class ImagePrompts:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, rows: slice) -> ImagePrompts:
+    def __getitem__(self, rows: slice) -> "ImagePrompts":
         return ImagePrompts(self.kind, self.lengths[rows])
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

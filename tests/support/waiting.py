@@ -1,7 +1,5 @@
 """Wait for what other processes do, with more patience than a busy machine needs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

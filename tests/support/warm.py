@@ -4,8 +4,6 @@ Such a child is a process of its own as ever, with its pid, group, environment, 
 status; it only imports no library anew, which takes a core for seconds.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import fcntl

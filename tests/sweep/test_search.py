@@ -1,7 +1,5 @@
 """A search: what it proposes, what it learns from, and what it cannot be asked for."""
 
-from __future__ import annotations
-
 import builtins
 import json
 from collections.abc import Callable, Sequence

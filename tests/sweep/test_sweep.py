@@ -1,7 +1,5 @@
 """A sweep on a tiny model: what runs once, what is kept, and where it goes on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 same form as without it.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training with torch.compile: the same losses, and no time of the training goes into compiling."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -2,8 +2,6 @@
 on, and the order is the seed's.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

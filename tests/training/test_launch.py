@@ -1,7 +1,5 @@
 """A stage in several processes: what comes back, and what becomes of the others when one is lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -2,8 +2,6 @@
 everything that goes wrong.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 from dataclasses import replace

@@ -2,8 +2,6 @@
 once.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 

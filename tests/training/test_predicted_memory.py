@@ -2,8 +2,6 @@
 on a CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A training by several processes is the one by a single process, divided."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies of a text with tokens that the unmodified model expects: drawn as transformers' own logits say."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a training leaves in the scorecard: the curve that is kept, the sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise

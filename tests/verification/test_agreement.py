@@ -1,7 +1,5 @@
 """How near two models are: the numbers against their definitions."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks of an engine on optkit's own hidden states, where 4-bit inputs hide a wrong layer in the logits."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The files of an artifact: digests, headers, blocks, ties, tokenizer."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -2,8 +2,6 @@
 plain transformers itself.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -2,8 +2,6 @@
 each kind of damage is named.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What llama.cpp, in a process of its own, makes of a GGUF artifact."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

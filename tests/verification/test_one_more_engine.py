@@ -1,7 +1,5 @@
 """An engine of another package is one file and one entry point: `optkit verify` asks it like its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What config.json and genai_config.json say of an ONNX model is held against its graph."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

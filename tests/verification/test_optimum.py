@@ -2,8 +2,6 @@
 answers, and what is not for it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

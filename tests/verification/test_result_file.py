@@ -1,7 +1,5 @@
 """What an artifact remembers of its verifications, and of which files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The figures of docs/understand/algorithms show what their pages say; their numbers are those of the benchmarks."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`make bench` on rows of invented seconds: what is slower is named, and noise is not."""
 
-from __future__ import annotations
-
 import math
 import random
 import shlex

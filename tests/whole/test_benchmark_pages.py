@@ -1,7 +1,5 @@
 """Benchmarks are data: each number says what makes it, and pages and pictures show what the data say."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from datetime import date

@@ -1,7 +1,5 @@
 """The pipelines of docs/start/ci.md: their commands are run as they stand there, release after release."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -2,8 +2,6 @@
 would wait for ever is not read.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The package that docs/howto/extend.md shows runs as it says."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 line as the built-in ones do. A new format: tests/model/formats/test_formats.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

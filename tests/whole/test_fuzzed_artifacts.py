@@ -1,7 +1,5 @@
 """What an artifact says of itself, damaged: it is read, or refused as the file's fault."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

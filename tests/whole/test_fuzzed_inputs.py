@@ -5,8 +5,6 @@ Each property draws its damage from `tests.support.mutations`: what is read eith
 in an OptkitError, in bounded memory.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Recipes, overrides, gates and texts, damaged at random: read, or refused in words."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

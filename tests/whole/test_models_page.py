@@ -1,7 +1,5 @@
 """The page of the zoo: each cell leads to the message that was said, and a message names its models."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

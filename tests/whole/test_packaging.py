@@ -1,7 +1,5 @@
 """The wheel holds what an installed optkit needs and nothing that would get in anybody's way."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -4,8 +4,6 @@ Every page gets a directory with the files that its blocks are titled with, and 
 the artifacts and models that it names. Commands that take minutes are read and not run.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The README is read in two minutes, and the scorecard that it shows is one that was measured."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

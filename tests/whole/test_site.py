@@ -1,7 +1,5 @@
 """The site is built without a warning, and a browser reads it from files alone, wide and narrow, dark and light."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

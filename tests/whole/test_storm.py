@@ -1,7 +1,5 @@
 """A breeze of the storm (`make storm`): a few runs of a tiny model that are killed or signalled."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The tree is what docs/understand/architecture.md says: few loose modules, and files that can be read at once."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """docs/howto/sweep.md: its recipe is searched by its commands, with a tiny model and few trials."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

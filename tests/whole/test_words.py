@@ -1,7 +1,5 @@
 """Words are those of docs/style.md: short sentences, plain words, pages that are read in one go."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 docs/understand/models.json as each model is through; 1 if one crashed or differs in silence.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """One model through one stage: what becomes of it."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from pathlib import Path

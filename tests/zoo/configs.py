@@ -4,8 +4,6 @@ What a field counts is told by its name, in nested configs too. Models keep what
 differ: one block of each kind that their defaults have, two at least.
 """
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny random models on disk, and what plain transformers makes of a directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

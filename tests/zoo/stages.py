@@ -1,7 +1,5 @@
 """The columns of the zoo: each kind of stage with the least fields, and forms of it that read more of a model."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

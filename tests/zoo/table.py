@@ -1,7 +1,5 @@
 """The table of the zoo on disk, docs/understand/models.json: each refusal stands there once."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, Self
 
 from tests.zoo.stages import STAGES
 
@@ -31,7 +29,7 @@ class Table:
     reasons: dict[str, tuple[str, str]]
 
     @classmethod
-    def read(cls) -> Table:
+    def read(cls) -> Self:
         """Return the table on disk; an empty one if there is none."""
         said = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.is_file() else {"reasons": [], "rows": {}}
         templates = [each[0] for each in said["reasons"]]

@@ -1,7 +1,5 @@
 """Models of many architectures through cheap stages: as docs/understand/models.json says, and no crash."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

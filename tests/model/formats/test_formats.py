@@ -1,7 +1,5 @@
 """A format is one class and one entry point: one more, of another package, goes through a whole run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A recipe in a process of its own: what becomes of one that fails, crashes or takes too long."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

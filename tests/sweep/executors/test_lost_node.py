@@ -1,7 +1,5 @@
 """Two nodes of Ray with separate stores and one S3 store behind them; one node is lost in the middle."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What executors on a cluster share, without a cluster: what begins when, refusals, what nodes say."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable, Iterable, Mapping

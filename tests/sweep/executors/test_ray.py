@@ -1,7 +1,5 @@
 """Executor `ray` on a real Ray: what a sweep leaves, a lost process, a failure, Ctrl-C, a lost node."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

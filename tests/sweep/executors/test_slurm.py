@@ -1,7 +1,5 @@
 """Executor `slurm`: jobs by submitit, run here as its own jobs and handed to a stand-in of sbatch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
