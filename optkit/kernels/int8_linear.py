@@ -38,7 +38,7 @@ class Int8Linear(EightBitLinear):
         """int8 [rows, in] -> float32 [rows, out]: the sums of products of codes."""
         if not self.integers:
             return codes.float() @ self.codes.float().T
-        return _product(codes, self.codes).float()
+        return integer_product(codes, self.codes).float()
 
 
 def why_not_integers(outputs: int, inputs: int, device: str) -> str | None:
@@ -49,7 +49,7 @@ def why_not_integers(outputs: int, inputs: int, device: str) -> str | None:
     return _why_unavailable(device)
 
 
-def _product(codes: Tensor, weight: Tensor) -> Tensor:
+def integer_product(codes: Tensor, weight: Tensor) -> Tensor:
     """int8 [rows, in] and int8 [out, in] -> int32 [rows, out]."""
     rows = len(codes)
     if codes.is_cuda and rows < CUDA_ROWS:
@@ -68,7 +68,7 @@ def _why_unavailable(device: str) -> str | None:
     codes[0] = weight[0] = -128
     expected = codes.int() @ weight.int().T
     try:
-        found = _product(codes.to(chosen), weight.to(chosen)).cpu()
+        found = integer_product(codes.to(chosen), weight.to(chosen)).cpu()
     except RuntimeError as error:
         return f"torch._int_mm fails: {next(iter(str(error).splitlines()), '')}"
     return (

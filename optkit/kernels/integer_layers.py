@@ -48,10 +48,6 @@ class BytesLayer(IntegerLayer):
     dtypes = frozenset({"I8"})
 
     @classmethod
-    def reads(cls, scheme: Mapping[str, Any]) -> bool:
-        return cls.reads_weights(scheme) and not scheme.get("input_activations")
-
-    @classmethod
     def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:
         weights = scheme.get("weights") or {}
         known = weights.get("type") == "int" and weights.get("num_bits") in BITS

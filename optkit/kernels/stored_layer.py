@@ -42,7 +42,7 @@ class QuantizedLayer:
     @classmethod
     def reads(cls, scheme: Mapping[str, Any]) -> bool:
         """Whether this class knows everything that a group of `config_groups` says."""
-        return not scheme.get("input_activations")
+        return cls.reads_weights(scheme) and not scheme.get("input_activations")
 
     @classmethod
     def reads_weights(cls, scheme: Mapping[str, Any]) -> bool:

@@ -94,12 +94,11 @@ def test_attention_is_that_of_float64(
         position = torch.tensor([past], dtype=torch.int32)
     known = cache[:, :, :, oldest:past].clone()
     macros = {"HEADS": heads, "KV_HEADS": kv_heads, "SIZE": size, "ROTARY": rotary, "SHARES": shares}
-    macros |= ({"QK_NORM": 1} if case.norms else {}) | ({"CAPPED": 1} if case.cap else {})
-    macros |= {"CLUSTER": 1} if clustered else {}
+    macros |= {"QK_NORM": bool(case.norms), "CAPPED": bool(case.cap), "CLUSTER": clustered}
     stages = attention_stages(size, 1 + batch % 2, torch.device("cuda", 0))
-    macros |= ({"BF16": 1} if dtype == torch.bfloat16 else {}) | {"STAGES": stages}
+    macros |= {"BF16": dtype == torch.bfloat16, "STAGES": stages}
     launch = 128, stages * STAGE_ROWS * size * 2
-    kernel = compiled("attention.cu", "attend", tuple(sorted((key, str(value)) for key, value in macros.items())), 0)
+    kernel = compiled("attention.cu", "attend", macros, 0)
     arguments = (
         qkv,
         cache[0],
@@ -124,7 +123,7 @@ def test_attention_is_that_of_float64(
     if heads * size % 128 == 0:
         lined = torch.full((64, heads * size), math.nan, dtype=dtype, device="cuda")
         macros |= {"LINED": 64}
-        kernel = compiled("attention.cu", "attend", tuple(sorted((key, str(each)) for key, each in macros.items())), 0)
+        kernel = compiled("attention.cu", "attend", macros, 0)
         kernel((kv_heads, shares, batch), launch[0], (*arguments[:-4], lined, *arguments[-3:]), launch[1])
         # inputs 8 t + p and 8 t + 4 + p of 32 are word t of unit p
         in_order = lined.view(-1, 4, 64, 4, 2).permute(2, 0, 3, 4, 1).reshape(64, heads * size)

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from optkit.errors import OptkitError
 from optkit.kernels.cuda import nvrtc
 from optkit.kernels.cuda.decoding import MOST_CLUSTERED
 from optkit.kernels.cuda.experts import schedule_of
-from optkit.kernels.cuda.nvrtc import SOURCES, compile_source, kept_binary
+from optkit.kernels.cuda.nvrtc import SOURCES, compile_source, defined, kept_binary
 from optkit.kernels.cuda.schedule import Form, Schedule
 from optkit.kernels.cuda.wide import Widths
 from tests.kernels.test_cuda_wide import WIDTHS
@@ -59,18 +60,18 @@ def _compiler() -> None:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def compiles(source: str, macros: dict[str, str], architecture: str = "sm_90a") -> None:
+def compiles(source: str, macros: Mapping[str, int], architecture: str = "sm_90a") -> None:
     code = (SOURCES / "numbers.cuh").read_text(encoding="utf-8") + (SOURCES / source).read_text(encoding="utf-8")
-    assert compile_source(code, macros, architecture, source)
+    assert compile_source(code, defined(macros), architecture, source)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("flags", [*product(("", "BF16", "BF16 SCALED"), ("", "QK_NORM"), ("", "CAPPED"))], ids=str)
 def test_attention(heads: dict[str, int], flags: tuple[str, ...]) -> None:
-    given = dict.fromkeys(" ".join(flags).split(), "1")
+    given = dict.fromkeys(" ".join(flags).split(), 1)
     if 1 < heads["SHARES"] <= MOST_CLUSTERED and "CAPPED" not in given:
-        given["CLUSTER"] = "1"
-    compiles("attention.cu", {name: str(value) for name, value in heads.items()} | given)
+        given["CLUSTER"] = 1
+    compiles("attention.cu", heads | given)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -78,16 +79,16 @@ def test_attention(heads: dict[str, int], flags: tuple[str, ...]) -> None:
 def test_linear(form: str, token_tiles: int, flags: tuple[str, ...]) -> None:
     how = Schedule(8, 2, 2, 1, span=3)
     for more in ((), ("PLAIN",)) if FORMS[form].bits == 8 else ((),):
-        compiles("linear.cu", FORMS[form].macros(token_tiles, how) | dict.fromkeys((*flags, *more), "1"))
+        compiles("linear.cu", FORMS[form].macros(token_tiles, how) | dict.fromkeys((*flags, *more), 1))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("flags", ["BF16 RESIDUAL", "WIDE SHARED_OUT"])
 def test_experts(form: str, flags: str) -> None:
-    compiles("experts.cu", {"EXPERTS": "128", "CHOICES": "8", "MOST": "8"} | dict.fromkeys(flags.split(), "1"))
+    compiles("experts.cu", {"EXPERTS": 128, "CHOICES": 8, "MOST": 8} | dict.fromkeys(flags.split(), 1))
     for more in ("GATED NORM", "ALONE"):
         how = schedule_of(FORMS[form], 1, gated=more != "ALONE")
-        macros = dict.fromkeys(more.split(), "1") | {"SHARED": "1", "CHOICES": "8"}
+        macros = dict.fromkeys(more.split(), 1) | {"SHARED": 1, "CHOICES": 8}
         compiles("linear.cu", FORMS[form].macros(1, how) | macros)
 
 
@@ -95,38 +96,37 @@ def test_experts(form: str, flags: str) -> None:
 @pytest.mark.parametrize("flags", [("GATED",), ("GATED", "GELU", "NORM"), ("RESIDUAL",), ("WIDE",)], ids=str)
 def test_wide(widths: Widths, flags: tuple[str, ...]) -> None:
     form = FORMS["4 bits" if "GATED" in flags else "4 bits, symmetric"]
-    macros = {**widths.macros(form), **dict.fromkeys(flags, 1)}
-    compiles("wide.cu", {name: str(int(each)) for name, each in macros.items() if each})
+    compiles("wide.cu", widths.macros(form) | dict.fromkeys(flags, 1))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 def test_exchange(ranks: int, architecture: str) -> None:
     for flags in ((), ("BF16", "RESIDUAL")):
-        numbers = {"RANKS": str(ranks), "RANK": str(ranks - 1), "PACKETS": "262400"}
-        compiles("exchange.cu", numbers | dict.fromkeys(flags, "1"), architecture)
+        numbers = {"RANKS": ranks, "RANK": ranks - 1, "PACKETS": 262400}
+        compiles("exchange.cu", numbers | dict.fromkeys(flags, 1), architecture)
 
 
 @pytest.mark.parametrize("numbers", ["", "BF16", "INTEGER", "INTEGER BF16"])
 def test_what_is_behind_a_product(numbers: str) -> None:
     for flags in ("GATED", "GATED GELU", "RESIDUAL", "WIDE"):
-        named = dict.fromkeys(f"{numbers} {flags}".split(), "1")
-        coded = {"BITS": "8", "WIDTH": "4096", "THREADS": "448", "ROUNDS": "4", "NORM": "1"} | named
+        named = dict.fromkeys(f"{numbers} {flags}".split(), 1)
+        coded = {"BITS": 8, "WIDTH": 4096, "THREADS": 448, "ROUNDS": 4, "NORM": 1} | named
         for more in (("SCALED",),) if "INTEGER" in numbers else ((), ("SCALED",)):
-            compiles("finish.cu", coded | dict.fromkeys(more, "1"))
-        compiles("finish.cu", {"BITS": "16"} | {name: "1" for name in named if name != "INTEGER"})
+            compiles("finish.cu", coded | dict.fromkeys(more, 1))
+        compiles("finish.cu", {"BITS": 16} | {name: 1 for name in named if name != "INTEGER"})
 
 
 @pytest.mark.parametrize("flags", ["", "DESCEND", "FLOATS"])
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 def test_columns(flags: str, architecture: str) -> None:
-    compiles("columns.cu", dict.fromkeys(flags.split(), "1"), architecture)
+    compiles("columns.cu", dict.fromkeys(flags.split(), 1), architecture)
 
 
 def test_tokens_and_older_gpus() -> None:
-    compiles("tokens.cu", {"BF16": "1", "WIDTH": "4096", "VOCABULARY": "128256"})
-    compiles("linear.cu", FORMS["int8"].macros() | {"SHARED": "1"}, "sm_80")
-    compiles("attention.cu", {name: str(value) for name, value in HEADS[0].items()}, "sm_80")
+    compiles("tokens.cu", {"BF16": 1, "WIDTH": 4096, "VOCABULARY": 128256})
+    compiles("linear.cu", FORMS["int8"].macros() | {"SHARED": 1}, "sm_80")
+    compiles("attention.cu", HEADS[0], "sm_80")
 
 
 def test_the_message_shows_errors_before_warnings() -> None:
@@ -137,13 +137,13 @@ def test_the_message_shows_errors_before_warnings() -> None:
 
 def test_a_kernel_is_compiled_once_for_all_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    given: tuple[str, dict[str, str], str] = ('extern "C" __global__ void f(int* x) { *x = A; }', {"A": "1"}, "sm_90a")
+    given: tuple[str, dict[str, int], str] = ('extern "C" __global__ void f(int* x) { *x = A; }', {"A": 1}, "sm_90a")
     first = kept_binary(*given, "f.cu")
     (kept,) = (tmp_path / "optkit" / "cuda_kernels").iterdir()
     monkeypatch.setattr(nvrtc, "compile_source", lambda *_: b"another")
     assert first == kept.read_bytes() == kept_binary(*given, "f.cu")
-    assert kept_binary(given[0], {"A": "2"}, "sm_90a", "f.cu") == b"another"
-    assert kept_binary(given[0], {"A": "1"}, "sm_90", "f.cu") == b"another"
+    assert kept_binary(given[0], {"A": 2}, "sm_90a", "f.cu") == b"another"
+    assert kept_binary(given[0], {"A": 1}, "sm_90", "f.cu") == b"another"
     kept.write_bytes(first[:-1])
     assert kept_binary(*given, "f.cu") == b"another", "it was cut off"
 

@@ -122,14 +122,14 @@ def test_fewer_warps_are_taken_where_their_sums_have_no_room() -> None:
 @pytest.mark.parametrize("capability", ["8.0", "8.9", "9.0"])
 def test_the_device_is_asked_how_much_it_has(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(shared_memory_per_block_optin=LIMITS[capability], multi_processor_count=58)
-    asked: dict[str, str] = {}
+    asked: dict[str, int] = {}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(matrix, "_kernel", lambda name, macros, device: asked.update(macros))
+    monkeypatch.setattr(matrix, "compiled", lambda source, name, macros, device: asked.update(macros))
     shape, gated = form("8B down_proj")
     launch = matrix.launch_of.__wrapped__(shape, 5, True, False, gated, False, None, 0)
-    assert launch.shared == (capability == "9.0") == ("SHARED" in asked) == ("NORM" in asked)
+    assert launch.shared == (capability == "9.0") == asked["SHARED"] == asked["NORM"]
     assert launch.shared_bytes == choose_tiles(shape, 5, gated, LIMITS[capability]).shared_bytes
-    assert (launch.threads, asked["WARPS"]) == (512, "16")
+    assert (launch.threads, asked["WARPS"]) == (512, 16)
 
 
 def test_the_buffer_of_x_in_order_holds_x_and_its_sums() -> None:

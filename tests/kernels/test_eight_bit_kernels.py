@@ -94,10 +94,10 @@ def test_integers_are_exact_and_their_emulation_is_too(monkeypatch: pytest.Monke
     assert torch.equal(integers(hidden), floats(hidden))  # sums of 160 products of 8 bits are below 2^24
 
 
-@pytest.mark.parametrize("module", [int8_linear, float8_linear])
-def test_a_product_that_is_wrong_is_not_used(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("module", "product"), [(int8_linear, "integer_product"), (float8_linear, "_product")])
+def test_a_product_that_is_wrong_is_not_used(module: Any, product: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        module, "_product", lambda codes, weight, *_: torch.zeros(len(codes), len(weight), dtype=torch.int32)
+        module, product, lambda codes, weight, *_: torch.zeros(len(codes), len(weight), dtype=torch.int32)
     )
     if module is float8_linear:
         monkeypatch.setattr(module, "_is_capable", lambda device: True)
@@ -106,7 +106,7 @@ def test_a_product_that_is_wrong_is_not_used(module: Any, monkeypatch: pytest.Mo
     def fail(*_: Any) -> None:
         raise RuntimeError("not implemented\nfor CPU")
 
-    monkeypatch.setattr(module, "_product", fail)
+    monkeypatch.setattr(module, product, fail)
     assert "fails: not implemented" in str(module._why_unavailable.__wrapped__("cpu"))
 
 

@@ -4,7 +4,7 @@ dense products say the same of other matrices.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor, distributed
 
 from optkit.algorithms.eight_bit import FLOAT8, INT8, round_inputs
 from optkit.kernels.cuda import decoding, exchange, experts, finishing, matrix, prompts, step_layers, step_products
+from optkit.kernels.cuda.nvrtc import defined
 
-Macros = dict[str, str]
+Macros = dict[str, int]
 WANTED = {
     "attention.cu": {"HEADS", "KV_HEADS", "SIZE", "ROTARY", "SHARES", "STAGES"},
     "tokens.cu": {"WIDTH", "VOCABULARY"},
@@ -44,9 +45,9 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "captured", lambda launch, beside=None: SimpleNamespace(replay=launch))
 
 
-def kernel(source: str, name: str, macros: tuple[tuple[str, str], ...], device: int) -> Callable[..., None]:
+def kernel(source: str, name: str, macros: Mapping[str, int], device: int) -> Callable[..., None]:
     """Return what `compiled` would."""
-    function, named = KERNELS[name], dict(macros)
+    function, named = KERNELS[name], defined(macros)
     assert WANTED[source] <= set(named), "NVRTC compiles the whole file, whichever kernel is asked for"
 
     def launch(grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0) -> None:
@@ -79,7 +80,7 @@ def sum_of_ranks(m: Macros, grid: Any, memories: Tensor, numbers: Tensor, x: Ten
 
 
 def agree(m: Macros, grid: Any, memories: Tensor, numbers: Tensor, best: Tensor, batch: int, share: int) -> None:
-    unsigned = best - int(m["RANK"]) * share ^ TOP_BIT  # in the order of signed numbers
+    unsigned = best - m["RANK"] * share ^ TOP_BIT  # in the order of signed numbers
     distributed.all_reduce(unsigned, distributed.ReduceOp.MAX)
     best.copy_(unsigned ^ TOP_BIT)
 
@@ -127,7 +128,7 @@ def finish_coded(
 
 def turned(x: Tensor, norm: Tensor | None, epsilon: float, cosine: Tensor, sine: Tensor, m: Macros) -> Tensor:
     """x: [..., SIZE]; cosine, sine: [..., ROTARY / 2]."""
-    rotary = int(m["ROTARY"])
+    rotary = m["ROTARY"]
     if "QK_NORM" in m:
         assert norm is not None
         x = F.rms_norm(x, norm.shape, norm, epsilon)
@@ -147,7 +148,7 @@ def turn_prompt(
     capacity: int, query_norm: Any, key_norm: Any, epsilon: float, *scaled: Any,
 ) -> None:  # fmt: skip
     qkv.copy_(scaled_heads(m, qkv, *scaled))
-    heads, kv_heads, size = int(m["HEADS"]), int(m["KV_HEADS"]), int(m["SIZE"])
+    heads, kv_heads, size = m["HEADS"], m["KV_HEADS"], m["SIZE"]
     every = qkv.view(-1, prompt, heads + 2 * kv_heads, size)
     turns = cosines[:prompt, None], sines[:prompt, None]
     q, k, v = every.split([heads, kv_heads, kv_heads], 2)
@@ -162,7 +163,7 @@ def attend(
     cap: float, sinks: Any,
     shared: Tensor, arrived: Tensor, output: Tensor, *scaled: Any,
 ) -> None:  # fmt: skip
-    heads, kv_heads, size, at = int(m["HEADS"]), int(m["KV_HEADS"]), int(m["SIZE"]), int(position_of)
+    heads, kv_heads, size, at = m["HEADS"], m["KV_HEADS"], m["SIZE"], int(position_of)
     qkv = scaled_heads(m, qkv, *scaled)
     q, k, v = qkv.view(len(qkv), -1, size).split([heads, kv_heads, kv_heads], 1)
     q = turned(q, query_norm, epsilon, cosines[at], sines[at], m)
@@ -182,8 +183,8 @@ def group(m: Macros, grid: Any, chosen: Tensor, groups: Tensor, order: Tensor, c
     order.copy_(places)
     for start in range(0, choices):
         expert = int(chosen.flatten()[places[start]])
-        if expert < int(m["EXPERTS"]):
-            if not found or found[-1][0] != expert or found[-1][2] == int(m["MOST"]):
+        if expert < m["EXPERTS"]:
+            if not found or found[-1][0] != expert or found[-1][2] == m["MOST"]:
                 found.append([expert, start, 0, 0])
             found[-1][2] += 1
     groups.zero_()[: len(found)] = torch.tensor(found, dtype=torch.int32)
@@ -197,7 +198,7 @@ def linear(
     for expert, first, count, _ in groups.tolist():
         assert count <= tokens
         places, choices = torch.arange(first, first + count), order[first : first + count]
-        source = x[choices // int(m["CHOICES"]) if "GATED" in m else places]
+        source = x[choices // m["CHOICES"] if "GATED" in m else places]
         source = F.rms_norm(source, norm.shape, norm, epsilon) if "NORM" in m else source
         values = source @ weight.view(-1, rows, weight.shape[1])[expert].T
         if "GATED" in m:
@@ -209,14 +210,14 @@ def linear(
 def route(
     m: Macros, grid: Any, logits: Tensor, chosen: Tensor, shares: Tensor, groups: Tensor, order: Tensor, *sizes: int
 ) -> None:
-    chances, experts = logits.softmax(-1).topk(int(m["CHOICES"]))
+    chances, experts = logits.softmax(-1).topk(m["CHOICES"])
     chosen.copy_(experts)
     shares.copy_(chances / chances.sum(-1, keepdim=True) if "SHARED_OUT" in m else chances)
     group(m, grid, chosen, groups, order, chosen.numel(), sizes[1])
 
 
 def weighted(m: Macros, grid: Any, made: Tensor, shares: Tensor, chosen: Tensor, total: Tensor, vectors: int) -> None:
-    there = (chosen < int(m["EXPERTS"])).flatten()[:, None]
+    there = (chosen < m["EXPERTS"]).flatten()[:, None]
     values = (torch.where(there, made, 0).view(*chosen.shape, -1) * shares[..., None]).sum(1)
     total.copy_(values + total if "RESIDUAL" in m else values)
 

@@ -52,5 +52,4 @@ def _in_parts(factor: Tensor) -> Tensor:
 
 @cache
 def _kernel(descend: bool, floats: bool, device: int) -> Kernel:
-    flags = {"DESCEND": descend, "FLOATS": floats}
-    return compiled("columns.cu", "columns", tuple((name, "1") for name, on in flags.items() if on), device)
+    return compiled("columns.cu", "columns", {"DESCEND": descend, "FLOATS": floats}, device)

@@ -277,12 +277,11 @@ class Steps:
 
     def _attend(self, index: int, layer: Layer) -> Tensor | Lined:
         decoder, lined = self.decoder, takes_lined(layer.output, self.batch)
-        macros = self.macros(index, self.rows) | ({"CAPPED": 1} if layer.cap else {})
-        macros |= {"LINED": tokens_of(self.batch)} if lined else {}
+        macros = {"CAPPED": bool(layer.cap), "LINED": lined and tokens_of(self.batch)}
         given = (self.rows.qkv, *self.cache[index], *self.rotations[index], self.position, self.capacity)
         how = (decoder.scaling, *self.head_norms(layer), decoder.epsilon, layer.window, layer.cap, layer.sinks)
         output = self.lined.memory if lined else self.attended
-        self.kernel("attention.cu", "attend", macros)(
+        self.kernel("attention.cu", "attend", self.macros(index, self.rows) | macros)(
             (decoder.kv_heads, self.shares, self.batch),
             128,
             (*given, *how, self.partial, self.arrived, output, *self.rows.scaled),
@@ -294,9 +293,8 @@ class Steps:
         decoder, layer = self.decoder, self.decoder.layers[index]
         macros = {"HEADS": decoder.heads, "KV_HEADS": decoder.kv_heads, "SIZE": decoder.size}
         macros |= {"ROTARY": 2 * self.rotations[index][0].shape[1], "SHARES": self.shares, "STAGES": self.stages}
-        flags = {"SCALED": rows.scaled is not UNSCALED, "CLUSTER": self.clustered}
-        macros |= {flag: 1 for flag, on in flags.items() if on}
-        return macros | ({} if self.head_norms(layer) == (None, None) else {"QK_NORM": 1})
+        norms = self.head_norms(layer) != (None, None)
+        return macros | {"SCALED": rows.scaled is not UNSCALED, "CLUSTER": self.clustered, "QK_NORM": norms}
 
     @staticmethod
     def head_norms(layer: Layer) -> tuple[Tensor | None, Tensor | None]:
@@ -307,10 +305,8 @@ class Steps:
         self.kernel("tokens.cu", name, macros)(grid, 256, arguments)
 
     def kernel(self, source: str, name: str, macros: dict[str, int]) -> Any:
-        given = {**macros, **({"BF16": 1} if self.cache.dtype == torch.bfloat16 else {})}
-        return compiled(
-            source, name, tuple(sorted((key, str(value)) for key, value in given.items())), self.cache.get_device()
-        )
+        given = {**macros, "BF16": self.cache.dtype == torch.bfloat16}
+        return compiled(source, name, given, self.cache.get_device())
 
 
 def rounded_otherwise(values: Tensor) -> Tensor:

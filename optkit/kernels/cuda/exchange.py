@@ -59,14 +59,14 @@ class Exchange:
             (y.add_ if add else y.copy_)(x)
             return
         count = x.numel() // NUMBERS
-        self._kernel("sum", x.dtype, {"RESIDUAL": "1"} if add else {})(
+        self._kernel("sum", x.dtype, add)(
             (-(-count // THREADS), 1, 1), THREADS, (self.memories, self.numbers, x, y, count)
         )
 
     def agree_(self, best: Tensor, share: int) -> None:
         """Let `best` of `choose`, each of a share of the vocabulary, be that of all."""
         arguments = (self.memories, self.numbers, best, len(best), share)
-        self._kernel("agree", torch.bfloat16, {})((1, 1, 1), THREADS, arguments)
+        self._kernel("agree", torch.bfloat16)((1, 1, 1), THREADS, arguments)
 
     def gathered(self, shares: Tensor) -> Tensor:
         """Return what all have, float [batch, numbers], side by side."""
@@ -79,11 +79,10 @@ class Exchange:
         """Return the reason of the first that has one."""
         return next(filter(None, _gathered(reason)), None)
 
-    def _kernel(self, name: str, dtype: torch.dtype, more: dict[str, str]) -> Any:
-        numbers = {"RANKS": self.ranks, "RANK": self.rank, "PACKETS": self.packets}
-        macros = {key: str(number) for key, number in numbers.items()} | more
-        macros |= {"BF16": "1"} if dtype == torch.bfloat16 else {}
-        return compiled("exchange.cu", name, tuple(sorted(macros.items())), self.numbers.get_device())
+    def _kernel(self, name: str, dtype: torch.dtype, add: bool = False) -> Any:
+        macros = {"RANKS": self.ranks, "RANK": self.rank, "PACKETS": self.packets}
+        macros |= {"RESIDUAL": add, "BF16": dtype == torch.bfloat16}
+        return compiled("exchange.cu", name, macros, self.numbers.get_device())
 
 
 def _shared_memories(size: int, rank: int, device: torch.device) -> list[int]:

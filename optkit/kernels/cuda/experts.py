@@ -234,10 +234,8 @@ class Choices:
 
     def _kernel(self, name: str, **flags: bool) -> Kernel:
         numbers = {"EXPERTS": self.experts, "CHOICES": self.chosen.shape[1], "MOST": self.rows}
-        flags["WIDE"] = self.shares.dtype == torch.float32
-        numbers |= {flag: 1 for flag, on in flags.items() if on}
-        named = tuple(sorted((macro, str(number)) for macro, number in numbers.items()))
-        return compiled("experts.cu", name, named, self.chosen.get_device())
+        macros = {**numbers, **flags, "WIDE": self.shares.dtype == torch.float32}
+        return compiled("experts.cu", name, macros, self.chosen.get_device())
 
 
 def why_not_stacked(mlp: nn.Module) -> str | None:

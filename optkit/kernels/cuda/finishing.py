@@ -42,22 +42,20 @@ class Products:
     scales: Tensor | None = None
     """Of rows, float32 [rows], if sums are of products of codes and not scaled yet."""
 
-    def compiled(self, name: str, flags: dict[str, bool], numbers: dict[str, int]) -> Kernel:
-        """Return a kernel of finish.cu."""
+    def compiled(self, name: str, **more: int) -> Kernel:
+        """Return a kernel of finish.cu, with more macros than those of the matrix."""
         form = self.matrix.form
-        flags = {"BF16": form.dtype == torch.bfloat16, "INTEGER": form.integer, "GELU": form.gelu, **flags}
-        flags |= {"BIASED": self.matrix.bias is not None, "SCALED": self.scales is not None}
-        macros = {"BITS": form.bits, **numbers, **{flag: 1 for flag, on in flags.items() if on}}
-        named = tuple(sorted((flag, str(value)) for flag, value in macros.items()))
-        return compiled("finish.cu", name, named, self.sums.get_device())
+        macros = {"BITS": form.bits, "BF16": form.dtype == torch.bfloat16, "INTEGER": form.integer, "GELU": form.gelu}
+        macros |= {"BIASED": self.matrix.bias is not None, "SCALED": self.scales is not None, **more}
+        return compiled("finish.cu", name, macros, self.sums.get_device())
 
 
 def finish(products: Products, y: Tensor, *, add: bool, gated: bool) -> None:
     """Write what `multiply` writes into y, float [rows, outputs]."""
     matrix, blocks = products.matrix, -(-y.shape[1] // (8 * 256))
-    flags = {"GATED": gated, "RESIDUAL": add, "WIDE": y.dtype == torch.float32}
     arguments = (products.sums, matrix.scales, products.scales, matrix.bias, y, matrix.outputs, len(y))
-    products.compiled("finish", flags, {})((min(len(y), MOST_FINISHING), blocks, 1), 256, arguments)
+    kernel = products.compiled("finish", GATED=gated, RESIDUAL=add, WIDE=y.dtype == torch.float32)
+    kernel((min(len(y), MOST_FINISHING), blocks, 1), 256, arguments)
 
 
 def finish_coded(
@@ -72,8 +70,8 @@ def finish_coded(
     vectors, words = behind.inputs // 8, products.sums.element_size() // 2
     rounds = max(HELD // words // (1 if added is None else 2), -(-vectors // THREADS))
     threads = -(-vectors // (rounds * 32)) * 32
-    flags = {"GATED": added is None, "RESIDUAL": added is not None, "NORM": norm is not None}
-    kernel = products.compiled("finish_coded", flags, {"WIDTH": behind.inputs, "THREADS": threads, "ROUNDS": rounds})
+    macros = {"WIDTH": behind.inputs, "THREADS": threads, "ROUNDS": rounds, "NORM": norm is not None}
+    kernel = products.compiled("finish_coded", GATED=added is None, RESIDUAL=added is not None, **macros)
     properties: Any = torch.cuda.get_device_properties(device)
     blocks = min(rows, THREADS // threads * properties.multi_processor_count)
     sources = (products.sums, matrix.scales, products.scales, matrix.bias, added, norm, epsilon)

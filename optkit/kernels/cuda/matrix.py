@@ -214,14 +214,12 @@ def launch_of(
     properties: Any = torch.cuda.get_device_properties(device)
     tiles = choose_tiles(form, tokens, gated, int(properties.shared_memory_per_block_optin), schedule)
     chosen = tiles.schedule
-    flags = {"GATED": gated, "RESIDUAL": add, "WIDE": wide, "ALONE": tokens == 1}
-    flags |= {"SHARED": tiles.shared, "NORM": norm and tiles.shared}
-    macros = form.macros(token_tiles(tokens), chosen) | {name: "1" for name, on in flags.items() if on}
-    macros |= {"CHOICES": str(choices)} if choices else {}
+    macros = form.macros(token_tiles(tokens), chosen) | {"CHOICES": choices or False, "ALONE": tokens == 1}
+    macros |= {"GATED": gated, "RESIDUAL": add, "WIDE": wide, "SHARED": tiles.shared, "NORM": norm and tiles.shared}
     half = form.tiles // 2
     units = -(-half // (chosen.row_tiles // 2)) if gated else -(-form.tiles // chosen.row_tiles)
     return Launch(
-        kernel=_kernel("linear", macros, device),
+        kernel=compiled("linear.cu", "linear", macros, device),
         blocks=min(units, -(-chosen.blocks * properties.multi_processor_count // groups)),
         threads=32 * chosen.warps,
         shared_bytes=tiles.shared_bytes,
@@ -237,7 +235,8 @@ def dequantized(matrix: Matrix) -> Tensor:
     weight = torch.empty(matrix.outputs, matrix.inputs, dtype=matrix.dtype, device=matrix.weight.device)
     arguments = (matrix.weight, matrix.scales, matrix.offsets, weight, matrix.outputs)
     blocks = -(-matrix.form.tiles * matrix.form.chunks // 8)
-    _kernel("dequantize", matrix.form.macros(), weight.get_device())((blocks, 1, 1), 256, arguments)
+    kernel = compiled("linear.cu", "dequantize", matrix.form.macros(), weight.get_device())
+    kernel((blocks, 1, 1), 256, arguments)
     return weight
 
 
@@ -251,9 +250,8 @@ def coded_rows(matrix: Matrix, x: Tensor, norm: Tensor | None, epsilon: float) -
     scales, float32 [rows].
     """
     codes, scales = torch.empty_like(x, dtype=matrix.weight.dtype), x.new_empty(len(x), dtype=torch.float32)
-    macros = matrix.form.macros() | {"PLAIN": "1"} | ({} if norm is None else {"NORM": "1"})
     arguments = (x, norm, epsilon, codes, scales, len(x), matrix.offsets)
-    _kernel("arrange", macros, x.get_device())((len(x), 1, 1), 256, arguments)
+    _arranging(matrix, x, norm, plain=True)((len(x), 1, 1), 256, arguments)
     return codes, scales
 
 
@@ -267,15 +265,14 @@ def _arrange(
     if ordered is None:
         ordered = torch.empty(scratch_bytes(matrix.form, tokens), dtype=torch.uint8, device=x.device)
     sums = ordered[ordered_bytes(matrix.form, tokens) :]
-    macros = matrix.form.macros() | ({} if norm is None else {"NORM": "1"})
-    _kernel("arrange", macros, x.get_device())(
-        (token_tiles(tokens) * 8, 1, 1), 256, (x, norm, epsilon, ordered, sums, tokens, matrix.offsets)
-    )
+    arguments = (x, norm, epsilon, ordered, sums, tokens, matrix.offsets)
+    _arranging(matrix, x, norm, plain=False)((token_tiles(tokens) * 8, 1, 1), 256, arguments)
     return ordered, sums
 
 
-def _kernel(name: str, macros: dict[str, str], device: int) -> Kernel:
-    return compiled("linear.cu", name, tuple(sorted(macros.items())), device)
+def _arranging(matrix: Matrix, x: Tensor, norm: Tensor | None, plain: bool) -> Kernel:
+    macros = matrix.form.macros() | {"PLAIN": plain, "NORM": norm is not None}
+    return compiled("linear.cu", "arrange", macros, x.get_device())
 
 
 def _by_tile(values: Tensor, group_size: int, tiles: int, chunks: int) -> Tensor:

@@ -103,11 +103,20 @@ class Kernel:
             raise OptkitError(f"CUDA: {(message.value or b'error').decode()} ({status})", where=self._where)
 
 
-@cache
-def compiled(source: str, name: str, macros: tuple[tuple[str, str], ...], device: int) -> Kernel:
-    """Return the function `name` of SOURCES/`source` with these macros, for a device.
-    numbers.cuh goes before it; it is loaded once in a process.
+def compiled(source: str, name: str, macros: Mapping[str, int], device: int) -> Kernel:
+    """Return the function `name` of SOURCES/`source` with these macros, without those that are False, for a
+    device. numbers.cuh goes before it; it is loaded once in a process.
     """
+    return _loaded(source, name, tuple(sorted(defined(macros).items())), device)
+
+
+def defined(macros: Mapping[str, int]) -> dict[str, int]:
+    """Return the macros with 1 for True, and without those that are False."""
+    return {name: int(value) for name, value in macros.items() if value is not False}
+
+
+@cache
+def _loaded(source: str, name: str, macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
     capability = torch.cuda.get_device_capability(device)
     code = (SOURCES / "numbers.cuh").read_text(encoding="utf-8") + (SOURCES / source).read_text(encoding="utf-8")
     where = f"{source} ({', '.join(f'{key}={value}' for key, value in macros)})"
@@ -122,7 +131,7 @@ def compiled(source: str, name: str, macros: tuple[tuple[str, str], ...], device
     return kernel
 
 
-def kept_binary(code: str, macros: Mapping[str, str], architecture: str, where: str) -> bytes:
+def kept_binary(code: str, macros: Mapping[str, int], architecture: str, where: str) -> bytes:
     """Return what `compile_source` does; an earlier process may have compiled it.
     It is kept in the cache, if anything can be.
     """
@@ -141,7 +150,7 @@ def kept_binary(code: str, macros: Mapping[str, str], architecture: str, where: 
     return binary
 
 
-def _options(macros: Mapping[str, str], architecture: str) -> list[str]:
+def _options(macros: Mapping[str, int], architecture: str) -> list[str]:
     return [f"--gpu-architecture={architecture}", "--std=c++17", *[f"-D{key}={value}" for key, value in macros.items()]]
 
 
@@ -151,7 +160,7 @@ def _version() -> tuple[str, str]:
     return str(major.value), str(minor.value)
 
 
-def compile_source(code: str, macros: Mapping[str, str], architecture: str, where: str) -> bytes:
+def compile_source(code: str, macros: Mapping[str, int], architecture: str, where: str) -> bytes:
     """Return the machine code for e.g. `sm_90`; needs no GPU. Raises OptkitError with the
     compiler's first lines.
     """

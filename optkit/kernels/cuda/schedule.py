@@ -74,20 +74,15 @@ class Form:
             return schedule.row_tiles * schedule.span * (CHUNK * ROWS // 2 + scale_bytes)
         return schedule.row_tiles * ROWS * (schedule.span * CHUNK * self.bits // 8 + 64)
 
-    def macros(self, token_tiles: int = 1, schedule: Schedule | None = None) -> dict[str, str]:
+    def macros(self, token_tiles: int = 1, schedule: Schedule | None = None) -> dict[str, int]:
         """Return the macros of linear.cu."""
         how = schedule or Schedule(8, 1, 1, 1)
-        numbers = {
+        return {
             **{"BITS": self.bits, "INPUTS": self.inputs, "GROUP": self.group_size, "TOKEN_TILES": token_tiles},
             **{"ROW_TILES": how.row_tiles, "WARPS": how.warps, "DEPTH": how.depth, "SPAN": how.span},
-        }
-        flags = {
+            **{"ASYMMETRIC": self.asymmetric, "INTEGER": self.integer, "GELU": self.gelu},
             "BF16": self.dtype == torch.bfloat16,
-            "ASYMMETRIC": self.asymmetric,
-            "INTEGER": self.integer,
-            "GELU": self.gelu,
         }
-        return {name: str(number) for name, number in numbers.items()} | {name: "1" for name, on in flags.items() if on}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from optkit.kernels.cuda.matrix import Matrix, coded_rows, dequantized, multiply
 from optkit.kernels.cuda.scaled_products import is_scaled, scaled_product
 from optkit.kernels.cuda.schedule import CHUNK, MOST_TOKENS
 from optkit.kernels.cuda.wide import Lined, can_be_wide, multiply_wide
+from optkit.kernels.int8_linear import integer_product
 
 MOST_STREAMED = {torch.int32: 64, torch.float8_e4m3fn: 6, torch.int8: 16, torch.bfloat16: 16, torch.float16: 16}
 """Rows up to which `linear.cu` is faster than a dense product, by the dtype of a weight, on an H200;
@@ -25,8 +26,6 @@ WIDE = {False: range(33, 1025), True: range(17, 1025)}
 """Rows for which `wide.cu` is faster than `linear.cu` and than weights dequantized for a dense product,
 on an H200, by whether a matrix has more outputs than inputs.
 """
-FEWEST_INTEGER_ROWS = 17
-"""That torch._int_mm takes on CUDA."""
 
 
 def is_wide(matrix: Matrix, rows: int) -> bool:
@@ -106,8 +105,7 @@ def code_products(matrix: Matrix, x: Tensor | Coded, norm: Tensor | None = None,
         scaled_product(matrix, x, sums)
         return Products(matrix, sums)
     if matrix.form.integer:
-        padded = F.pad(codes, (0, 0, 0, max(0, FEWEST_INTEGER_ROWS - len(codes))))
-        return Products(matrix, torch._int_mm(padded, matrix.weight.T)[: len(codes)], scales)
+        return Products(matrix, integer_product(codes, matrix.weight), scales)
     wide = torch.bfloat16 if matrix.dtype == torch.bfloat16 else torch.float32  # float16 ends before 448^2
     one = _one(codes.device)
     sums = torch._scaled_mm(codes, matrix.weight.T, one, one, out_dtype=wide, use_fast_accum=True)

@@ -62,13 +62,8 @@ class Widths:
     def macros(self, form: Form) -> dict[str, int]:
         return {
             **{"TOKENS": self.tokens, "WARPGROUPS": self.warpgroups, "SPLIT": self.split, "STAGES": self.stages},
-            "DEPTH": self.depth(form),
-            **{
-                "GROUP": min(form.group_size, CHUNK),
-                "ASYMMETRIC": form.asymmetric,
-                "BF16": form.dtype == torch.bfloat16,
-                "GELU": form.gelu,
-            },
+            **{"DEPTH": self.depth(form), "GROUP": min(form.group_size, CHUNK)},
+            **{"ASYMMETRIC": form.asymmetric, "BF16": form.dtype == torch.bfloat16, "GELU": form.gelu},
         }
 
 
@@ -119,8 +114,8 @@ def multiply_wide(
     blocks, half = -(-rows // widths.tokens), form.tiles // 2 if gated else 0
     lined = x.memory if isinstance(x, Lined) else _line_up(form, widths.tokens, x, norm, epsilon)
     made = y.memory if isinstance(y, Lined) else y
-    lines = widths.tokens if isinstance(y, Lined) else 0
-    flags = {"RESIDUAL": int(add), "GATED": int(gated), "WIDE": int(made.dtype == torch.float32), "LINED": lines}
+    lines = isinstance(y, Lined) and widths.tokens
+    flags = {"RESIDUAL": add, "GATED": gated, "WIDE": made.dtype == torch.float32, "LINED": lines}
     weights = (matrix.weight, matrix.scales, matrix.offsets, matrix.bias)
     arguments = (*weights, lined, made, form.outputs, rows, half, form.chunks)
     grid, threads = (widths.units(form, gated) * blocks * widths.split, 1, 1), 128 * widths.warpgroups
@@ -149,7 +144,4 @@ def choose_widths(form: Form, rows: int, gated: bool, multiprocessors: int) -> W
 
 @cache
 def _kernel(name: str, widths: Widths, form: Form, device: int, **flags: int) -> Kernel:
-    macros = {**widths.macros(form), **flags}
-    return compiled(
-        "wide.cu", name, tuple(sorted((key, str(int(each))) for key, each in macros.items() if each)), device
-    )
+    return compiled("wide.cu", name, widths.macros(form) | flags, device)
