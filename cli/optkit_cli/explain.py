@@ -68,21 +68,21 @@ def pages(name: str) -> list[str]:
 
 def known_names() -> list[str]:
     """Return every name that has a page, but for parts of messages."""
-    from optkit.recipe.registry import PRESETS, eval_names, stage_names
+    from optkit.recipe.registry import PRESETS, names_of
     from optkit_cli.messages import error_classes
 
     errors = [each.__name__ for each in error_classes()]
-    return [*stage_names(), *eval_names(), *PRESETS, *_metrics(), *errors, *map(str, EXIT_STATUSES), *_words()]
+    return [*names_of("stage"), *names_of("eval"), *PRESETS, *_metrics(), *errors, *map(str, EXIT_STATUSES), *_words()]
 
 
 def _entry(name: str) -> Iterator[str]:
     from optkit.recipe.reference import entry, one_line
-    from optkit.recipe.registry import PRESETS, eval_names, stage_names
+    from optkit.recipe.registry import PRESETS, names_of
 
     if name in PRESETS:
         yield f"{name} (preset): short for `- {one_line(PRESETS[name])}`"
         name = next(iter(PRESETS[name]))
-    for role, names in (("stage", stage_names()), ("eval", eval_names())):
+    for role, names in (("stage", names_of("stage")), ("eval", names_of("eval"))):
         if name in names:
             yield f"{name} ({role})\n\n{plain(entry(role, name))}"
 
@@ -100,7 +100,7 @@ def _field(name: str) -> Iterator[str]:
 
 def _with_field(places: Sequence[str]) -> str:
     """Return an example with a field that is at these places, of the first stage or eval that has one."""
-    from optkit.recipe.entries import class_of
+    from optkit.recipe.registry import class_of
 
     written = ""
     for group, kind, *way in (place.split(".") for place in places if "." in place):
@@ -132,10 +132,10 @@ def _metric(name: str) -> Iterator[str]:
 
 def _metrics() -> dict[str, tuple[str, list[str]]]:
     """Return metric -> its unit and the evals that measure it; a broken plug-in hides no others."""
-    from optkit.recipe.registry import eval_class, eval_names
+    from optkit.recipe.registry import eval_class, names_of
 
     found: dict[str, tuple[str, list[str]]] = {}
-    for kind in eval_names():
+    for kind in names_of("eval"):
         try:
             metrics = eval_class(kind).metrics
         except OptkitError:

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import click
 
 from optkit.errors import OptkitError
 from optkit_cli.options import Command, takes
 
-if TYPE_CHECKING:
-    from optkit.measure import Eval
-    from optkit.stage import Stage
-
 
 def _stages() -> dict[str, str]:
-    from optkit.recipe.registry import PRESETS, stage_class, stage_names
+    from optkit.recipe.registry import PRESETS
 
     short = {name: f"short for `{json.dumps(preset)[1:-1].replace(chr(34), '')}`" for name, preset in PRESETS.items()}
-    return {name: _summary(stage_class, name) for name in stage_names()} | short
+    return _classes("stage") | short
 
 
-def _evals() -> dict[str, str]:
-    from optkit.recipe.registry import eval_class, eval_names
+def _classes(role: str) -> dict[str, str]:
+    """Return the summary of each class, or why it cannot be loaded: a broken plug-in hides no others."""
+    from optkit.recipe.registry import class_of, names_of, summary
 
-    return {name: _summary(eval_class, name) for name in eval_names()}
-
-
-def _summary(load: Callable[[str], type[Stage] | type[Eval]], name: str) -> str:
-    """Return a class's summary, or why it cannot be loaded: a broken plug-in hides no others."""
-    from optkit.recipe.registry import summary
-
-    try:
-        return summary(load(name))
-    except OptkitError as error:
-        return f"error: {error}"
+    found = {}
+    for name in names_of(role):
+        try:
+            found[name] = summary(class_of(role, name))
+        except OptkitError as error:
+            found[name] = f"error: {error}"
+    return found
 
 
 def _recipes() -> dict[str, str]:
@@ -56,6 +47,10 @@ def _models() -> dict[str, str]:
     from optkit.source.models import known_models
 
     return known_models()
+
+
+def _evals() -> dict[str, str]:
+    return _classes("eval")
 
 
 LISTS = {"stages": _stages, "evals": _evals, "recipes": _recipes, "datasets": _datasets, "models": _models}

@@ -10,7 +10,7 @@ from itertools import product
 from typing import Any, ClassVar, Literal, cast
 
 from optkit.common.field_types import AtLeastOne, BatchSize, Count, Duration, Length, SequenceLength, Several, Share
-from optkit.common.statistics import mean, standard_error
+from optkit.common.statistics import mean, quantile, standard_error
 from optkit.devices.gpu_watch import GpuWatch, devices_of
 from optkit.environment import device_name
 from optkit.measure import EvalContext, Metric, ProposingSession, Session, TimedEval
@@ -190,7 +190,7 @@ class Throughput(TimedEval):
             "decode_tokens_per_s": [batch * decoded / each.decode_s for each in timings],
             "time_to_first_token_s": [each.first_token_s for each in timings],
             **{
-                f"inter_token_p{percent}_s": [each.between_quantile_s(percent / 100) for each in timings]
+                f"inter_token_p{percent}_s": [quantile(each.between_tokens_s, percent / 100) for each in timings]
                 for percent in (50, 95, 99)
             },
             "decode_bytes_per_s": [step_bytes * decoded / each.decode_s for each in timings],

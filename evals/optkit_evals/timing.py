@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from optkit.common.garbage import uncollected
-from optkit.common.statistics import mean, quantile, standard_error
+from optkit.common.statistics import mean, standard_error
 from optkit.environment import describe_environment
 from optkit.errors import EvalError
 from optkit.measure import Opened, QueueingSession, Session
@@ -54,9 +54,6 @@ class Timing:
     def total_s(self) -> float:
         """From the prompt to the last token."""
         return self.first_token_s + self.decode_s
-
-    def between_quantile_s(self, fraction: float) -> float:
-        return quantile(self.between_tokens_s, fraction)
 
 
 @dataclass(frozen=True)

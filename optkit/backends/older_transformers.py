@@ -82,7 +82,7 @@ def both_spellings(config: Mapping[str, Any]) -> dict[str, Any]:
     return old
 
 
-def logits_here(source: Path, tokens: Sequence[int], dtype: str, trust_remote_code: bool = False) -> Tensor:
+def logits_here(source: Path, tokens: Sequence[int], dtype: str) -> Tensor:
     """Return the logits of a float checkpoint by this process's transformers, on the CPU.
     They are float32 [tokens, vocabulary].
     """
@@ -92,7 +92,7 @@ def logits_here(source: Path, tokens: Sequence[int], dtype: str, trust_remote_co
     options = attention_options(json.loads((source / "config.json").read_text(encoding="utf-8")), {})
     with quiet_transformers(), torch.inference_mode():
         model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code, **options
+            source, dtype=getattr(torch, dtype), local_files_only=True, **options
         )
         logits: Tensor = model.eval()(torch.tensor([list(tokens)])).logits[0].float()
     return logits

@@ -72,12 +72,12 @@ def measured_device(
     return _device(device, kept), kept.roof
 
 
-def kept_device(device: str, cache: Path | None = None) -> Device | None:
+def kept_device(device: str) -> Device | None:
     """Return the roof of a device as measured before; None if it was not, under these conditions."""
     import torch
 
     circumstances = _circumstances(device, torch.get_num_threads())
-    kept = _read(_place(cache, circumstances))
+    kept = _read(_place(None, circumstances))
     return _device(device, kept) if kept else None
 
 

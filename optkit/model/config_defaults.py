@@ -28,12 +28,17 @@ def model_folder(model_type: str) -> Path | None:
     return None
 
 
+def statements_of(file: str) -> list[ast.stmt]:
+    """Return the code of a file of transformers; nothing if it is not there."""
+    found = find_spec("transformers")
+    place = Path(found.origin).parent / file if found and found.origin else None
+    return ast.parse(place.read_text(encoding="utf-8")).body if place and place.is_file() else []
+
+
 @cache
 def keys_of(table: str, file: str) -> frozenset[str]:
     """Return the keys of a dict that a file of transformers assigns; nothing if it is not there."""
-    found = find_spec("transformers")
-    place = Path(found.origin).parent / file if found and found.origin else None
-    for statement in ast.parse(place.read_text(encoding="utf-8")).body if place and place.is_file() else ():
+    for statement in statements_of(file):
         for name, value in _assigned(statement):
             if name == table and isinstance(value, ast.Dict):
                 constants = (key.value for key in value.keys if isinstance(key, ast.Constant))

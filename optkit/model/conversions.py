@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
+
+from optkit.model.config_defaults import statements_of
 
 FILE = "conversion_mapping.py"
 ALIKE, TABLE = "_MODEL_TO_CONVERSION_PATTERN", "mapping"
@@ -58,12 +58,10 @@ def _patterns(kind: str) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
 @cache
 def _table() -> tuple[Mapping[str, list[ast.Call]], Mapping[str, str]]:
     """Return model type -> the calls that make its converters, and model type -> another one that is alike."""
-    found = find_spec("transformers")
-    place = Path(found.origin).with_name(FILE) if found and found.origin else None
-    file = ast.parse(place.read_text(encoding="utf-8")) if place and place.is_file() else ast.Module([], [])
     entries: dict[str, list[ast.Call]] = {}
     alike: dict[str, str] = {}
-    for node in (part for each in file.body for part in (each.body if isinstance(each, ast.FunctionDef) else (each,))):
+    file = statements_of(FILE)
+    for node in (part for each in file for part in (each.body if isinstance(each, ast.FunctionDef) else (each,))):
         name, value = _assigned(node)
         if isinstance(value, ast.Dict):
             pairs = [(kind, each) for key, each in zip(value.keys, value.values, strict=True) for kind in _texts(key)]

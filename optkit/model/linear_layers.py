@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -92,7 +92,9 @@ def layers_of(shape: ModelShape) -> dict[str, Layer]:
 def matrices_of(shape: ModelShape) -> dict[str, Layer]:
     """Return everything that looks like a linear layer: matrices that no name calls an embedding."""
     transposed = shape.config.get("model_type") in CONV1D_MODELS
-    routers, reads, tower_reads = routers_of(shape), reads_of(shape.config), _tower_reads(shape.config)
+    routers, reads = routers_of(shape), reads_of(shape.config)
+    towers: Mapping[str, Any] = next((shape.config[key] for key in TOWERS if shape.config.get(key)), {})
+    tower_reads = reads_of({"model_type": shape.config.get("model_type"), **towers})
     apart = {Read.REPLACED} if any(".experts.0." in name for name in shape.tensors) else frozenset[Read]()
     layers = {}
     for tensor, info in shape.tensors.items():
@@ -104,11 +106,6 @@ def matrices_of(shape: ModelShape) -> dict[str, Layer]:
             read = (tower_reads if tower else reads)(name) - apart
             layers[name] = Layer(name, outputs, inputs, transposed, name in routers, read, tower)
     return layers
-
-
-def _tower_reads(config: Mapping[str, Any]) -> Callable[[str], frozenset[Read]]:
-    tower: Mapping[str, Any] = next((config[key] for key in TOWERS if config.get(key)), {})
-    return reads_of({"model_type": config.get("model_type"), **tower})
 
 
 def select(

@@ -7,19 +7,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from optkit.recipe.registry import PRESETS, eval_class, eval_names, stage_class, stage_names
-
-
-def class_of(role: str, kind: str) -> Any:
-    """Return the class of a `stage` or an `eval`.
-    Raises OptkitError for an unknown kind or a broken plug-in.
-    """
-    return stage_class(kind) if role == "stage" else eval_class(kind)
-
-
-def names_of(role: str) -> list[str]:
-    """Return the kinds of `stage` or `eval`."""
-    return stage_names() if role == "stage" else eval_names()
+from optkit.recipe.registry import PRESETS, class_of, names_of
 
 
 def spell_out(role: str, item: Any) -> Any:

@@ -17,16 +17,17 @@ STANDARD_INPUT = "-"
 
 def shipped_recipes() -> dict[str, Path]:
     """Return name -> file of the recipes that come with optkit."""
-    package = Path(__file__).parents[1]
-    folder = package / "_recipes" if (package / "_recipes").is_dir() else package.parent / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(_shipped("recipes").glob("*.yaml"))}
 
 
 def glossary() -> str:
     """Return the text of the glossary (Markdown)."""
+    return (_shipped("docs") / "glossary.md").read_text(encoding="utf-8")
+
+
+def _shipped(name: str) -> Path:
     package = Path(__file__).parents[1]
-    folder = package / "_docs" if (package / "_docs").is_dir() else package.parent / "docs"
-    return (folder / "glossary.md").read_text(encoding="utf-8")
+    return package / f"_{name}" if (package / f"_{name}").is_dir() else package.parent / name
 
 
 def find_recipe(source: Path | str) -> Path:

@@ -17,10 +17,10 @@ from optkit.measure import Eval
 from optkit.model.packed_names import METHODS_WITH_CODES
 from optkit.progress import Progress
 from optkit.recipe import checks
-from optkit.recipe.entries import class_of
 from optkit.recipe.files import find_recipe, is_stream, read_text
 from optkit.recipe.gates import parse_gate
 from optkit.recipe.overrides import override
+from optkit.recipe.registry import class_of
 from optkit.recipe.yaml_places import PlacedData, read_yaml_leniently
 from optkit.source.models import ModelSource, quant_method
 from optkit.source.places import pin_and_remember, remember_text

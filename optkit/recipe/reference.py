@@ -17,10 +17,9 @@ from pydantic_core import PydanticUndefined
 
 from optkit.common.meanings import described
 from optkit.measure import Eval
-from optkit.recipe.entries import class_of
 from optkit.recipe.files import shipped_recipes
 from optkit.recipe.recipe import Recipe
-from optkit.recipe.registry import EVALS, PRESETS, STAGES
+from optkit.recipe.registry import EVALS, PRESETS, STAGES, class_of
 from optkit.recipe.yaml_places import read_yaml
 from optkit.source.models import known_models
 from optkit.source.texts import known_texts

@@ -97,14 +97,9 @@ class UnknownKindError(OptkitError):
     exit_status = 2
 
 
-def stage_names() -> list[str]:
-    """Return the kinds of stages, sorted; imports none of them."""
-    return sorted(origins("stage"))
-
-
-def eval_names() -> list[str]:
-    """Return the kinds of evals, sorted; imports none of them."""
-    return sorted(origins("eval"))
+def names_of(role: str) -> list[str]:
+    """Return the kinds of `stage` or `eval`, sorted; imports none of them."""
+    return sorted(origins(role))
 
 
 def stage_class(kind: str) -> type[Stage]:
@@ -119,6 +114,11 @@ def eval_class(kind: str) -> type[Eval]:
     broken.
     """
     return _load("eval", kind, (Eval,))
+
+
+def class_of(role: str, kind: str) -> Any:
+    """Return the class of a `stage` or an `eval`; raises as these do."""
+    return stage_class(kind) if role == "stage" else eval_class(kind)
 
 
 def summary(described: type[Stage] | type[Eval]) -> str:

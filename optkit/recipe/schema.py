@@ -7,9 +7,8 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from optkit.common.meanings import DescribedSchema, described
-from optkit.recipe.entries import class_of, names_of
 from optkit.recipe.recipe import MATRIX, Heading, Recipe
-from optkit.recipe.registry import PRESETS, summary
+from optkit.recipe.registry import PRESETS, class_of, names_of, summary
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -3,5 +3,3 @@ Evals measure it, and users of the library call it.
 """
 
 from optkit.session.opening import open_session
-
-__all__ = ["open_session"]

@@ -15,11 +15,6 @@ from optkit.session.generating import GeneratingSession
 from optkit.stage import Opening
 
 
-def open_gguf(opening: Opening) -> GgufSession:
-    """Open a GGUF directory; see `optkit.session.open_session`."""
-    return GgufSession(opening)
-
-
 class GgufSession(GeneratingSession):
     """An opened GGUF directory; implements `optkit.measure.Session`."""
 

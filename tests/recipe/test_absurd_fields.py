@@ -10,8 +10,8 @@ import pytest
 from pydantic import BaseModel
 
 from optkit.errors import RecipeError
-from optkit.recipe.entries import class_of, names_of
 from optkit.recipe.recipe import load_recipe
+from optkit.recipe.registry import class_of, names_of
 
 NEEDED: dict[str, dict[str, Any]] = {
     "attention": {"implementation": "sdpa"},

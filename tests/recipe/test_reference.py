@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from optkit.recipe.entries import class_of
 from optkit.recipe.matrix_reading import load_matrix
 from optkit.recipe.recipe import load_recipe
 from optkit.recipe.reference import FAMILIES, entry, recipe_pages
-from optkit.recipe.registry import EVALS, PRESETS, STAGES
+from optkit.recipe.registry import EVALS, PRESETS, STAGES, class_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = recipe_pages()

@@ -8,7 +8,7 @@ import pytest
 from optkit.common import plug_ins
 from optkit.errors import OptkitError
 from optkit.measure import Eval
-from optkit.recipe.registry import EVALS, PRESETS, STAGES, eval_class, eval_names, stage_class, stage_names, summary
+from optkit.recipe.registry import EVALS, PRESETS, STAGES, eval_class, names_of, stage_class, summary
 from optkit.stage import Setting, Stage, Transform
 from optkit.stages.smoothquant import SmoothQuant
 from tests.support.fresh_python import imported_by
@@ -56,7 +56,7 @@ def plug_in(
 
 
 def test_listing_imports_nothing() -> None:
-    loaded = imported_by("from optkit.recipe.registry import *; stage_names(), eval_names()")
+    loaded = imported_by("from optkit.recipe.registry import *; names_of('stage'), names_of('eval')")
     assert "optkit.recipe.registry" in loaded
     assert (
         not {
@@ -70,8 +70,8 @@ def test_listing_imports_nothing() -> None:
 
 
 def test_names_are_sorted() -> None:
-    assert stage_names() == sorted(STAGES)
-    assert eval_names() == sorted(EVALS)
+    assert names_of("stage") == sorted(STAGES)
+    assert names_of("eval") == sorted(EVALS)
 
 
 @pytest.mark.parametrize("kind", sorted(STAGES))
@@ -99,14 +99,14 @@ def test_every_preset_is_a_stage(preset: str) -> None:
 def test_an_unknown_name_gets_the_nearest_one() -> None:
     with pytest.raises(OptkitError, match="there is no stage 'gtpq'. Did you mean 'gptq'?"):
         stage_class("gtpq")
-    with pytest.raises(OptkitError, match=f"there is no eval 'xyz'. Known: {', '.join(eval_names())}."):
+    with pytest.raises(OptkitError, match=f"there is no eval 'xyz'. Known: {', '.join(sorted(EVALS))}."):
         eval_class("xyz")
 
 
 def test_a_plug_in_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch, ("smooth", f"{__name__}:Smooth"))
-    assert "smooth" in stage_names()
-    assert "smooth" not in eval_names()
+    assert "smooth" in names_of("stage")
+    assert "smooth" not in names_of("eval")
     assert stage_class("smooth") is Smooth
     assert summary(Smooth) == "Smooths things."
 
@@ -131,7 +131,7 @@ def test_a_plug_in_cannot_have_two_names(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_name_taken_twice_is_refused_with_both_origins(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch, ("gptq", "elsewhere:Gptq"))
     with pytest.raises(OptkitError) as caught:
-        stage_names()
+        names_of("stage")
     assert str(caught.value) == (
         "the stage 'gptq' is there twice: optkit.stages.gptq:Gptq of optkit and elsewhere:Gptq of plugged-in."
         " A recipe could mean either. Uninstall one of them: pip uninstall plugged-in."
@@ -141,12 +141,12 @@ def test_a_name_taken_twice_is_refused_with_both_origins(monkeypatch: pytest.Mon
 def test_a_preset_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch, ("sdpa", "elsewhere:Sdpa"))
     with pytest.raises(OptkitError, match="the stage 'sdpa' of plugged-in has the name of a preset. Rename it there."):
-        stage_names()
+        names_of("stage")
 
 
 def test_a_plug_in_that_cannot_be_imported_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch, ("smooth", "no_such_module:Smooth"), ("rough", f"{__name__}:Rough"))
-    assert "smooth" in stage_names()
+    assert "smooth" in names_of("stage")
     with pytest.raises(OptkitError) as caught:
         stage_class("smooth")
     assert str(caught.value) == (

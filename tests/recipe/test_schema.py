@@ -4,7 +4,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from optkit.recipe.recipe import MATRIX, Recipe
-from optkit.recipe.registry import PRESETS, eval_class, eval_names, stage_class, stage_names
+from optkit.recipe.registry import PRESETS, eval_class, names_of, stage_class
 from optkit.recipe.schema import recipe_schema
 
 
@@ -26,15 +26,15 @@ def test_it_is_a_schema(schema: dict[str, Any]) -> None:
 def test_it_has_every_key_kind_and_preset_with_a_description(schema: dict[str, Any]) -> None:
     assert list(schema["properties"]) == [*Recipe.model_fields, MATRIX]
     bare, stages = entries(schema, "stages")
-    assert list(stages) == stage_names()
-    assert set(PRESETS) <= set(bare) <= set(PRESETS) | set(stage_names())
-    assert list(entries(schema, "evals")[1]) == eval_names()
+    assert list(stages) == names_of("stage")
+    assert set(PRESETS) <= set(bare) <= set(PRESETS) | set(names_of("stage"))
+    assert list(entries(schema, "evals")[1]) == names_of("eval")
     assert all(each["description"] for group in ("stages", "evals") for each in entries(schema, group)[1].values())
     assert all(each["description"] for each in schema["properties"].values())
 
 
 def test_every_field_has_a_description(schema: dict[str, Any]) -> None:
-    classes = [*map(stage_class, stage_names()), *map(eval_class, eval_names())]
+    classes = [*map(stage_class, names_of("stage")), *map(eval_class, names_of("eval"))]
     for model in classes:
         described = schema["$defs"][model.__name__]["properties"] if model.model_fields else {}
         assert set(described) == set(model.model_fields)

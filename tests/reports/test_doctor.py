@@ -42,7 +42,8 @@ def test_the_machine_is_described(here: Diagnosis) -> None:
 
 def test_every_stage_eval_and_engine_is_judged(here: Diagnosis) -> None:
     named = {role: [part.name for part in here.parts if part.role == role] for role in ("stage", "eval", "engine")}
-    assert named == {"stage": registry.stage_names(), "eval": registry.eval_names(), "engine": list(OPTIONAL_LIBRARIES)}
+    listed = {role: registry.names_of(role) for role in ("stage", "eval")}
+    assert named == listed | {"engine": list(OPTIONAL_LIBRARIES)}
     assert all(part.works or part.remedy.startswith("pip install ") for part in here.parts if part.role == "engine")
 
 

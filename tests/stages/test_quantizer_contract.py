@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from optkit.common.frozen import digest
-from optkit.recipe.entries import class_of, names_of
+from optkit.recipe.registry import class_of, names_of
 from optkit.settings.kv_cache import KvCache
 from optkit.stage import Stage
 from optkit.stages.awq import Awq

@@ -23,7 +23,7 @@ from ruamel.yaml import YAML
 from optkit import pipeline
 from optkit.recipe.matrix_reading import load_matrix
 from optkit.recipe.recipe import load_recipe
-from optkit.recipe.registry import eval_names
+from optkit.recipe.registry import names_of
 from tests.support.changes import change_json
 from tests.support.pages import (
     PAGES,
@@ -223,7 +223,7 @@ def _valid(block: Block, data: Any) -> None:
     """Check a recipe, or a part of one: what is left out is filled in."""
     if isinstance(data, list):
         names = {next(iter(entry)) if isinstance(entry, dict) else entry for entry in data}
-        data = {"evals" if names <= {*eval_names()} else "stages": data}
+        data = {"evals" if names <= {*names_of("eval")} else "stages": data}
     data = {"model": "smollm2-135m", **data}
     if ("gates" in data and "evals" not in data) or {*data} == {"model", "matrix"}:
         return  # limits and axes of a recipe that is not here

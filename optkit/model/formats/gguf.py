@@ -26,7 +26,7 @@ class GgufModel(Format):
     made_by: ClassVar[str] = "gguf"
     computes_in: ClassVar[str | None] = "float32"
     libraries: ClassVar[Mapping[str, tuple[str, ...]]] = {"llama.cpp": ("llama-cpp-python",)}
-    session: ClassVar[str] = "optkit.session.gguf_session:open_gguf"
+    session: ClassVar[str] = "optkit.session.gguf_session:GgufSession"
     verification: ClassVar[str] = "optkit.verification.model_files:GgufFiles"
 
     def detects(self, names: Collection[str]) -> bool:

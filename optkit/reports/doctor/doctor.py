@@ -6,7 +6,7 @@ import os
 import platform
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,10 +26,9 @@ from optkit.environment import (
     unmet,
 )
 from optkit.errors import OptkitError
-from optkit.measure import Eval
 from optkit.onnx.builds import GENAI_BUILDS, RUNTIME_BUILDS, UNUSABLE, installed, providers
 from optkit.onnx.builds import problems as problems_of_builds
-from optkit.recipe.registry import eval_class, eval_names, stage_class, stage_names
+from optkit.recipe.registry import class_of, names_of
 from optkit.reports.doctor.gpu_links import LinkRate
 from optkit.reports.doctor.shapes import ShapeProblem
 from optkit.reports.doctor.usable_kernels import Part, Role, kernel_parts
@@ -144,8 +143,8 @@ def diagnose(store: Path | None = None) -> Diagnosis:
         hub_offline=bool(hub.HF_HUB_OFFLINE),
         data=Path(data) if data else None,
         parts=(
-            *(_part("stage", name, stage_class) for name in stage_names()),
-            *(_part("eval", name, eval_class) for name in eval_names()),
+            *(_part("stage", name) for name in names_of("stage")),
+            *(_part("eval", name) for name in names_of("eval")),
             *(_engine(name) for name in OPTIONAL_LIBRARIES),
             *_backends(),
             *_kernels(),
@@ -166,9 +165,9 @@ def _devices() -> tuple[tuple[DeviceMemory, ...], str | None, tuple[str, ...]]:
     return (cpu, *gpus), torch.version.cuda, ()
 
 
-def _part(role: Role, name: str, load: Callable[[str], type[Stage] | type[Eval]]) -> Part:
+def _part(role: Role, name: str) -> Part:
     try:
-        loaded = load(name)
+        loaded = class_of(role, name)
         missing, lacking = unmet(loaded.requires), loaded.lacking() if issubclass(loaded, Stage) else None
     except OptkitError as error:
         return Part(role, name, False, str(error))

@@ -2,5 +2,3 @@
 
 from optkit.reports.profiling.profile_report import KINDS, Line, Phase, ProfileReport
 from optkit.reports.profiling.run import profile_model
-
-__all__ = ["KINDS", "Line", "Phase", "ProfileReport", "profile_model"]

@@ -1,5 +1,3 @@
 """An artifact made again from its own record: the same bytes, or what differs and since which step."""
 
 from optkit.reports.reproduction.reproduce import Reproduction, reproduce
-
-__all__ = ["Reproduction", "reproduce"]

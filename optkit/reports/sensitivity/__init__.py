@@ -3,5 +3,3 @@
 from optkit.reports.sensitivity.measured import measure_model
 from optkit.reports.sensitivity.page import to_markdown, to_svg
 from optkit.reports.sensitivity.report import LayerRow, SensitivityReport, parse_choices
-
-__all__ = ["LayerRow", "SensitivityReport", "measure_model", "parse_choices", "to_markdown", "to_svg"]
