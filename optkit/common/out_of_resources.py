@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from optkit.errors import ResourceError
+from optkit.errors import ResourceError, opening_of
 
 NO_MEMORY = (
     "can't allocate memory",
@@ -89,8 +89,7 @@ def memory_errors(what: str | Callable[[BaseException], str], where: str, remedy
         if not is_out_of_memory(error):
             raise
         said = what(error) if callable(what) else f"out of memory {what}"
-        first = next(iter(str(error).strip().splitlines()), "")
-        raise ResourceError(said, where=where, why=first, remedy=remedy) from error
+        raise ResourceError(said, where=where, why=opening_of(error), remedy=remedy) from error
 
 
 def out_of_memory(where: str, device: str, remedy: str) -> AbstractContextManager[None]:

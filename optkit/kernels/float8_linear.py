@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optkit.algorithms.eight_bit import FLOAT8, dequantize, float8_values, round_inputs
+from optkit.errors import first_line
 from optkit.kernels.eight_bit_linear import EightBitLinear
 from optkit.kernels.linear_layer import hold_
 
@@ -106,7 +107,7 @@ def _why_unavailable(device: str) -> str | None:
         try:
             found = _product(codes, weight, dtype).double()
         except RuntimeError as error:
-            return f"torch._scaled_mm fails: {next(iter(str(error).splitlines()), '')}"
+            return f"torch._scaled_mm fails: {first_line(error)}"
         if float((found - expected).norm() / expected.norm()) > tolerance:
             return f"torch {torch.__version__}'s _scaled_mm does not compute here what it is documented to"
     return None

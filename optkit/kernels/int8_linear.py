@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms.eight_bit import INT8
+from optkit.errors import first_line
 from optkit.kernels.eight_bit_linear import EightBitLinear
 
 CUDA_ROWS = 17
@@ -70,7 +71,7 @@ def _why_unavailable(device: str) -> str | None:
     try:
         found = integer_product(codes.to(chosen), weight.to(chosen)).cpu()
     except RuntimeError as error:
-        return f"torch._int_mm fails: {next(iter(str(error).splitlines()), '')}"
+        return f"torch._int_mm fails: {first_line(error)}"
     return (
         None
         if torch.equal(found, expected)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from optkit.errors import SourceError
+from optkit.errors import SourceError, first_line
 from optkit.model.text_config import text_config
 
 FLOAT32_ALONE = frozenset({"deberta", "deepseek_v4", "xlnet", "xlstm"})
@@ -27,7 +27,7 @@ def one_dtype(where: str) -> Iterator[None]:
     except RuntimeError as error:
         if not any(part in str(error) for part in SAID):
             raise
-        raise _mixed(where, f"the model's code in transformers mixes dtypes: {str(error).splitlines()[0]}") from error
+        raise _mixed(where, f"the model's code in transformers mixes dtypes: {first_line(error)}") from error
 
 
 def computes_in_float32_alone(config: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from optkit.common.out_of_resources import NO_ROOM
-from optkit.errors import OptkitError, StageError
+from optkit.errors import OptkitError, StageError, first_line
 from optkit.model.onnx_file import MODEL, all_graphs
 from optkit.model.writer import disk_space_for
 from optkit.onnx.exporters import OPSET
@@ -68,7 +68,7 @@ def trace(
 
 def _untraceable(module: nn.Module, error: Exception) -> StageError:
     cause = _innermost(error)
-    said = next((line.strip() for line in str(cause).splitlines() if line.strip()), type(cause).__name__).rstrip(".")
+    said = first_line(cause).rstrip(".")
     line, model = _line_of(cause), type(getattr(module, PREFIX)).__name__
     if isinstance(error, torch.onnx.OnnxExporterError) and "step 1/3" not in str(error):
         return StageError(

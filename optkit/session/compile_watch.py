@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import compilation_time_metrics, counters
 
-from optkit.errors import StageError
+from optkit.errors import StageError, first_line
 
 BREAKS = "torch._dynamo.symbolic_convert.__graph_breaks"
 """The log of torch that `TORCH_LOGS=graph_breaks` shows."""
@@ -86,7 +86,7 @@ class CompileWatch:
             raise StageError(
                 f"the decode step is not one graph: it breaks at {place}",
                 where="compile",
-                why=str(error).strip().splitlines()[0],
+                why=first_line(error),
                 remedy="Set fullgraph: false",
             ) from error
 

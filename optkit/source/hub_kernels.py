@@ -14,7 +14,7 @@ from typing import Self
 from optkit.common.files import sha256_of
 from optkit.common.frozen import digest
 from optkit.environment import unmet
-from optkit.errors import MissingPackageError, SourceError, StageError
+from optkit.errors import MissingPackageError, SourceError, StageError, first_line
 from optkit.model.attention_choice import PHRASES
 from optkit.source.hub import COMMIT, HubRepo
 
@@ -114,7 +114,7 @@ class AttentionKernel:
             raise StageError(
                 f"the kernel {self} cannot be loaded",
                 where="attention",
-                why=next(iter(str(error).strip().splitlines()), type(error).__name__),
+                why=first_line(error),
                 remedy="Use sdpa, or a kernel that was built for this torch and this device",
             ) from error
 

@@ -57,6 +57,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "granite": ({"residual_multiplier": 0.3}, "its logits are not the model's own (cosine 0."),
     "starcoder2": ({}, "its logits are not the model's own (cosine "),
     "deepseek_v3": ({}, "DeepseekV3Attention has kv_a_layernorm, kv_a_proj_with_mqa, kv_b_proj, "),
+    "olmo": ({}, "its logits are not the model's own (cosine 0."),
     "apertus": ({}, "ApertusDecoderLayer is not attention and an MLP, with norms before and behind them"),
     "llama": ({"head_dim": 24}, "24 channels a head are no multiple of 16 up to 256"),
     "mistral": (

@@ -14,6 +14,7 @@ from optkit.common.garbage import uncollected
 from optkit.errors import MissingPackageError, RecipeError, StageError
 from optkit.kernels.cuda.decoding import GraphDecoder
 from optkit.kernels.cuda.model_steps import ModelSteps
+from optkit.kernels.cuda.step_layers import norm_of
 from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
@@ -60,6 +61,15 @@ def test_a_closed_session_keeps_no_weights(tiny_model: Callable[[str], Path], mo
         weight = weakref.ref(session.model.model.layers[0].mlp.down_proj.weight)
         session.close()
         assert weight() is None
+
+
+def test_a_norm_without_weights_has_those_of_the_model() -> None:
+    like = torch.empty(16, dtype=torch.bfloat16)
+    found = norm_of(torch.nn.RMSNorm(16, eps=1e-6, elementwise_affine=False), like, 1e-6)
+    assert found is not None
+    assert found.dtype == like.dtype
+    assert found.equal(torch.ones_like(like))
+    assert norm_of(torch.nn.LayerNorm(16, elementwise_affine=False), like, 1e-6) is None
 
 
 OTHERS: list[Setting] = [

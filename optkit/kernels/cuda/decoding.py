@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.errors import OptkitError, StageError
+from optkit.errors import OptkitError, StageError, first_line
 from optkit.kernels.cuda.exchange import Exchange
 from optkit.kernels.cuda.graph_capture import captured
 from optkit.kernels.cuda.layer_matrices import matrix_of
@@ -83,7 +83,7 @@ class GraphDecoder:
         try:
             reason = why_not(model) or why_not_split(model) or self._why_not_read()
         except Exception as error:  # what an unknown model lacks may show anywhere, and compile is left
-            reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            reason = first_line(error)
         if reason:
             what = f"the decode step of {type(model).__name__} cannot be one graph"
             raise StageError(what, where="cuda_graphs", why=reason, remedy=REMEDY)
@@ -100,7 +100,7 @@ class GraphDecoder:
         self.size, self.scaling = int(attention.head_dim), float(attention.scaling)
         self.heads, self.kv_heads = int(config.num_attention_heads) // ranks, kv_heads_of(config) // ranks
         self.layers, self.head = read_layers(model), matrix_of(model.lm_head)
-        self.norm = norm_of(base.norm, self.embedding.shape[1], self.epsilon)
+        self.norm = norm_of(base.norm, self.embedding[0], self.epsilon)
         self.embedding_scale, self._expected, self._alike = self._one_pass()
         with self.steps(2, TRIED):
             pass
@@ -243,16 +243,12 @@ class Steps:
         return chosen
 
     def _prompt_by_model(self, tokens: Tensor) -> Tensor:
-        from transformers import DynamicCache
-
-        model, length = self.decoder.model, tokens.shape[1]
-        cache = DynamicCache(config=model.config)
-        logits = model.forward(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        for index, layer in enumerate(cache.layers):
+        steps, length = ModelSteps(self.decoder.model), tokens.shape[1]
+        chosen = steps.prompt(tokens)
+        for index, layer in enumerate(steps.cache.layers):
             kept = layer.keys.shape[2]  # the newest, if a window does not need the others
             self.cache[index, 0, :, :, length - kept : length] = layer.keys
             self.cache[index, 1, :, :, length - kept : length] = layer.values
-        chosen: Tensor = logits[:, -1].argmax(-1)
         return chosen
 
     def next(self) -> Tensor:

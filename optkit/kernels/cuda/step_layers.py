@@ -137,23 +137,23 @@ def _why_not_long(model: Any) -> str | None:
     return None
 
 
-def norm_of(module: Any, size: int, epsilon: float) -> Tensor | None:
-    """Return what an RMS norm multiplies its inputs by, [size]: what it makes of ones.
+def norm_of(module: Any, like: Tensor, epsilon: float) -> Tensor | None:
+    """Return what an RMS norm multiplies such inputs by, [channels]: what it makes of ones.
     None if it is none.
     """
-    like = next(module.parameters(), torch.zeros(()))
-    weight: Tensor = module(torch.ones(1, size, dtype=like.dtype, device=like.device))[0].detach()
-    tried = torch.linspace(-1, 2, size, dtype=like.dtype, device=like.device)[None]
-    close = torch.allclose(module(tried).float(), F.rms_norm(tried, (size,), weight, epsilon).float(), 2e-2, 2e-2)
+    weight: Tensor = module(torch.ones_like(like)[None])[0].detach()
+    tried = torch.linspace(-1, 2, len(like), dtype=like.dtype, device=like.device)[None]
+    close = torch.allclose(module(tried).float(), F.rms_norm(tried, like.shape, weight, epsilon).float(), 2e-2, 2e-2)
     return weight.contiguous() if close else None
 
 
 def _layer(block: Any, model: Any, window: int) -> Layer:
-    attention, mlp, norms = block.self_attn, mlp_of(block), _norms(block)
-    hidden, epsilon = model.model.embed_tokens.weight.shape[1], epsilon_of(model)
+    attention, mlp, norms, epsilon = block.self_attn, mlp_of(block), _norms(block), epsilon_of(model)
+    hidden = torch.empty(model.model.embed_tokens.weight.shape[1], dtype=model.dtype, device=model.device)
     found = {name: module if module is None else norm_of(module, hidden, epsilon) for name, module in norms.items()}
     query_norm, key_norm = (
-        None if each is None else norm_of(each, width_of(each, attention), epsilon) for each in head_norms(attention)
+        None if each is None else norm_of(each, hidden.new_empty(width_of(each, attention)), epsilon)
+        for each in head_norms(attention)
     )
     gelu = is_gelu(mlp)
     return Layer(
