@@ -56,7 +56,7 @@ STAGE_ROWS, MOST_STAGES, STATIC_BYTES = 4 * 2 * 16, 4, 14 << 10
 CLUSTERED_STAGES = 3
 """Of blocks that are a cluster, so that shared memory has room for the weight of the kernel behind them."""
 CAPACITY_STEP = 128
-TRIED, ALIKE, LEAST_ALIKE = 25, 0.95, 0.6
+TRIED, ALIKE, LEAST_ALIKE = 25, 0.99, 0.6
 """Tokens of two texts of which the graph's logits are compared with the model's own, and their cosine
 at least, of one of them: rounding alone can send a token to another expert. Where it moves the
 model's own logits too, as in 8 bits, less will do.
@@ -142,7 +142,8 @@ class GraphDecoder:
         steps.prompt(tokens[:, :-1])
         steps.tokens[TRIED - 1] = tokens[:, -1]
         steps.launch()
-        found = F.cosine_similarity(self.all_logits(steps.logits), self._expected[which], dim=-1)
+        logits, cap = self.all_logits(steps.logits), getattr(self.model.config, "final_logit_softcapping", None)
+        found = F.cosine_similarity(cap * torch.tanh(logits / cap) if cap else logits, self._expected[which], dim=-1)
         alike = max(float(found[text::2].min()) for text in range(min(2, steps.batch)))
         return None if alike >= self._alike else f"its logits are not the model's own (cosine {alike:.3f})"
 
