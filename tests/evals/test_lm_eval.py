@@ -227,12 +227,10 @@ def test_a_session_without_a_tokenizer_is_refused(tasks):
         measured(LmEval(tasks=[tasks["colours"]]), BigramSession())
 
 
-def test_tasks_of_the_data_directory_are_the_harness_numbers(shared_data, smol):
+def test_tasks_of_the_data_directory_are_the_harness_numbers(shared_data, session, tiny_model):
     names = ["arc_easy", "arc_challenge", "piqa", "lambada_openai"]
-    opened = open_session(smol, [], device="cpu")
-    found = measured(LmEval(tasks=names, limit=2), opened, shared_data)
-    opened.close()
-    theirs = by_harness(smol, names, 1, Asking(limit=2), shared_data)
+    found = measured(LmEval(tasks=names, limit=2), session, shared_data)
+    theirs = by_harness(tiny_model("llama"), names, 1, Asking(limit=2), shared_data)
     for metric in found.metrics:
         name = metric.name.removeprefix("task_")
         assert metric.value == theirs["results"][metric.labels["task"]][f"{name},none"]

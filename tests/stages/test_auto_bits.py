@@ -22,6 +22,7 @@ from optkit.model.skeleton import Skeleton
 from optkit.progress import SilentProgress
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
+from optkit.stages import gptq
 from optkit.stages.auto_bits import AutoBits
 from optkit.stages.quantizing import hessians
 from optkit.stages.rtn import Rtn
@@ -90,7 +91,10 @@ def test_the_whole_model_fits_the_bytes_and_joined_layers_have_one_form(
     assert report.details["not_offered"] == {}
 
 
-def test_the_chosen_forms_learn(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+def test_the_chosen_forms_learn(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gptq, "STEPS", {"learning_steps": 16, "scale_steps": 16, "copies": 1})
     fields = {"average_bits": 5.0, "choices": (SMALL, LARGE), "calibration": text, "held_out_samples": 0}
     report = quantize(tiny_model("llama"), tmp_path / "out", effort="best", **fields)
     assert set(report.details["counts"]) == {SMALL.form.label, LARGE.form.label}

@@ -69,7 +69,13 @@ def divergence_from(teacher: Path, student: Path) -> float:
 
 
 class TestLearning:
-    @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "gemma3", "mixtral", "gpt_oss", "mamba2"])
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            *("llama", "gemma3", "mixtral", "mamba2"),
+            *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "gpt2", "gpt_oss")),
+        ],
+    )
     def test_the_student_comes_nearer_to_the_teacher(self, tiny_model, tmp_path, kind):
         student = noisy(tiny_model(kind), tmp_path / "student")
         target, details = distill(student, tiny_model(kind), tmp_path)

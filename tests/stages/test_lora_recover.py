@@ -252,6 +252,7 @@ def test_four_bit_floats_have_gradients(tiny_model: TinyModel, tmp_path: Path, f
     assert read_adapter(tmp_path / "done").tensors.popitem()[1].dtype == "BF16"  # type: ignore[union-attr]
 
 
+@pytest.mark.usefixtures("children_here")
 def test_the_artifact_has_its_adapter_everywhere(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
     told = json.dumps(fields)
     path = recipe(tmp_path, tiny_model("llama"), "rtn: {bits: 3, group_size: 32}", f"lora_recover: {told}")

@@ -63,14 +63,13 @@ STAGES = {
     "wanda": Prune(sparsity=0.5, method="wanda", batch_size=2),
     "auto_bits": AutoBits(average_bits=4.5, sensitivity_samples=4, held_out_samples=4),
 }
-SLOW = ("awq", "awq_scale", "smoothquant", "smoothquant_nearest", "smoothquant_fixed", "fp8_nearest", "fp8_dynamic")
-SLOW += ("sparsegpt", "auto_bits")
+SLOW = ("awq", "awq_scale", "smoothquant", "smoothquant_nearest", "smoothquant_fixed", "fp8", "fp8_nearest")
+SLOW += ("fp8_dynamic", "sparsegpt", "auto_bits")
 
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [
-        ("llama", "fp8"),
         ("llama", "gptq"),
         ("mixtral", "rtn"),
         ("mixtral", "wanda"),
