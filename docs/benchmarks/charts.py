@@ -73,7 +73,7 @@ def figures() -> dict[str, Figure]:
         "damage": (_damage(compress, card), _made(compress, "optkit")),
         "speed": (replace(speed(card)[1], title="Where the speed comes from"), f"SmolLM2-135M. {machine}"),
         "bits": (_accuracy_by_bits(results["methods"]), _made(results["methods"], "optkit")),
-        "batch": (_decode_by_batch(decode), decoded),
+        "batch": (_decode_by_batch(decode), f"{decoded[:-1]}, FP8 {decode.sources['fp8'].date}."),
         "roofline": (_roofline(decode, roof), f"The roof: {_made(roof, 'optkit')} The points: {decoded}"),
     }
     place = Path("artifacts", "sweep_int4", CARD.stem)
