@@ -12,6 +12,7 @@ from optkit.common.files import check_kinds, open_file
 from optkit.common.grouping import some
 from optkit.errors import SourceError
 from optkit.model import main_memory
+from optkit.model.adapter import CONFIG as ADAPTER_CONFIG
 from optkit.model.companions import require_inside
 from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
@@ -61,6 +62,13 @@ class Checkpoint:
                 where=str(directory),
                 why="What was asked for works on a checkpoint of safetensors",
                 remedy=f"Name {found.origin}",
+            )
+        if (self.directory / ADAPTER_CONFIG).is_file():
+            raise SourceError(
+                f"an adapter lies in it ({ADAPTER_CONFIG})",
+                where=str(directory),
+                why="transformers adds it to the model, and other programs do not",
+                remedy="Merge it into the float weights by peft's merge_and_unload, or name a directory without it",
             )
         if not (self.directory / "config.json").is_file():
             why, remedy = "A model directory needs one", "Download the model whole, or name its directory"

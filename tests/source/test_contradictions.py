@@ -25,6 +25,10 @@ def a_file_that_transformers_alone_reads(model: Path) -> None:
     change_json(model / "config.json", transformers_weights="other.safetensors")
 
 
+def an_adapter_beside(model: Path) -> None:
+    (model / "adapter_config.json").write_text("{}")
+
+
 def another_head(model: Path) -> None:
     with changing(model) as tensors:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
@@ -47,6 +51,11 @@ def another_head_and_a_silent_config(model: Path) -> None:
             a_file_that_transformers_alone_reads,
             '/config.json: `transformers_weights` names "other.safetensors". transformers reads that file, and other '
             "programs model.safetensors. Name the file model.safetensors, and take the key out.",
+        ),
+        (
+            an_adapter_beside,
+            ": an adapter lies in it (adapter_config.json). transformers adds it to the model, and other programs do "
+            "not. Merge it into the float weights by peft's merge_and_unload, or name a directory without it.",
         ),
         (
             another_head,
