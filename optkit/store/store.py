@@ -23,6 +23,7 @@ never stored.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -43,6 +44,8 @@ from optkit.store.files import describe_file, is_unchanged, list_files, make_rea
 from optkit.store.records import is_measured, is_record
 
 RECORD = "record.json"
+READ_ONLY = errno.EACCES, errno.EPERM, errno.EROFS
+"""What a store says to those who can only read it, one that is mounted so too."""
 
 
 @dataclass
@@ -178,10 +181,13 @@ class Store:
         A store that this user can only read is used without: only its owner could prune it.
         """
         with contextlib.ExitStack() as held:
-            with contextlib.suppress(PermissionError), self._explaining("the lock", but=(PermissionError,)):
+            try:
                 for key in sorted(set(keys)):
                     file = held.enter_context((self._directory("locks") / f"{key}.use").open("a"))
                     take_lock(file, fcntl.LOCK_SH)
+            except OSError as error:
+                if error.errno not in READ_ONLY:
+                    raise explain_os_error(error, "the lock", self.root, self.elsewhere) from error
             yield
 
     @contextlib.contextmanager
@@ -271,11 +277,9 @@ class Store:
         return path
 
     @contextlib.contextmanager
-    def _explaining(self, what: str, but: tuple[type[OSError], ...] = ()) -> Iterator[None]:
+    def _explaining(self, what: str) -> Iterator[None]:
         try:
             yield
-        except but:
-            raise
         except OSError as error:
             raise explain_os_error(error, what, self.root, self.elsewhere) from error
 

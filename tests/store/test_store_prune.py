@@ -1,5 +1,6 @@
 """What lies in the store, and what of it `optkit store prune` deletes."""
 
+import errno
 import json
 import os
 import subprocess
@@ -222,9 +223,12 @@ def test_measurements_that_a_run_needs_stay(store: Store, capsys: pytest.Capture
     assert (prune(store, everything=True).metrics, store.get_json(f"{1:064x}")) == (1, None)
 
 
-def test_a_store_that_can_only_be_read_is_used_all_the_same(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_store_that_can_only_be_read_is_used_all_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refuse(_self: Store, _name: str) -> Path:
-        raise PermissionError(13, "Permission denied")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(Store, "_directory", refuse)
     with store.using([MODEL]):
