@@ -25,7 +25,7 @@ from optkit.common.own_files import SCORECARD_HTML, SCORECARD_JSON, SCORECARD_MA
 from optkit.common.spans import span, tracing
 from optkit.comparison.history import remember_artifact
 from optkit.environment import planned_device, usable_device
-from optkit.errors import UnsoundError
+from optkit.errors import ResourceError, StoreError, UnsoundError
 from optkit.execute import Execution, check_texts, execute
 from optkit.measuring.attribution import attribute, between
 from optkit.measuring.earlier_release import earlier_release
@@ -205,7 +205,7 @@ def verify(
     progress: Progress | None = None,
 ) -> Verified:
     """Check an artifact's files and what each engine makes of it beside optkit's own session.
-    The result is kept in its scorecard.
+    The result is kept in its scorecard, if that can be written.
 
     Without `engines` all are asked; with `signed_by`, which checks the signature first, none is.
     `pythons` says in which interpreter an engine is installed, if
@@ -232,9 +232,12 @@ def verify(
         progress=progress,
     )
     if done.loading:
-        keep_loading(found, done.loading)
-        if (found.directory / SCORECARD_JSON).is_file():
-            _attach(found, read_scorecard(found.directory))
+        try:
+            keep_loading(found, done.loading)
+            if (found.directory / SCORECARD_JSON).is_file():
+                _attach(found, read_scorecard(found.directory))
+        except (ResourceError, StoreError) as error:
+            progress.warn(f"the result is kept nowhere: {error}")
     return done.model_copy(update={"checks": (*signature, *done.checks)})
 
 

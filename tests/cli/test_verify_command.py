@@ -1,5 +1,6 @@
 """`optkit verify` as a user calls it: what it prints, keeps and exits with."""
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -172,6 +173,20 @@ def test_an_engine_that_refuses(artifact: Path, tmp_path: Path, capsys: pytest.C
     assert "vllm 9.9  NO" in out
     assert "ValueError: I only read poems" in out
     assert "ValueError: I only read poems" in spoken(capsys, "show", "out")[0]
+
+
+def test_an_artifact_that_can_only_be_read(
+    artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_place: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("optkit.artifact.drafted", refuse)
+    python = program(tmp_path, refusal("ValueError: I only read poems", vllm="9.9"))
+    asked = ("--engine", "vllm", "--engine-python", f"vllm={python}", "--device", "cpu")
+    out, err = spoken(capsys, "verify", "out", *asked, status=3)
+    assert "vllm 9.9  NO" in out
+    assert "the result is kept nowhere: out: cannot write verification.json. Read-only file system" in err
 
 
 @pytest.mark.usefixtures("warm_children")
