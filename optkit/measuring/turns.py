@@ -21,7 +21,7 @@ from optkit.processes import signals
 from optkit.progress import Named, Progress
 
 LOST = "the rounds of an earlier sitting were damaged, and were taken again"
-NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
+NUMBER = re.compile(r"\d+ of \d+|\d+(?:[.,]\d+)*")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Speed(TimedEval):
         context.progress.task("speed", 1)
         if name == "busy":
             context.notes.append(f"speed: {context.turn.index} runs in all")
-            context.warn(f"speed, batch 1: others used {context.turn.index + 1.5}% of the cores")
+            context.warn(f"speed, batch 1: others used 5% of the cores during {context.turn.index} of 3 repeats")
         return [
             Metric(name="speed", value=len(RAN), unit="", higher_is_better=True, protocol="p", pairing="paired_turns")
         ]
@@ -119,9 +119,13 @@ def test_a_warning_of_several_turns_comes_once_and_names_the_model(bench: Bench)
     said = Lines()
     named = [replace(model, name="the artifact") for model in models("busy")]
     time_in_turns(replace(bench, context=EvalContext(progress=said)), named)
-    assert warnings(said) == ["warning: the artifact: speed, batch 1: others used 1.5% of the cores"]
+    assert warnings(said) == [
+        "warning: the artifact: speed, batch 1: others used 5% of the cores during 0 of 3 repeats"
+    ]
     kept = bench.store.take_json(key("busy"))
-    assert kept["warnings"] == ["speed, batch 1: others used 1.5, 2.5, 3.5, 4.5% of the cores"]
+    assert kept["warnings"] == [
+        "speed, batch 1: others used 5% of the cores during 0 of 3, 1 of 3, 2 of 3, 3 of 3 repeats"
+    ]
     assert kept["notes"] == ["speed: 0, 1, 2, 3 runs in all", *kept["warnings"]]
 
 
