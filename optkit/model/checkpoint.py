@@ -12,7 +12,6 @@ from optkit.common.files import check_kinds, open_file
 from optkit.common.grouping import some
 from optkit.errors import SourceError
 from optkit.model import main_memory
-from optkit.model.adapter import CONFIG as ADAPTER_CONFIG
 from optkit.model.companions import require_inside
 from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
@@ -29,6 +28,7 @@ SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 """What shards are called, those that the index names and those that it lacks."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+OF_ADAPTER = "adapter_config.json"
 ANEW = "See that the file is whole, and run it again"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TORCH_NAMES = {
@@ -63,9 +63,9 @@ class Checkpoint:
                 why="What was asked for works on a checkpoint of safetensors",
                 remedy=f"Name {found.origin}",
             )
-        if (self.directory / ADAPTER_CONFIG).is_file():
+        if (self.directory / OF_ADAPTER).is_file():
             raise SourceError(
-                f"an adapter lies in it ({ADAPTER_CONFIG})",
+                f"an adapter lies in it ({OF_ADAPTER})",
                 where=str(directory),
                 why="transformers adds it to the model, and other programs do not",
                 remedy="Merge it into the float weights by peft's merge_and_unload, or name a directory without it",
