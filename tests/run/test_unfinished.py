@@ -3,7 +3,6 @@ finish says so and is refused.
 """
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,11 +19,6 @@ from optkit.recipe.recipe import Recipe, load_recipe
 from tests.support.changes import change_json
 
 PERPLEXITY = {"dataset": "python-reference", "split": "test", "window": 32, "windows": 4}
-
-
-@pytest.fixture
-def model(tmp_path: Path, tiny_model: Callable[[str], Path]) -> Path:
-    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
 
 
 def recipe(model: Path, **fields: object) -> Recipe:

@@ -39,12 +39,6 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("OPTKIT_STORE", str(tmp_path_factory.mktemp("cache")))
 
 
-@pytest.fixture
-def model(tiny_model, tmp_path):
-    """Return a copy of a tiny model that may be damaged."""
-    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
-
-
 class TestNames:
     def test_a_bare_string_is_the_name(self):
         class Recipe(BaseModel):

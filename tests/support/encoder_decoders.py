@@ -7,7 +7,8 @@ import wave
 from pathlib import Path
 from typing import Any
 
-from tests.support.tiny_models import VOCABULARY, save_tokenizer
+from tests.support.encoders import save_random
+from tests.support.tiny_models import VOCABULARY
 
 LAYERS = {"encoder_layers": 2, "decoder_layers": 3, "d_model": 64, "decoder_start_token_id": 2}
 HEADS = {f"{part}_attention_heads": 4 for part in ("encoder", "decoder")}
@@ -31,23 +32,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def save_encoder_decoder(architecture: str, directory: Path) -> Path:
-    """Write a seeded random float32 model of one of `CONFIGS`, as transformers saves it, with the tiny
-    tokenizer and, if it hears, an extractor that hears one second.
-    """
-    import torch
-    import transformers
-
-    config = transformers.AutoConfig.for_model(**CONFIGS[architecture])
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        model = getattr(transformers, architecture)(config).eval()
-        for parameter in model.parameters():
-            parameter.data.normal_(0, 0.2)
-    model.save_pretrained(directory)
-    save_tokenizer(directory)
+    """Write one of `CONFIGS` and, if it hears, an extractor that hears one second."""
+    save_random(architecture, CONFIGS[architecture], directory, 5, 0.2)
     if "num_mel_bins" in CONFIGS[architecture]:
-        extractor = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
-        extractor.save_pretrained(directory)
+        from transformers import WhisperFeatureExtractor
+
+        WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(directory)
     return directory
 
 

@@ -30,18 +30,21 @@ ENCODERS: dict[str, dict[str, Any]] = {
 
 
 def save_encoder(architecture: str, directory: Path) -> Path:
-    """Write a seeded random float32 model of one of `ENCODERS`, as transformers saves it, with the
-    tiny tokenizer.
-    """
+    """Write one of `ENCODERS`."""
+    return save_random(architecture, ENCODERS[architecture], directory, 3, 0.3)
+
+
+def save_random(architecture: str, fields: dict[str, Any], directory: Path, seed: int, spread: float) -> Path:
+    """Write a seeded random float32 model, as transformers saves it, with the tiny tokenizer."""
     import torch
     import transformers
 
-    config = transformers.AutoConfig.for_model(**ENCODERS[architecture])
+    config = transformers.AutoConfig.for_model(**fields)
     with torch.random.fork_rng():
-        torch.manual_seed(3)
+        torch.manual_seed(seed)
         model = getattr(transformers, architecture)(config).eval()
         for parameter in model.parameters():
-            parameter.data.normal_(0, 0.3)
+            parameter.data.normal_(0, spread)
     model.save_pretrained(directory)
     save_tokenizer(directory)
     return directory

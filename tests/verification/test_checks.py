@@ -17,12 +17,6 @@ from tests.support.changes import change_json, changing
 from tests.support.publishing import published
 
 
-@pytest.fixture
-def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
-    """Return a llama of three blocks to break before it is published."""
-    return shutil.copytree(tiny_model("llama"), tmp_path / "model")
-
-
 def broken(artifact: Artifact) -> dict[str, str]:
     """Return the checks that do not hold."""
     return {check.name: check.detail for check in check_artifact(artifact) if not check.ok}

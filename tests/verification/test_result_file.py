@@ -1,21 +1,13 @@
 """What an artifact remembers of its verifications, and of which files."""
 
 import json
-import shutil
 from pathlib import Path
-
-import pytest
 
 from optkit import pipeline
 from optkit.artifact import read_artifact
 from optkit.scorecard import Loading
 from optkit.verification.result_file import keep_loading, read_loading
 from tests.support.changes import change_json
-
-
-@pytest.fixture
-def artifact(tiny_run: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(tiny_run / "out", tmp_path / "out")
 
 
 def of(engine: str, **facts: object) -> Loading:

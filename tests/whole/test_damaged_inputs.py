@@ -4,7 +4,6 @@ would wait for ever is not read.
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +58,6 @@ def test_a_header_that_is_nested_deeply(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text)
     with pytest.raises(SourceError, match="the header is not safetensors. It is nested too deeply."):
         read_header(tmp_path / "x")
-
-
-@pytest.fixture
-def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
-    """Return a directory whose files a test may change."""
-    return Path(shutil.copytree(tiny_model("llama"), tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
