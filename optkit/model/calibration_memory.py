@@ -18,7 +18,7 @@ from optkit.model.read_weights import Read, reads_of
 from optkit.model.reading_ahead import AHEAD_BYTES
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import architectures_of
-from optkit.model.text_config import text_config
+from optkit.model.text_config import text_config, text_type
 from optkit.model.writer import SHARD_BYTES
 
 REMEDY = "Take a stage without calibration: rtn, fp8, mx, nf4, or prune by magnitude"
@@ -223,7 +223,7 @@ def no_such_experts(where: str, why: str) -> StageError:
 
 def refuse_unchained(shape: ModelShape, where: str) -> None:
     """Raise StageError if blocks cannot be run one by one, or a text does not reach all of them."""
-    if why := UNCHAINED.get(str(text_config(shape.config).get("model_type"))):
+    if why := UNCHAINED.get(text_type(shape.config)):
         raise StageError(
             f"the blocks of {architectures_of(shape.config)} cannot be run one by one",
             where=where,

@@ -28,6 +28,12 @@ def model_folder(model_type: str) -> Path | None:
     return None
 
 
+def code_files(model_type: str, part: str) -> list[Path]:
+    """Return the files of a model type's code whose names begin so, e.g. `modeling`."""
+    folder = model_folder(model_type)
+    return sorted(folder.glob(f"{part}_*.py")) if folder else []
+
+
 def statements_of(file: str) -> list[ast.stmt]:
     """Return the code of a file of transformers; nothing if it is not there."""
     found = find_spec("transformers")
@@ -49,10 +55,9 @@ def keys_of(table: str, file: str) -> frozenset[str]:
 @cache
 def config_class(model_type: str) -> ast.ClassDef | None:
     """Return the class of a model type's config; None if nobody can tell."""
-    folder = model_folder(model_type)
     classes = (
         each
-        for file in (sorted(folder.glob("configuration_*.py")) if folder else ())
+        for file in code_files(model_type, "configuration")
         for each in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(each, ast.ClassDef)
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from optkit.model.output_layer import HEAD, tied, tied_embedding
 from optkit.model.packed_names import BESIDE, CODES, SCALES, split_tensor
-from optkit.model.shape import ModelShape, TensorInfo, place_in_list
+from optkit.model.shape import ModelShape, TensorInfo, place_in_list, without_indices
 
 OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
 """Rotary frequencies, positions and causal masks that older files hold and today's models compute.
@@ -60,7 +60,7 @@ def take_inventory(before: ModelShape, after: ModelShape, dropped: Mapping[str, 
             used.add(split_tensor(new)[0])
         elif reason := _needless(name, after):
             found.counts["dropped"] += 1
-            found.dropped[re.sub(r"\.\d+(?=\.)", ".*", name)] = reason
+            found.dropped[without_indices(name)] = reason
         else:
             found.lost.append(name)
     found.counts["added"] = sum(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from optkit.errors import SourceError, first_line
-from optkit.model.text_config import text_config
+from optkit.model.text_config import text_config, text_type
 
 FLOAT32_ALONE = frozenset({"deberta", "deepseek_v4", "xlnet", "xlstm"})
 """`model_type` of those whose code fails in bfloat16 as transformers opens it."""
@@ -32,7 +32,7 @@ def one_dtype(where: str) -> Iterator[None]:
 
 def computes_in_float32_alone(config: Mapping[str, Any]) -> bool:
     """Say whether the code of a model fails if its weights are narrower."""
-    return text_config(config).get("model_type") in FLOAT32_ALONE
+    return text_type(config) in FLOAT32_ALONE
 
 
 def refuse_narrow(config: Mapping[str, Any], dtype: str | None, where: str) -> None:

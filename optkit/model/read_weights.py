@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Any
 
-from optkit.model.config_defaults import keys_of, model_folder
+from optkit.model.config_defaults import code_files, keys_of
 from optkit.model.text_config import text_config
 
 
@@ -64,9 +64,7 @@ def reads_of(config: Mapping[str, Any]) -> Callable[[str], frozenset[Read]]:
 def _found(model_type: str, modes: frozenset[str]) -> frozenset[tuple[str, Read]]:
     """Return ends of names of layers; "" stands for every layer."""
     found = {*UNTOLD.get(model_type, {}).items()}
-    folder = model_folder(model_type)
-    for file in sorted(folder.glob("modeling_*.py")) if folder else ():
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+    for tree in _trees(model_type):
         classes = [each for each in tree.body if isinstance(each, ast.ClassDef)]
         own = {each.name: read for each in classes for read in _of_class(each)}
         if keys_of(*PATCHED) & {each.name for each in classes}:
@@ -82,9 +80,12 @@ def _found(model_type: str, modes: frozenset[str]) -> frozenset[tuple[str, Read]
 @cache
 def norm_classes(model_type: str) -> Mapping[str, str]:
     """Return attributes that hold norms in the code of a model type -> the classes of these."""
-    folder = model_folder(model_type)
-    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in (folder.glob("modeling_*.py") if folder else ()))
-    return {name: called for tree in trees for name, called in _assigned(tree) if called.endswith("Norm")}
+    pairs = (pair for tree in _trees(model_type) for pair in _assigned(tree))
+    return {name: called for name, called in pairs if called.endswith("Norm")}
+
+
+def _trees(model_type: str) -> list[ast.Module]:
+    return [ast.parse(file.read_text(encoding="utf-8")) for file in code_files(model_type, "modeling")]
 
 
 def _of_class(each: ast.ClassDef) -> Iterator[Read]:

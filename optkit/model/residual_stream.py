@@ -7,7 +7,6 @@ as the stream and does not read it writes to it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from optkit.errors import StageError
 from optkit.model.replaced_forward import hooked
+from optkit.model.shape import without_indices
 from optkit.model.skeleton_layers import weight_of
 
 OFFSETS = (0.0, 1.0)
@@ -68,8 +68,8 @@ def stream_parts(modules: Mapping[str, nn.Module], width: int, run: Callable[[],
             (norm for norm in norms if name in layers and norm in left and _are_rows_of(rows, left[norm])), None
         )
         if norm is not None:
-            reads[_pattern(name)] = norm
-    reading = {name: reads[_pattern(name)] for name in layers if _pattern(name) in reads}
+            reads[without_indices(name)] = norm
+    reading = {name: reads[without_indices(name)] for name in layers if without_indices(name) in reads}
     found = []
     for name, module in norms.items():
         if readers := {layer: layers[layer] for layer, norm_read in reading.items() if norm_read == name}:
@@ -134,8 +134,8 @@ def _observe(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> tuple[
 
 
 def _refuse_unseen(layers: Mapping[str, nn.Module], entered: Mapping[str, Tensor], where: str) -> None:
-    seen = {_pattern(name) for name in entered}
-    unseen = [name for name in layers if _pattern(name) not in seen]
+    seen = {without_indices(name) for name in entered}
+    unseen = [name for name in layers if without_indices(name) not in seen]
     if unseen:
         raise StageError(
             f"{len(unseen):,} of {len(layers):,} layers were not called ({', '.join(unseen[:3])})",
@@ -147,11 +147,6 @@ def _refuse_unseen(layers: Mapping[str, nn.Module], entered: Mapping[str, Tensor
 def _are_rows_of(rows: Tensor, others: Tensor) -> bool:
     """Whether each row, float [n, features], is one of the others, float [m, features], bit by bit."""
     return rows.shape[-1] == others.shape[-1] and all(bool((row == others).all(-1).any()) for row in rows)
-
-
-def _pattern(name: str) -> str:
-    """Return the name without its indices: experts that got no token are what the others are."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _offset(name: str, norm: nn.Module) -> float:

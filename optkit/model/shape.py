@@ -202,6 +202,11 @@ class ModelShape:
         return sums
 
 
+def without_indices(name: str) -> str:
+    """Return the name that layers have in common which differ by indices alone, e.g. `model.layers.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
 def place_in_list(name: str) -> tuple[str, int] | None:
     """Return the outermost list of modules that a tensor belongs to and its index, or None."""
     found = re.match(r"(.*?)\.(\d+)\.", name) or re.match(r"()(\d+)\.", name)

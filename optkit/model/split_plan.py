@@ -5,7 +5,6 @@ dimension of a tensor each device has a share of. No torch is needed.
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -13,9 +12,9 @@ from functools import cache
 from optkit.model.config_defaults import TIED, assigned, config_class, tied_by_default
 from optkit.model.conversions import rewritten_into
 from optkit.model.linear_layers import EXPERTS
-from optkit.model.shape import ModelShape
+from optkit.model.shape import ModelShape, without_indices
 from optkit.model.task import is_multi_modal
-from optkit.model.text_config import text_config
+from optkit.model.text_config import text_config, text_type
 
 PLAN = "base_model_tp_plan"
 BY_OUTPUTS, BY_INPUTS = 0, 1
@@ -44,7 +43,7 @@ def plan_of(shape: ModelShape) -> Mapping[str, str] | None:
     A tied embedding is split like it; it is whole beside packed weights. Empty if there is none,
     None if nobody can tell.
     """
-    plan = stored_plan(str(text_config(shape.config).get("model_type")))
+    plan = stored_plan(text_type(shape.config))
     tied = shape.config.get("tie_word_embeddings") or not any(name.endswith("lm_head.weight") for name in shape.tensors)
     ends = {"lm_head": "colwise"} | ({"embed_tokens": "colwise"} if tied else {})
     return {**plan, **({} if tied and shape.config.get("quantization_config") else ends)} if plan else plan
@@ -100,8 +99,7 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     """Return how a tensor of the checkpoint is split.
     Experts lie there one by one and are joined by transformers.
     """
-    generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    module = generic.rpartition(".")[0]
+    module = without_indices(name).rpartition(".")[0]
     found = next((style for key, style in plan.items() if module.endswith(key)), None)
     if found is None and ".experts.*" in module:
         return next((style for key, style in plan.items() if key.endswith("experts")), None)

@@ -12,8 +12,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from optkit.model.config_defaults import model_folder
-from optkit.model.text_config import text_config
+from optkit.model.config_defaults import code_files
+from optkit.model.text_config import text_type
 
 DISTRIBUTIONS = {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "fla": "flash-linear-attention"}
 WITHOUT_CACHE = frozenset({"recurrent_gemma", "roc_bert"})
@@ -26,7 +26,7 @@ WARNS = "transformers.integrations.hub_kernels"
 
 def state_kernels_note(config: Mapping[str, Any]) -> list[str]:
     """Return a sentence for the notes if kernels are not installed; nothing if none are missed."""
-    missing = [name for name in _packages(str(text_config(config).get("model_type"))) if find_spec(name) is None]
+    missing = [name for name in _packages(text_type(config)) if find_spec(name) is None]
     if not missing:
         return []
     packages = " and ".join(DISTRIBUTIONS.get(name, name) for name in missing)
@@ -41,22 +41,22 @@ def silence_fallbacks_(config: Mapping[str, Any]) -> None:
 
 def keeps_states(config: Mapping[str, Any]) -> bool:
     """Say whether layers of a model keep states of convolutions or recurrences, and not keys and values alone."""
-    return bool(re.search(r"\.update_(conv|recurrent)_state\(", code_of(str(text_config(config).get("model_type")))))
+    return bool(re.search(r"\.update_(conv|recurrent)_state\(", code_of(text_type(config))))
 
 
 def keeps_keys_and_values(config: Mapping[str, Any]) -> bool:
     """Say whether a model keeps keys and values of the tokens it has seen, and nothing of another kind.
     States that some layers keep in their place are told by `keeps_states`.
     """
-    code = code_of(str(text_config(config).get("model_type")))
-    takes = re.search(r"\n +past_key_values: ", code) and text_config(config).get("model_type") not in WITHOUT_CACHE
+    code = code_of(text_type(config))
+    takes = re.search(r"\n +past_key_values: ", code) and text_type(config) not in WITHOUT_CACHE
     return not code or bool(takes and not re.search(r"\.update_indexer\(|class \w+Cache\b", code))
 
 
 def takes_steps(config: Mapping[str, Any]) -> bool:
     """Say whether a model can be run token by token: it takes what it keeps of the tokens before, and returns it."""
-    kind = str(text_config(config).get("model_type"))
-    return not code_of(kind) or (kind not in WITHOUT_CACHE and bool(re.search(CARRYING, code_of(kind))))
+    code = code_of(text_type(config))
+    return not code or (text_type(config) not in WITHOUT_CACHE and bool(re.search(CARRYING, code)))
 
 
 @cache
@@ -68,5 +68,4 @@ def _packages(model_type: str) -> tuple[str, ...]:
 @cache
 def code_of(model_type: str) -> str:
     """Return transformers' code of a model type; nothing if it has none."""
-    folder = model_folder(model_type)
-    return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py"))) if folder else ""
+    return "".join(file.read_text(encoding="utf-8") for file in code_files(model_type, "modeling"))

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from optkit.errors import StageError
-from optkit.model.read_weights import model_folder
+from optkit.model.config_defaults import model_folder
 from optkit.model.text_config import text_config
 
 

@@ -17,6 +17,11 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**defaults_of(str(nested.get("model_type") or "")), **nested} if nested else config
 
 
+def text_type(config: Mapping[str, Any]) -> str:
+    """Return the `model_type` that this part says; empty if it says none."""
+    return str(text_config(config).get("model_type") or "")
+
+
 def first_number(config: Mapping[str, Any], keys: Iterable[str]) -> int:
     """Return the first of these numbers that the language model's part says; 0 if it says none.
     Of numbers of each block it is the largest.

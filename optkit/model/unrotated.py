@@ -9,7 +9,7 @@ from optkit.errors import StageError
 from optkit.model.linear_layers import layers_of
 from optkit.model.read_weights import Read, norm_classes
 from optkit.model.shape import ModelShape
-from optkit.model.text_config import text_config
+from optkit.model.text_config import text_type
 
 BEHIND = r"post_(feedforward|mlp|ffn|ffw|norm)"
 """In the names of norms behind the feed-forward layers."""
@@ -31,7 +31,7 @@ def refuse_unrotated(shape: ModelShape, stage: str) -> None:
 
 def _parts(shape: ModelShape) -> Iterator[tuple[str, str]]:
     """Yield tensors or layers, and what they are."""
-    kinds = norm_classes(str(text_config(shape.config).get("model_type")))
+    kinds = norm_classes(text_type(shape.config))
     for tensor in (name for name in shape.tensors if shape.block(name)):
         name, _, leaf = tensor.rpartition(".")
         info, beside = shape.tensors[tensor], shape.tensors.get(f"{name}.weight")

@@ -178,8 +178,8 @@ def add_blocks(
         task.advance(note=block.name)
 
 
-def copy_companions(source: Path, target: Path, trusted: bool = False) -> None:
-    """Copy tokenizer, chat template, licence and the like, but not config.json.
+def copy_companions(source: Path, target: Path, trusted: bool = False, config: Mapping[str, Any] | None = None) -> None:
+    """Copy tokenizer, chat template, licence and the like, but not config.json, and write `config` as that.
     If `trusted`, code too (`optkit.model.companions`).
 
     Raises ResourceError when the disk is full.
@@ -188,6 +188,8 @@ def copy_companions(source: Path, target: Path, trusted: bool = False) -> None:
         if name == "config.json":
             continue
         link_or_copy(path, Path(target) / name, link=False)
+    if config is not None:
+        write_config(target, config)
 
 
 def link_or_copy(file: Path, copy: Path, *, link: bool) -> None:

@@ -14,7 +14,7 @@ from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.model.packed_floats import forget_packing
-from optkit.model.writer import copy_companions, write_config
+from optkit.model.writer import copy_companions
 from optkit.onnx.builder import Order
 from optkit.onnx.prediction import exported_config
 from optkit.source.calibration import load_tokenizer
@@ -28,9 +28,9 @@ def write_beside(order: Order) -> None:
     """Add config.json and every file of the source without weights.
     What the exporter says of the provider is corrected.
     """
-    copy_companions(order.source, order.target, order.trust_remote_code)
+    config = exported_config(Checkpoint(order.source).config, order.dtype)
+    copy_companions(order.source, order.target, order.trust_remote_code, config)
     forget_packing(order.target)
-    write_config(order.target, exported_config(Checkpoint(order.source).config, order.dtype))
     path = order.target / GENAI_CONFIG
     if not path.exists():
         return

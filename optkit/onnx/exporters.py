@@ -12,7 +12,7 @@ from optkit.errors import StageError
 from optkit.model.attention import refuse_other_states
 from optkit.model.state_kernels import code_of
 from optkit.model.task import ENCODER_DECODERS, ENCODING, HEADS, Task, architecture_of, task_of
-from optkit.model.text_config import text_config
+from optkit.model.text_config import text_type
 from optkit.onnx.builder import ARCHITECTURES
 
 OPSET = 21
@@ -41,7 +41,7 @@ WITHOUT_OPERATOR = {r"torch\.polar\(|view_as_complex": "complex numbers", r"\.ic
 
 def refuse_untraced(config: Mapping[str, Any], kv_cache: bool) -> None:
     """Raise StageError for a decoder that torch does not export here, with or without its KV cache."""
-    kind, architecture = str(text_config(config).get("model_type")), architecture_of(config)
+    kind, architecture = text_type(config), architecture_of(config)
     for part, what in WITHOUT_OPERATOR.items():
         if re.search(part, code_of(kind)):
             raise StageError(

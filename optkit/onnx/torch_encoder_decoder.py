@@ -26,7 +26,7 @@ from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import DECODER, ENCODER, MODEL, STEPS
 from optkit.model.task import Task, loader_of, task_of
-from optkit.model.writer import copy_companions, write_config
+from optkit.model.writer import copy_companions
 from optkit.onnx.encoder_decoder import CACHES, OnnxParts, past_name
 from optkit.onnx.exporters import OPSET
 from optkit.onnx.model_file import ModelFile, ModelWriter, node_kinds, size_bytes
@@ -92,8 +92,7 @@ def export_encoder_decoder(source: Path, target: Path, opset: int = OPSET, trust
             graph = ModelFile(Path(work), name)
             name_by_modules_(graph)
             ModelWriter(graph, target, shared).finish()
-    copy_companions(source, target, trusted)
-    write_config(target, exported_config(config, "float32"))
+    copy_companions(source, target, trusted, exported_config(config, "float32"))
     return {
         "architecture": type(model).__name__,
         "opset": opset,

@@ -20,7 +20,7 @@ from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.onnx_file import MODEL
 from optkit.model.task import Task, loader_of
-from optkit.model.writer import copy_companions, write_config
+from optkit.model.writer import copy_companions
 from optkit.onnx.exporters import OPSET, traced_task
 from optkit.onnx.model_file import ModelFile, ModelWriter, node_kinds, size_bytes
 from optkit.onnx.opening import open_model, runtime_errors
@@ -72,8 +72,7 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
         graph = ModelFile(Path(work))
         name_by_modules_(graph)
         ModelWriter(graph, target).finish()
-    copy_companions(source, target, trust_remote_code)
-    write_config(target, exported_config(checkpoint.config, "float32"))
+    copy_companions(source, target, trust_remote_code, exported_config(checkpoint.config, "float32"))
     written = ModelFile(target)
     return {
         "architecture": type(model).__name__,

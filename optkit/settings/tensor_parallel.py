@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ from optkit.common.byte_sizes import size_text
 from optkit.environment import gpu_memory_bytes, visible_gpus
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.model.shape import ModelShape
+from optkit.model.shape import ModelShape, without_indices
 from optkit.model.split_plan import (
     plan_of,
     splits_half_a_tie,
@@ -24,7 +23,7 @@ from optkit.model.split_plan import (
     style_of,
 )
 from optkit.model.task import architectures_of
-from optkit.model.text_config import text_config
+from optkit.model.text_config import text_config, text_type
 from optkit.settings.speculative import Speculative
 from optkit.stage import Format, Loading, Opening, Setting
 
@@ -198,7 +197,7 @@ def _wrong(shape: ModelShape) -> str:
         return f"transformers' plan splits {tensor} as one matrix, and it is a stack of them"
     if splits_unsummed(shape):
         return "transformers' plan splits its experts, and does not add up what the shares give"
-    return OTHERWISE.get(text_config(shape.config).get("model_type", ""), "")
+    return OTHERWISE.get(text_type(shape.config), "")
 
 
 def _problems(shape: ModelShape, plan: Mapping[str, str], devices: int) -> Iterator[str]:
@@ -215,7 +214,7 @@ def _problems(shape: ModelShape, plan: Mapping[str, str], devices: int) -> Itera
     seen: set[str] = set()
     for name, info in shape.tensors.items():
         style = style_of(name, plan)
-        generic = re.sub(r"\.\d+\.", ".*.", name)
+        generic = without_indices(name)
         if style is None or len(info.shape) != 2 or generic in seen:
             continue
         seen.add(generic)

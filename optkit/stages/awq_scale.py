@@ -16,7 +16,7 @@ from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Layer, layers_of, select
 from optkit.model.shape import ModelShape
 from optkit.model.together import together
-from optkit.model.writer import copy_companions, write_blocks, write_config
+from optkit.model.writer import copy_companions, write_blocks
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.fitting import refuse_uneven_groups
 from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling
@@ -97,8 +97,7 @@ class AwqScale(InputScaling, SharedText):
             write_blocks(skeleton, target, kept.each(scaled_blocks()), task, processes)
         if not processes.first:
             return Report(changed=0)
-        copy_companions(source, target, context.trust_remote_code)
-        write_config(target, skeleton.checkpoint.config)
+        copy_companions(source, target, context.trust_remote_code, skeleton.checkpoint.config)
         details["seconds"] = round(time.monotonic() - started, 2)
         return Report(
             len(set(changed)), {**refused, **skeleton.fused}, details, calibrated_on=(self.calibration.identity(),)

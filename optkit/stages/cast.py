@@ -14,7 +14,7 @@ from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.packed_floats import DTYPES
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.task import EVERY_TASK, Task
-from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions
 from optkit.stage import Context, Cost, Report, Transform
 
 if TYPE_CHECKING:
@@ -58,8 +58,7 @@ class Cast(Transform):
                 tensor = checkpoint.read_finite(name)
                 writer.add(name, self._cast(name, tensor) if name in changing else tensor)
                 task.advance(note=name)
-        copy_companions(source, target, context.trust_remote_code)
-        write_config(target, self._config(checkpoint.config))
+        copy_companions(source, target, context.trust_remote_code, self._config(checkpoint.config))
         before = {name for name, stored in FLOATS.items() for info in changing.values() if info.dtype == stored}
         details = {
             "dtype_before": ", ".join(sorted(before)),

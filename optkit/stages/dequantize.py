@@ -19,7 +19,7 @@ from optkit.model.packed_floats import (
 )
 from optkit.model.shape import ModelShape
 from optkit.model.task import EVERY_TASK, Task
-from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions
 from optkit.stage import Context, Cost, Format, Report, Transform
 
 if TYPE_CHECKING:
@@ -68,9 +68,8 @@ class Dequantize(Transform):
                 elif name in left.tensors:
                     writer.add(name, checkpoint.read_finite(name))
                 task.advance(note=name)
-        copy_companions(source, target, context.trust_remote_code)
+        copy_companions(source, target, context.trust_remote_code, left.config)
         forget_packing(target)
-        write_config(target, left.config)
         return Report(
             changed=len(floats),
             dropped=left_out(shape),

@@ -23,7 +23,7 @@ from optkit.model.packed_floats import forget_packing
 from optkit.model.packed_names import BESIDE, CODES
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.text_config import text_config
-from optkit.model.writer import copy_companions, write_config
+from optkit.model.writer import copy_companions
 from optkit.onnx.prediction import exported_config
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -98,9 +98,8 @@ class Gguf(Transform):
                 task.advance(0, note=f"llama.cpp makes {self.type}")
                 quantize(file, target / MODEL, str(self.type), importance)
                 file.unlink()
-        copy_companions(source, target, context.trust_remote_code)
+        copy_companions(source, target, context.trust_remote_code, exported_config(shape.config, "float32"))
         forget_packing(target)
-        write_config(target, exported_config(shape.config, "float32"))
         return self._report(target, *self._proof(source, target / MODEL, context))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:

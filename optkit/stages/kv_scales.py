@@ -21,7 +21,7 @@ from optkit.model.kv_scales import KEYS, SCHEME, VALUES, attention_layers
 from optkit.model.linear_layers import EXPERTS
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.text_config import text_config
-from optkit.model.writer import copy_companions, disk_space_for, link_or_copy, write_config
+from optkit.model.writer import copy_companions, disk_space_for, link_or_copy
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
 
@@ -99,8 +99,7 @@ class KvScales(Transform):
                 "its keys or values are 0, NaN or Inf on the calibration text", where=f"kv_scales: {wrong}"
             )
         _write(checkpoint, target, layers, keys, values, link=context.may_link)
-        copy_companions(source, target, context.trust_remote_code)
-        write_config(target, _config(checkpoint.config))
+        copy_companions(source, target, context.trust_remote_code, _config(checkpoint.config))
         details = {
             "largest_keys": dict(zip(layers, keys, strict=True)),
             "largest_values": dict(zip(layers, values, strict=True)),

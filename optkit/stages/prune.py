@@ -22,7 +22,7 @@ from optkit.model.output_layer import outside_of
 from optkit.model.shape import ModelShape
 from optkit.model.task import KNOWN_TASKS, Task
 from optkit.model.together import together
-from optkit.model.writer import copy_companions, write_blocks, write_config
+from optkit.model.writer import copy_companions, write_blocks
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report
 from optkit.stages.pruning.fitting import LEVELS, engines_note, pruning_memory, refuse_unfit
@@ -202,8 +202,7 @@ class Prune(SharedText):
             write_blocks(skeleton, target, kept.each(pruner.blocks(tokens, kept)), task, processes)
         if not processes.first:
             return Report(changed=0)
-        copy_companions(source, target, context.trust_remote_code)
-        write_config(target, skeleton.checkpoint.config)
+        copy_companions(source, target, context.trust_remote_code, skeleton.checkpoint.config)
         counted = recount(Checkpoint(target), selection.layers, self._pattern)
         notes = [engines_note(self._pattern, counted["sparsity"], len(selection.layers))]
         if pruner.by_magnitude:

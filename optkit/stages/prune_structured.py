@@ -36,7 +36,7 @@ from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.text_config import text_config
 from optkit.model.vllm_heads import notes_on_heads
 from optkit.model.width import Role, axes_of, changing, narrower_config, narrower_tensors
-from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions, write_config
+from optkit.model.writer import SHARD_BYTES, CheckpointWriter, copy_companions
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report, Transform
 from optkit.stages.narrowing.fields import KIND, WidthFields
@@ -164,8 +164,8 @@ class PruneStructured(WidthFields, Transform):
             else:
                 for name, new in names.items():
                     writer.add(new, checkpoint.read_finite(name))
-        copy_companions(source, target, context.trust_remote_code)
-        write_config(target, narrower_config(config, planned.before, planned.after) if planned.narrows else config)
+        left = narrower_config(config, planned.before, planned.after) if planned.narrows else config
+        copy_companions(source, target, context.trust_remote_code, left)
         proof = prove(checkpoint, target, kept, context, *((blocks.masked_, blocks.hidden) if blocks else ()))
         before, after = sizes(checkpoint.shape), sizes(Checkpoint(target).shape)
         details: dict[str, Any] = {"before": before, "after": after, "largest_difference": proof}

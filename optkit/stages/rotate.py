@@ -21,7 +21,7 @@ from optkit.model.output_layer import tied_embedding, with_own_head
 from optkit.model.shape import DTYPE_BITS, ModelShape
 from optkit.model.task import STREAM, refuse_multi_modal
 from optkit.model.unrotated import refuse_unrotated
-from optkit.model.writer import SHARD_BYTES, CheckpointWriter, add_blocks, copy_companions, write_config
+from optkit.model.writer import SHARD_BYTES, CheckpointWriter, add_blocks, copy_companions
 from optkit.stage import Context, Cost, Report, Transform
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ class Rotate(Transform):
                 why=why,
                 remedy="Take rotate out of the recipe",
             )
-        copy_companions(source, target, context.trust_remote_code)
-        write_config(target, with_own_head(checkpoint.config) if self.residual else checkpoint.config)
+        config = with_own_head(checkpoint.config) if self.residual else checkpoint.config
+        copy_companions(source, target, context.trust_remote_code, config)
         lm_head_bytes = checkpoint.tensors[skeleton.tensor_name(LM_HEAD)].size_bytes if untied else 0
         details: dict[str, Any] = {
             "largest_difference": max(job.differences),

@@ -17,7 +17,7 @@ from optkit.errors import StageError
 from optkit.model.blocks import find_blocks
 from optkit.model.checkpoint import Checkpoint, all_finite
 from optkit.model.skeleton import Skeleton
-from optkit.model.writer import CheckpointWriter, copy_companions, write_config
+from optkit.model.writer import CheckpointWriter, copy_companions
 
 SPARSE = 0.25
 """Share of zeros from which a weight counts as pruned."""
@@ -78,8 +78,7 @@ def write_student(student: Student, target: Path, trusted: bool = False) -> int:
             changed += not torch.equal(before, after)
             writer.add(name, after.clone() if after is before or after.data_ptr() in places else after)
             places.add(after.data_ptr())
-    copy_companions(student.checkpoint.directory, target, trusted)
-    write_config(target, student.checkpoint.config)
+    copy_companions(student.checkpoint.directory, target, trusted, student.checkpoint.config)
     return changed
 
 

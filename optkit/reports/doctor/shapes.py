@@ -7,12 +7,11 @@ https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplic
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from optkit.common.frozen import Frozen
 from optkit.model.linear_layers import Layer, layers_of, matrices_of
-from optkit.model.shape import ModelShape
+from optkit.model.shape import ModelShape, without_indices
 
 HEADS = ("lm_head", "embed_out", "output")
 TABLES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
@@ -36,7 +35,7 @@ def shape_problems(shape: ModelShape) -> tuple[ShapeProblem, ...]:
     """Return the matrices whose sizes cost speed or refuse a kernel, those of all blocks together."""
     found: dict[tuple[str, int, int], int] = {}
     for layer in (*layers_of(shape).values(), *_heads(shape)):
-        key = (re.sub(r"\.\d+\.", ".*.", layer.name), layer.outputs, layer.inputs)
+        key = (without_indices(layer.name), layer.outputs, layer.inputs)
         found[key] = found.get(key, 0) + 1
     return tuple(
         ShapeProblem(layers=name, count=count, outputs=outputs, inputs=inputs, problem=problem)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +13,7 @@ from optkit.model.as_floats import as_floats
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, layers_of, select
 from optkit.model.output_layer import outside_of
+from optkit.model.shape import without_indices
 from optkit.model.task import ENCODING, phrase_of
 from optkit.pipeline import plan
 from optkit.progress import Progress, SilentProgress
@@ -116,7 +116,7 @@ def _row(checkpoint: Checkpoint, layer: Layer, divergence: Sequence[float]) -> L
     place = checkpoint.shape.block(f"{layer.name}.weight")
     if place is None:
         raise SourceError(f"{layer.name} belongs to no block", where=str(checkpoint.directory))
-    kind = re.sub(r"\.\d+\.", ".*.", layer.name.removeprefix(f"{place[0]}.{place[1]}."))
+    kind = without_indices(layer.name.removeprefix(f"{place[0]}.{place[1]}."))
     return LayerRow(
         name=layer.name, kind=kind, block=place[1], weights=layer.outputs * layer.inputs, divergence=tuple(divergence)
     )

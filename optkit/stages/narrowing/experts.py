@@ -27,7 +27,7 @@ from optkit.model.fewer_experts import WHERE, Mixture, fewer_config, mixture_of
 from optkit.model.inventory import extra_heads
 from optkit.model.replaced_forward import hooked, replaced_forward
 from optkit.model.skeleton import Skeleton
-from optkit.model.writer import CheckpointWriter, copy_companions, write_config
+from optkit.model.writer import CheckpointWriter, copy_companions
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.narrowing.fields import KIND
@@ -94,8 +94,7 @@ def remove_experts(
                 else:
                     writer.add(new, _left_of(checkpoint.read_finite(name), name, mixture, kept))
             task.advance(note=block.name)
-    copy_companions(source, target, context.trust_remote_code)
-    write_config(target, fewer_config(checkpoint.config, mixture.count, left))
+    copy_companions(source, target, context.trust_remote_code, fewer_config(checkpoint.config, mixture.count, left))
     details["largest_difference"] = prove(
         checkpoint, target, range(len(skeleton.blocks)), context, beside=partial(_alike, kept=kept, merge=merge)
     )

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from optkit.algorithms.few_tokens import FEW_TOKENS
-from optkit.algorithms.gptq import relative_error
+from optkit.algorithms.gptq import Factored, relative_error
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
-from optkit.algorithms.sparsegpt import Curvature, curvature, sparsegpt
+from optkit.algorithms.sparsegpt import curvature, sparsegpt
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
@@ -124,7 +124,7 @@ class BlockPruner:
             self.losses[layer] = relative_error(weight, pruned, matrix)
             put_weight_(module, pruned)
 
-    def _curvature(self, matrix: Tensor, name: str) -> Curvature:
+    def _curvature(self, matrix: Tensor, name: str) -> Factored:
         try:
             curved = curvature(matrix, self.options.damping)
         except ValueError as error:

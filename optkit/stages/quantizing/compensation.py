@@ -159,12 +159,12 @@ class Compensation:
         shared, matrix = self.job.together, finite_matrix(hessians[name], name, self.job.skeleton)
         factor, found = torch.empty_like(matrix), matrix.new_empty(1)
         if factored:
-            factor.copy_(factored[1])
-            found.fill_(factored[2] if factored[2] > self.fields.damping else 0.0)
+            factor.copy_(factored.factor)
+            found.fill_(factored.damping if factored.damping > self.fields.damping else 0.0)
         for each in (factor, found):
             shared.tell_(each, shared.count - 1)
         damping = round(float(found), DIGITS) or self.fields.damping
-        return damped_hessian(matrix, damping), factor, damping
+        return Factored(damped_hessian(matrix, damping), factor, damping)
 
     def _work(self, unit: Sequence[list[str]], factored: bool = False) -> Work:
         return rounding(len(unit), self._outputs(unit[0]), self._inputs(unit), factored)

@@ -15,7 +15,7 @@ from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes
 from optkit.model.linear_layers import Layer, Selection, by_block
-from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.shape import DTYPE_BITS, ModelShape, without_indices
 from optkit.model.together import ALONE
 from optkit.packed_tensors.base import LayerFormat
 from optkit.packed_tensors.eight_bit import BLOCK, Activations, EightBitFormat, Number, Scales
@@ -183,7 +183,7 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         """Yield the inputs of layers in turns; of experts that saw no token, those of the others, in the last.
         Raises StageError if they are NaN.
         """
-        from optkit.stages.quantizing.hessians import in_turns, refuse_infinite, watch_inputs, without_indices
+        from optkit.stages.quantizing.hessians import in_turns, refuse_infinite, watch_inputs
         from optkit.stages.quantizing.input_ranges import InputRange
 
         rows = -(-self.sampled_rows // (len(inputs.batches) * job.together.count))

@@ -14,7 +14,7 @@ from optkit.model.linear_layers import EXPERTS, OUTSIDE, ROUTER, Layer, Selectio
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
 from optkit.model.state_kernels import code_of
-from optkit.model.text_config import text_config
+from optkit.model.text_config import text_type
 from optkit.packed_tensors.base import COMPRESSED_TENSORS, LayerFormat
 from optkit.packed_tensors.gptq import GPTQ, GPTQ_MULTIPLE
 from optkit.packed_tensors.integers import BytesQuantized
@@ -251,7 +251,7 @@ def refuse_other_dtypes(shape: ModelShape, stage: str) -> None:
             "mix it with another dtype",
             remedy="Put `- bf16` before it",
         )
-    kind = str(text_config(shape.config).get("model_type"))
+    kind = text_type(shape.config)
     if buffer := re.search(CASTS, code_of(kind)):
         raise StageError(
             f"the code of {kind} casts its {buffer[1]} while it computes",

@@ -4,7 +4,6 @@ Layers with the same input share it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -27,6 +26,7 @@ from optkit.model.experts import experts_in, seeing_all
 from optkit.model.linear_layers import EXPERTS
 from optkit.model.output_layer import HEAD
 from optkit.model.replaced_forward import hooked
+from optkit.model.shape import without_indices
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import inputs_of, weight_of
 from optkit.model.together import Together
@@ -281,8 +281,3 @@ def head_hessian(job: QuantizationJob, equal_tokens: bool) -> Hessian:
             hessian.add(given)
     hessian.add_up_(together, sum(together.gather(hessian.tokens)))
     return hessian
-
-
-def without_indices(name: str) -> str:
-    """Return a name that layers have in common which differ by an index alone: experts."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)

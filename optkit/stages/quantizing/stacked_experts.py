@@ -18,7 +18,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import layers_of
 from optkit.model.packed_floats import BLOCKS, SCALES
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.model.writer import CheckpointWriter, copy_companions, write_config
+from optkit.model.writer import CheckpointWriter, copy_companions
 from optkit.packed_tensors.microscaled import BLOCKS as WIDTHS
 from optkit.stage import Context, Report
 
@@ -64,8 +64,7 @@ def finished(
 ) -> Report:
     """Write what is beside the weights, and return the report of a run that began at `started`."""
     shape = checkpoint.shape
-    copy_companions(checkpoint.directory, target, context.trust_remote_code)
-    write_config(target, with_stacked(shape, stacked).config)
+    copy_companions(checkpoint.directory, target, context.trust_remote_code, with_stacked(shape, stacked).config)
     return Report(
         changed=len(stacked),
         skipped=dict.fromkeys(layers_of(shape), ALONE),
