@@ -24,7 +24,6 @@ from torch import Tensor, distributed, multiprocessing
 from optkit.devices.process_group import join
 from optkit.environment import describe_environment
 from optkit.kernels.cuda.exchange import Exchange
-from optkit.kernels.cuda.graph_capture import captured
 
 CHAIN, REPLAYS, TIMEOUT_S = 64, 20, 60.0
 
@@ -85,7 +84,12 @@ def _check(exchange: Exchange, x: Tensor) -> None:
 
 def _timed(call: Callable[[], Any]) -> float:
     """Return the microseconds of a call in a graph."""
-    graph = captured(lambda: [call() for _ in range(CHAIN)])
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CHAIN):
+            call()
     for _ in range(3):
         graph.replay()
     distributed.barrier()

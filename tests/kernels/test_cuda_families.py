@@ -329,15 +329,16 @@ def test_a_prompt_of_about_the_same_length_is_a_graph_from_the_second_on(
 ) -> None:
     launches = []
 
-    def captured(launch: Callable[[], object], beside: Any) -> Any:
+    def captured(launch: Callable[[], object]) -> Any:
         launches.append(launch)
         return SimpleNamespace(replay=launch)
 
     monkeypatch.setattr(prompts, "captured", captured)
+    monkeypatch.setattr(prompts, "MOST_GRAPHS", 1)
     model = random_model(kind, KNOWN[kind])
     unfuse_experts_(model)
     with GraphDecoder(model).steps(2, 128) as steps:
-        for length, graphs in ((20, 0), (33, 1), (5, 1), (64, 1), (65, 1), (100, 2)):
+        for length, graphs in ((20, 0), (33, 1), (5, 1), (64, 1), (65, 1), (100, 2), (20, 2), (20, 3)):
             tokens = torch.randint(0, 97, (2, length))
             written = [steps.prompt(tokens)]
             assert int(steps.position) == length  # the step behind it has not begun, so that a prompt is timed alone

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -308,18 +307,6 @@ def test_more_sequences_than_the_graph_takes_run_through_the_model(tiny_model: C
     )
     tokens = torch.randint(0, 90, (MOST_SEQUENCES + 1, 6))
     assert graph.generate(tokens, 5).equal(own.generate(tokens, 5))  # type: ignore[union-attr]
-
-
-@pytest.mark.gpu
-def test_graphs_of_prompts_may_share_their_memory(tiny_model: Callable[[str], Path]) -> None:
-    session: Any = open_session(tiny_model("llama"), [Precision(mode="bf16"), CudaGraphs()], device="cuda")
-    prompts = [torch.randint(0, 90, (2, length)) for length in (20, 70, 30, 100)]  # two of each padded length
-    launched = [session.generate(each, 20) for each in prompts[:2]]
-    assert len(session._decoder._idle.prompts._padded) == 2
-    expected = [*launched, *(session.generate(each, 20) for each in prompts[2:])]
-    for _ in range(2):
-        for each, written in zip(prompts, expected, strict=True):
-            assert session.generate(each, 20).equal(written)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from optkit.kernels import float8_linear
-from optkit.kernels.cuda import exchange
 from optkit.processes.child_program import Parent
 from optkit.session import rank_worker
 from optkit.settings.cuda_graphs import CudaGraphs
@@ -18,7 +17,6 @@ from tests.support.eager_kernels import run_on_cpu
 def work(parent: Parent) -> None:
     patched = pytest.MonkeyPatch()
     run_on_cpu(patched)
-    patched.setattr(exchange, "FASTER", 0)
     patched.setattr(CudaGraphs, "applies", lambda self, device: True)
     patched.setattr(float8_linear, "_why_unavailable", lambda device: None)
     rank_worker.work(parent)

@@ -16,10 +16,8 @@ def aside(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def captured(launch: Callable[[], object], beside: torch.cuda.CUDAGraph | None = None) -> torch.cuda.CUDAGraph:
-    """Return what `launch` launches as a graph; a first run outside of it compiles and loads the kernels.
-    It shares its memory with a graph `beside` it: they run one after the other, and what one made is gone then.
-    """
+def captured(launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Return what `launch` launches as a graph; a first run outside of it compiles and loads the kernels."""
     stream = aside(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -28,7 +26,6 @@ def captured(launch: Callable[[], object], beside: torch.cuda.CUDAGraph | None =
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # NCCL's thread asks CUDA meanwhile
-    pool = beside.pool() if beside else None
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         launch()
     return graph

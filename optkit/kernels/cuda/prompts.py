@@ -27,8 +27,8 @@ MOST_CAPTURED, MOST_SPLIT = 1024, 4096
 """Tokens of prompts, padded, that a graph reads, on one GPU and on several: more keep them busy while Python launches.
 Several need less time for them, and Python more, which launches their sums too.
 """
-LENGTH_STEP = 64
-"""Prompts are padded to a multiple of this."""
+LENGTH_STEP, MOST_GRAPHS = 64, 16
+"""Prompts are padded to a multiple of this; and graphs of so many lengths are kept, since each holds memory."""
 
 
 class Prompts:
@@ -45,9 +45,10 @@ class Prompts:
         most = MOST_SPLIT if decoder.exchange else MOST_CAPTURED
         if rows <= most and all(has_kernels_for(layer, rows) for layer in decoder.layers):
             if padded not in self._padded:
+                while len(self._padded) >= MOST_GRAPHS:
+                    del self._padded[next(iter(self._padded))]
                 self._padded[padded] = PaddedPrompt(tokens.new_zeros(batch, padded))
-            beside = next((each.graph for each in self._padded.values() if each.graph), None)
-            return self._padded[padded].read(steps, tokens, beside)
+            return self._padded[padded].read(steps, tokens)
         parts = tokens.split(max(1, MOST_ROWS // length))
         caches = steps.cache.split(len(parts[0]), dim=2)
         logits = torch.cat([through(steps, part, cache) for part, cache in zip(parts, caches, strict=True)])
@@ -60,10 +61,10 @@ class PaddedPrompt:
     def __init__(self, tokens: Tensor) -> None:
         self._tokens, self._uses = tokens, 0
         self._last, self._chosen = tokens.new_zeros(1), tokens.new_zeros(0)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
 
-    def read(self, steps: Steps, tokens: Tensor, beside: torch.cuda.CUDAGraph | None) -> Tensor:
-        """Return the tokens behind prompts, int64 [batch]. The graph shares the memory of one `beside` it."""
+    def read(self, steps: Steps, tokens: Tensor) -> Tensor:
+        """Return the tokens behind prompts, int64 [batch]."""
 
         def launch() -> None:
             logits = through(steps, self._tokens, steps.cache, self._last)
@@ -73,12 +74,12 @@ class PaddedPrompt:
         self._tokens[:, :length] = tokens
         self._last.fill_(length - 1)
         self._uses += 1
-        if self.graph is None and self._uses > 1:
-            self.graph = captured(launch, beside)
-        if self.graph is None:
+        if self._graph is None and self._uses > 1:
+            self._graph = captured(launch)
+        if self._graph is None:
             launch()
         else:
-            self.graph.replay()
+            self._graph.replay()
         return self._chosen.clone()
 
 
