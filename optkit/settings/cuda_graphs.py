@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from optkit.errors import MissingPackageError, StageError
 from optkit.model.attention import refuse_without_steps
 from optkit.model.shape import ModelShape
+from optkit.progress import ToActOn
 from optkit.settings.compile import Compile
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
@@ -25,8 +26,9 @@ class CudaGraphs(Setting):
     Beside `tensor_parallel` each GPU has a graph of its share, of whole heads and columns.
 
     At opening its logits are compared with the model's own. A model that it does not know is
-    compiled in its place (`compile: reduce-overhead`), and a note says why. Up to 256 sequences at
-    once; larger batches run through the model itself. On the CPU nothing changes.
+    compiled in its place (`compile: reduce-overhead`), and a note says why. That needs triton and a
+    C compiler. Up to 256 sequences at once; larger batches run through the model itself. On the CPU
+    nothing changes.
     """
 
     kind: ClassVar[str] = "cuda_graphs"
@@ -56,10 +58,7 @@ class CudaGraphs(Setting):
         return device.startswith("cuda")
 
     def on_load(self, model: Any, device: str) -> Any:
-        """Return the model with its decoder, compiled if there is none.
-
-        Raises StageError if it cannot be compiled either.
-        """
+        """Return the model with its decoder, or with a note that says what decodes in its place."""
         if not self.applies(device):
             return model
         from optkit.kernels.cuda.decoding import GraphDecoder
@@ -67,11 +66,11 @@ class CudaGraphs(Setting):
         try:
             model.graph_decoder = GraphDecoder(model)
         except StageError as reason:
+            model.graph_decoder = f"{self.kind}: compile: {FALLBACK} in its place, because {reason.why}"
             try:
                 Compile(mode=FALLBACK).on_load(model, device)
-            except (StageError, MissingPackageError):
-                raise reason from None
-            model.graph_decoder = f"{self.kind}: compile: {FALLBACK} in its place, because {reason.why}"
+            except (StageError, MissingPackageError) as error:
+                model.graph_decoder = ToActOn(f"{self.kind}: off, because {reason.why}. Nor is it compiled: {error}")
         return model
 
     def on_open(self, session: Any) -> Any:

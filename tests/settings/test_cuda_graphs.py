@@ -16,6 +16,7 @@ from optkit.kernels.cuda.decoding import GraphDecoder
 from optkit.kernels.cuda.model_steps import ModelSteps
 from optkit.kernels.cuda.step_layers import norm_of
 from optkit.plan import make_plan
+from optkit.progress import asking
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.settings.compile import Compile
@@ -41,13 +42,12 @@ def test_a_model_that_the_graph_does_not_know_is_compiled(
 
     monkeypatch.setattr("optkit.settings.compile._require_tools", require)
     why = "GPT2LMHeadModel has no `embed_tokens` where Llama has one"
-    if not compiles:
-        with pytest.raises(StageError, match=f"the decode step of GPT2LMHeadModel cannot be one graph. {why}"):
-            open_session(tiny_model("gpt2"), [CudaGraphs()])
-        return
     session: Any = open_session(tiny_model("gpt2"), [CudaGraphs()])
-    assert session.compiled
-    assert f"cuda_graphs: compile: reduce-overhead in its place, because {why}" in session.notes
+    assert session.compiled == compiles
+    missing = "compile on cuda: the package `triton` is not installed. Run: pip install 'triton'."
+    off = f"cuda_graphs: off, because {why}. Nor is it compiled: {missing}"
+    assert asking(session.notes) == ([] if compiles else [off])
+    assert (f"cuda_graphs: compile: reduce-overhead in its place, because {why}" in session.notes) == compiles
     session.close()
 
 
