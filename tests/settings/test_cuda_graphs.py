@@ -26,6 +26,7 @@ from optkit.settings.precision import Precision
 from optkit.settings.speculative import Speculative
 from optkit.stage import Setting, exclusion
 from optkit.store.store import Store
+from tests.kernels.test_cuda_families import random_model
 from tests.support.eager_kernels import run_on_cpu
 
 
@@ -61,6 +62,11 @@ def test_a_closed_session_keeps_no_weights(tiny_model: Callable[[str], Path], mo
         weight = weakref.ref(session.model.model.layers[0].mlp.down_proj.weight)
         session.close()
         assert weight() is None
+
+
+def test_logits_are_compared_behind_the_models_own_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_on_cpu(monkeypatch)
+    GraphDecoder(random_model("gemma2", {"final_logit_softcapping": 2.0}))
 
 
 def test_a_norm_without_weights_has_those_of_the_model() -> None:

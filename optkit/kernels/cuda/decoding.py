@@ -61,6 +61,8 @@ TRIED, ALIKE, LEAST_ALIKE = 25, 0.99, 0.6
 at least, of one of them: rounding alone can send a token to another expert. Where it moves the
 model's own logits too, as in 8 bits, less will do.
 """
+EMBEDDED_ERROR = 0.02
+"""How far rounding may take embeddings from what the first layer gets."""
 MORE_ROUNDED = 10
 """Times as far as logits move if the embeddings alone are rounded otherwise: each layer rounds anew."""
 FEWEST_TRIED = 3
@@ -114,6 +116,7 @@ class GraphDecoder:
     def _one_pass(self) -> tuple[float, Tensor, float]:
         """Return by what the model multiplies embeddings, its logits of `TRIED`, and how alike the graph's have to
         be: rounding alone moves those of some models far, so it is tried by how much.
+        Raises ValueError for a model that does more to its embeddings.
         """
         seen: list[Tensor] = []
         base, tokens = self.model.model, self._tried_tokens()
@@ -125,6 +128,8 @@ class GraphDecoder:
                 logits: Tensor = self.model.forward(input_ids=tokens, use_cache=False).logits[:, -1].float()
             hidden, embedded = seen[0].flatten().float(), F.embedding(tokens, self.embedding).flatten().float()
             scale = float((hidden @ embedded / (embedded @ embedded)).to(self.embedding.dtype))
+            if (hidden - scale * embedded).norm() > EMBEDDED_ERROR * hidden.norm():
+                raise ValueError("its embeddings are more than multiplied in front of the first layer")
             with base.embed_tokens.register_forward_hook(lambda _, given, found: rounded_otherwise(found)):
                 moved: Tensor = self.model.forward(input_ids=tokens, use_cache=False).logits[:, -1].float()
         stay = float(F.cosine_similarity(moved, logits, dim=-1).min())
