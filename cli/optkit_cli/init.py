@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optkit.errors import RecipeError, StageError, UsageError
-from optkit_cli.options import Command
+from optkit_cli.options import FILE, Command
 
 if TYPE_CHECKING:
     from optkit.plan import Plan
@@ -44,7 +44,7 @@ class Size(click.ParamType[str]):
 
 
 @click.command(cls=Command, short_help="Write a first recipe from a few answers.")
-@click.argument("file", metavar="[FILE]", type=click.Path(path_type=Path, dir_okay=False), default="recipe.yaml")
+@click.argument("file", metavar="[FILE]", type=FILE, default="recipe.yaml")
 @click.option("--model", metavar="MODEL", help="A built-in name, a directory, a .gguf file or a hub id.")
 @click.option("--target", type=click.Choice(CHOICES["target"][1]), help="What will open the artifact.")
 @click.option("--device", type=click.Choice(CHOICES["device"][1]), help="What the artifact will run on.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,8 +81,16 @@ class Group(click.Group):
         debug_option(self)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the words before a command's name; tell an option of the command its place."""
+        """Read the words before a command's name; tell an option of the command its place.
+        Raises UsageError for words that no JSON file could hold.
+        """
         words = list(args)
+        for word in words:
+            try:
+                os.fsencode(word).decode()
+            except UnicodeDecodeError as error:
+                what = f"{os.fsencode(word)!r} is not UTF-8 text. Names are kept in JSON, which is. Rename it."
+                raise click.UsageError(what, ctx) from error
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -137,8 +146,17 @@ def number_option(flag: str, default: int, help: str, least: int = 1) -> Callabl
     )
 
 
-DIRECTORY = click.Path(path_type=Path, file_okay=False)
-FILE = click.Path(path_type=Path, dir_okay=False)
+class Place(click.Path):
+    """A path, whose `~` is the home directory: shells leave it in `--out=~/x`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        with suppress(RuntimeError):  # of a user whom nobody knows
+            value = Path(value).expanduser()
+        return super().convert(value, param, ctx)
+
+
+DIRECTORY = Place(path_type=Path, file_okay=False)
+FILE = Place(path_type=Path, dir_okay=False)
 
 
 def _share(context: click.Context, _parameter: click.Parameter, url: str | None) -> None:
@@ -171,7 +189,7 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     "data": click.option(
         "--data",
         metavar="DIR",
-        type=click.Path(path_type=Path, exists=True, file_okay=False),
+        type=Place(path_type=Path, exists=True, file_okay=False),
         envvar="OPTKIT_DATA",
         help="Directory with local copies of data sets [$OPTKIT_DATA].",
     ),
@@ -202,7 +220,7 @@ SHARED: dict[str, Callable[[Any], Any]] = {
     "against": click.option(
         "--against",
         metavar="ARTIFACT",
-        type=click.Path(path_type=Path),
+        type=Place(path_type=Path),
         help="Artifact or scorecard.json of the last release, for gates `of previous`; "
         "`none` before the first release.",
     ),
@@ -227,13 +245,13 @@ SHARED: dict[str, Callable[[Any], Any]] = {
         ),
     ),
     "artifact": click.argument(
-        "artifact", metavar="ARTIFACT", type=click.Path(path_type=Path), shell_complete=completion.artifacts
+        "artifact", metavar="ARTIFACT", type=Place(path_type=Path), shell_complete=completion.artifacts
     ),
     "model_or_artifact": click.argument("model", metavar="MODEL_OR_ARTIFACT", shell_complete=completion.artifacts),
     "artifacts": click.argument(
         "places",
         metavar="ARTIFACT...",
-        type=click.Path(path_type=Path),
+        type=Place(path_type=Path),
         nargs=-1,
         required=True,
         shell_complete=completion.artifacts,

@@ -14,4 +14,4 @@ def cache_directory() -> Path:
 def default_store() -> Path:
     """Return `$OPTKIT_STORE`, else the cache directory."""
     named = os.environ.get("OPTKIT_STORE")
-    return Path(named) if named else cache_directory()
+    return Path(named).expanduser() if named else cache_directory()

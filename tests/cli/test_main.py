@@ -94,6 +94,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "x", "--device", "gpu"], "'gpu' is not a device. Use cpu, cuda or cuda:N."),
         (["run", "x", "--set", "seed"], "'seed' has no '='. Write it as stages.0.gptq.group_size=32."),
         (["run", "x", "--data", "/nowhere"], "Directory '/nowhere' does not exist."),
+        (["run", "x", "--data=~/nowhere"], f"Directory '{Path.home()}/nowhere' does not exist."),
+        (
+            ["run", "x", "--out", "\udcff"],
+            "error: b'\\xff' is not UTF-8 text. Names are kept in JSON, which is. Rename it.",
+        ),
         (["list", "models?"], "is not one of 'stages', 'evals', 'recipes', 'datasets', 'models'"),
         (["eval", "m"], "error: Missing option '--evals'. It is: A recipe, shipped (e.g. llama_int4) or yours,"),
         (["compare"], "error: Missing argument 'ARTIFACT...'."),
