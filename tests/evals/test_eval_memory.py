@@ -84,7 +84,7 @@ def write_model(directory: Path, vocabulary: int, dtype: str) -> Path:
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
     """Return the model and the peak of each case."""
     root = tmp_path_factory.mktemp("peaks")
-    models = {dtype: write_model(root / dtype, 65_536, dtype) for _, dtype in CASES[:2]}
+    models = {dtype: write_model(root / dtype, 32_768, dtype) for _, dtype in CASES[:2]}
     cases = [(kind, str(models[dtype]), str(write_model(root / "tiny" / dtype, 256, dtype))) for kind, dtype in CASES]
     command = [sys.executable, "-c", MEASURE, str(WINDOW), json.dumps(cases)]
     with warm_pythons():
