@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from optkit.model import read_weights
+from optkit.model import config_defaults, read_weights
 from optkit.model.config_defaults import model_folder
 from optkit.model.read_weights import Read, reads_of
 
@@ -48,7 +48,7 @@ class Model(PreTrainedModel):
 def transformers_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand for the folder of a model type of transformers, with CODE in it."""
     (tmp_path / "modeling_odd.py").write_text(CODE)
-    monkeypatch.setattr(read_weights, "model_folder", lambda _: tmp_path)
+    monkeypatch.setattr(config_defaults, "model_folder", lambda _: tmp_path)
     read_weights._found.cache_clear()
     yield tmp_path
     read_weights._found.cache_clear()

@@ -87,10 +87,8 @@ def test_kernels_that_are_missing_say_what_happens_without(monkeypatch: pytest.M
 
 
 def test_kernels_of_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    from optkit.kernels import float8_linear, int8_linear
-
-    monkeypatch.setattr(float8_linear, "why_not_scaled", lambda *_: "not before 8.9")
-    monkeypatch.setattr(int8_linear, "why_not_integers", lambda *_: None)
+    monkeypatch.setattr(kernel_parts_module, "why_not_scaled", lambda *_: "not before 8.9")
+    monkeypatch.setattr(kernel_parts_module, "why_not_integers", lambda *_: None)
     monkeypatch.setattr(kernel_parts_module, "find_spec", lambda _: None)
     monkeypatch.setattr(torch.cuda, "_compile_kernel", None, raising=False)
     parts = {part.name: part for part in kernel_parts_module._of_gpu((7, 5))}

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from optkit.environment import find_compiler
+from optkit.kernels.float8_linear import why_not_scaled
 from optkit.kernels.int8_linear import why_not_integers
 
 Role: TypeAlias = Literal["stage", "eval", "engine", "backend", "kernel"]
@@ -52,9 +53,6 @@ def _of_cpu() -> Iterator[Part]:
 
 
 def _of_gpu(capability: tuple[int, int]) -> Iterator[Part]:
-
-    from optkit.kernels.float8_linear import why_not_scaled
-
     major, minor = capability
     why = "" if capability >= (8, 0) else f"it needs compute capability 8.0, and this GPU has {major}.{minor}"
     name, without = "int4 on cuda (optkit)", "weights are dequantized at each call"
