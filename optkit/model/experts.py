@@ -122,17 +122,8 @@ def unfuse_experts_(model: nn.Module, stored: Container[str] = ()) -> dict[str, 
     return fused
 
 
-def _fused_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if isinstance(module, FUSED_CONVOLUTIONS):
-            continue
-        parameters = list(module.parameters(recurse=False))
-        if any(parameter.dim() == 3 and min(parameter.shape) > 1 for parameter in parameters):
-            yield name, module
-
-
-def _leaves(name: str, module: Any, converters: list[WeightConverter]) -> _Leaves | str:
-    """Return the names of an expert's projections, or why there are none."""
+def why_not_joined(module: Any) -> str:
+    """Return why a module is not experts in two parameters of whole matrices, "" if it is."""
     shapes = _shapes(module)
     if (
         not (hasattr(module, "_apply_gate") and hasattr(module, "has_gate"))
@@ -144,6 +135,26 @@ def _leaves(name: str, module: Any, converters: list[WeightConverter]) -> _Leave
         return f"the fused experts have more than their matrices ({shapes})"
     if module.is_transposed or (module.has_gate and not module.is_concatenated):
         return f"the fused experts ({shapes}) are transposed or interleaved"
+    return ""
+
+
+def _fused_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if joined_matrices(module) and not isinstance(module, FUSED_CONVOLUTIONS):
+            yield name, module
+
+
+def joined_matrices(module: nn.Module) -> list[Tensor]:
+    """Return a module's own parameters of three dimensions, as experts have that are joined."""
+    return [each for each in module.parameters(recurse=False) if each.dim() == 3 and min(each.shape) > 1]
+
+
+def _leaves(name: str, module: Any, converters: list[WeightConverter]) -> _Leaves | str:
+    """Return the names of an expert's projections, or why there are none."""
+    shapes = _shapes(module)
+    if reason := why_not_joined(module):
+        return reason
+    first = "gate_up_proj" if module.has_gate else "up_proj"
     found: dict[str, tuple[str, ...]] = {}
     for converter in converters:
         patterns = [pattern.rpartition("*.")[2].replace("\\", "").rstrip("$") for pattern in converter.source_patterns]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from optkit.kernels.kv_cache import CodedLayer
 from optkit.kernels.shares import local_part
-from optkit.model.experts import Experts
+from optkit.model.experts import Experts, joined_matrices
 
 STATES = ("conv_states", "recurrent_states")
 """What a layer of transformers' caches holds that is as large for any context."""
@@ -121,7 +121,5 @@ def _experts(module: nn.Module) -> int:
     """Return how many experts a module holds, 0 if it is none of experts."""
     if isinstance(module, Experts):
         return len(module)
-    joined = [
-        parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 3 and min(parameter.shape) > 1
-    ]
-    return math.gcd(*(len(parameter) for parameter in joined)) if joined and "xpert" in type(module).__name__ else 0
+    joined = joined_matrices(module) if "xpert" in type(module).__name__ else []
+    return math.gcd(*map(len, joined))

@@ -3,7 +3,6 @@ the kernels' references in torch.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +15,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from optkit.algorithms.eight_bit import INT8, amax_scales, quantize
 from optkit.errors import StageError
 from optkit.kernels import float8_linear
-from optkit.kernels.cuda import decoding, experts, layer_pass, prompts
+from optkit.kernels.cuda import decoding, layer_pass, prompts
 from optkit.kernels.cuda.decoding import GraphDecoder
-from optkit.kernels.cuda.experts import Choices, Mixture, StackedExperts
-from optkit.kernels.cuda.matrix import Matrix
 from optkit.kernels.cuda.nvrtc import compile_source
 from optkit.kernels.int8_linear import Int8Linear
-from optkit.model.experts import Experts, experts_in, unfuse_experts_
+from optkit.model.experts import Experts, unfuse_experts_
 from optkit.session import open_session
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.stage import Context
@@ -132,66 +129,6 @@ def test_a_layer_is_what_the_modules_say(kind: str) -> None:
     ours, reference = logits_of_both(random_model(kind, KNOWN[kind]))
     assert float((ours - reference).norm() / reference.norm()) < 1e-4
     assert ours.argmax(-1).equal(reference.argmax(-1))
-
-
-@pytest.mark.parametrize("batch", [1, 3, 20])
-@pytest.mark.parametrize("kind", some(["qwen3_moe", "mixtral"]))
-def test_experts_that_lie_one_by_one_are_stacked(kind: str, batch: int) -> None:
-    model = random_model(kind, KNOWN[kind])
-    unfuse_experts_(model)
-    ours, reference = logits_of_both(model, batch)
-    assert float((ours - reference).norm() / reference.norm()) < 1e-4
-    assert all(isinstance(layer.mlp, Mixture) for layer in GraphDecoder(model).layers)
-    first, second = experts_in(model.model.layers[0])[0][:2]
-    starts = [
-        expert.get_submodule(name).weight.untyped_storage() for expert in (first, second) for name in expert.input_names
-    ]
-    assert len({start.data_ptr() for start in starts}) == 1
-
-
-def test_experts_of_long_prompts_are_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model("qwen3_moe", KNOWN["qwen3_moe"])
-    unfuse_experts_(model)
-    monkeypatch.setattr(experts, "STEPPED", 3)
-    monkeypatch.setattr(experts, "MOST_PRODUCTS", 0)
-    ours, reference = logits_of_both(model)
-    assert float((ours - reference).norm() / reference.norm()) < 1e-4
-    taken = (mixture := GraphDecoder(model).layers[0].mlp).takes
-    assert [taken(tokens) for tokens in (3, 4)] == [True, False]
-    monkeypatch.setattr(experts, "MOST_PRODUCTS", 5 << 30)
-    assert [taken(tokens) for tokens in (4, 65535, 65536)] == [True, True, False], "blocks of a launch are counted"
-    monkeypatch.setattr(experts, "MOST_BLOCKS", 8 + 100)
-    assert [taken(tokens) for tokens in (100, 403, 404)] == [True, False, False]
-    monkeypatch.setattr(experts, "STEPPED", 256)
-    monkeypatch.setattr(experts, "MOST_GROUPS", 1)
-    monkeypatch.setattr(mixture.experts, "unpacks", True)
-    assert [taken(tokens) for tokens in (32, 33)] == [True, False], "steps are unpacked where prompts are"
-
-
-@pytest.mark.parametrize("gelu", [False, True])
-def test_unpacked_experts_say_what_packed_ones_say(gelu: bool) -> None:
-    torch.manual_seed(0)
-    first, last = (Matrix(torch.randn(5 * 64, 32) / 6, 64, 32, torch.float32, gelu=gelu) for _ in range(2))
-    layer = StackedExperts(
-        Experts([torch.nn.Identity()] * 5), first, replace(last, outputs=32, weight=last.weight[:160])
-    )
-    chosen, shares = torch.randint(0, 4, (40, 3)), torch.rand(40, 3)
-    chosen[7] = 5  # there is none
-    x, packed, unpacked = torch.randn(40, 32), torch.empty(40, 32), torch.empty(40, 32)
-    layer.through(Choices.of(chosen, shares, 5, 8), x, packed)
-    layer.through_unpacked(Choices.empty(chosen, shares, 5, 1), x, unpacked)
-    assert not layer.unpacks
-    assert torch.allclose(packed, unpacked, atol=1e-5)
-
-
-def test_another_router_is_the_models_own() -> None:
-    model = random_model("qwen3_moe", KNOWN["qwen3_moe"])
-    unfuse_experts_(model)
-    for block in model.model.layers:
-        block.mlp.gate.register_forward_hook(lambda _, given, found: (found[0], found[1] * 0.5, found[2]))
-    ours, reference = logits_of_both(model)
-    assert float((ours - reference).norm() / reference.norm()) < 1e-4
-    assert not any(isinstance(layer.mlp, Mixture) for layer in GraphDecoder(model).layers)
 
 
 @torch.no_grad()

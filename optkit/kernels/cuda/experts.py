@@ -1,4 +1,4 @@
-"""Packed experts of a block in two launches for all tokens: which expert multiplies a row, the GPU alone knows.
+"""Experts of a block in two launches for all tokens: which expert multiplies a row, the GPU alone knows.
 
 Choices are sorted by expert on the GPU and cut into groups of a few rows. Blocks of `linear.cu` take
 a group each, so that an expert's weights are read once for up to 8 tokens. How many groups there are
@@ -10,29 +10,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optkit.algorithms.eight_bit import FLOAT8
 from optkit.kernels.cuda.layer_matrices import goes_through_gelu, matrix_of, stack_, why_not_matrix
-from optkit.kernels.cuda.matrix import Matrix, can_stack, dequantized, launch_of
+from optkit.kernels.cuda.matrix import Matrix, can_stack, coded_rows, dequantized, launch_of
 from optkit.kernels.cuda.nvrtc import Kernel, compiled
+from optkit.kernels.cuda.scaled_products import CAPABILITY
 from optkit.kernels.cuda.schedule import ROWS, Form, Schedule, choose_tiles
 from optkit.kernels.cuda.step_products import step_product
-from optkit.model.experts import Experts, experts_in
+from optkit.model.experts import Experts, experts_in, why_not_joined
 
-MOST_GROUPS = 10
-"""Of an expert in the mean, at most. For more it pays to write its matrices in 16 bits first: on an H200 from 10.6
-groups on for experts of Qwen3-30B-A3B's size, from 10 on for Mixtral's.
+MOST_GROUPS = {4: 9, 8: 1, 16: 1}
+"""By the bits of a weight, the groups of an expert in the mean up to which the kernels are ahead of torch's grouped
+products on an H200 (`experts_ways_h200.json`). In 4 bits those need floats, which are written first.
 """
-STEPPED, MOST_PRODUCTS = 256, 5 << 30
-"""Where there are no such matrices: tokens of a step; and of longer prompts the rows of an expert in the mean times
-its weights, at most. More go through the modules of the experts: they wait for the GPU once, which no graph can, and
-multiply all rows of an expert at once.
+MOST_ROUTED = 1024
+"""Tokens that one block of the GPU sends to experts."""
+MOST_PRODUCTS = 34 << 30
+"""The rows of an expert in the mean times its weights, at most, where there are no grouped products. More go through
+the modules of the experts: they wait for the GPU once, and multiply all rows of an expert at once.
+From so many on those of Mixtral in FP8 are ahead on an H200.
 """
+STEPPED = 256
+"""Tokens of a step, which may not wait for the GPU."""
 MOST_BLOCKS = 65535
 """Of a launch, side by side."""
 MOST_ROWS = 8
@@ -49,37 +55,33 @@ TRIED, TRIED_ERROR = 16, 0.03
 class StackedExperts(nn.Module):
     """The experts of a block, whose matrices are parts of two."""
 
-    def __init__(self, experts: Experts, gate_up: Matrix, down: Matrix) -> None:
+    def __init__(self, experts: nn.Module, count: int, gate_up: Matrix, down: Matrix) -> None:
         """The matrices are of one expert each, with the weights of all of them one behind the other."""
         super().__init__()
-        self.experts, self.gate_up, self.down = experts, gate_up, down
-        self.unpacks = HAS_GROUPED and all(
-            each.form.bits != 8 and each.bias is None and each.dtype == torch.bfloat16 for each in (gate_up, down)
-        )
-        """Whether long prompts are multiplied by matrices in 16 bits."""
+        self.experts, self.count, self.gate_up, self.down = experts, count, gate_up, down
+        self.grouped = _is_grouped(gate_up) and _is_grouped(down)
+        """Whether torch multiplies the rows of long prompts, those of all experts in one product."""
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
         few = self.takes(*chosen.shape)
-        if not few and not self.unpacks:
+        if not few and not self.grouped:
             found: Tensor = self.experts(hidden, chosen, weights)
             return found
         hidden, total = hidden.contiguous(), torch.empty_like(hidden)
         with torch.cuda.device(hidden.device):
-            given = chosen.contiguous(), weights.contiguous(), len(self.experts)
-            if few:
-                self.through(Choices.of(*given, self.most_rows()), hidden, total)
-            else:
-                self.through_unpacked(Choices.empty(*given, 1), hidden, total)
+            choices = Choices.of if few else Choices.empty
+            given = choices(chosen.contiguous(), weights.contiguous(), self.count, self.most_rows())
+            self.through(given, hidden, total)
         return total
 
     def takes(self, tokens: int, choices: int) -> bool:
-        """Say whether so many tokens are few enough to be multiplied here."""
-        experts, weights = len(self.experts), sum(each.outputs * each.inputs for each in (self.gate_up, self.down))
-        blocks = max(tokens, experts + tokens * choices // self.most_rows())
-        most = MOST_GROUPS * self.most_rows() if self.unpacks else MOST_PRODUCTS // weights
-        few = tokens * choices <= most * experts and blocks <= MOST_BLOCKS
-        return few or (tokens <= STEPPED and not self.unpacks)
+        """Say whether so many tokens are few enough for the kernels."""
+        weights = sum(each.outputs * each.inputs for each in (self.gate_up, self.down))
+        blocks = max(tokens, self.count + tokens * choices // self.most_rows())
+        most = MOST_GROUPS[self.gate_up.form.bits] * self.most_rows() if self.grouped else MOST_PRODUCTS // weights
+        few = tokens * choices <= most * self.count and blocks <= MOST_BLOCKS
+        return few or (not self.grouped and tokens <= STEPPED)
 
     def most_rows(self) -> int:
         """Return the rows of a group at most."""
@@ -98,28 +100,47 @@ class StackedExperts(nn.Module):
         """Write what the chosen experts make of x, [tokens, hidden], into total, or add it. With a `norm` x is
         normed first.
         """
+        if not self.takes(*choices.chosen.shape):
+            self.through_grouped(choices, x if norm is None else F.rms_norm(x, norm.shape, norm, epsilon), total, add)
+            return
         rows = choices.chosen.numel()
         gated, made = x.new_empty(rows, self.down.inputs), x.new_empty(rows, self.down.outputs)
         choices.multiply(self.gate_up, x, gated, gated=True, norm=norm, epsilon=epsilon)
         choices.multiply(self.down, gated, made, gated=False)
         choices.sum_into_(total, made, add)
 
-    def through_unpacked(self, choices: Choices, x: Tensor, total: Tensor) -> None:
-        """Write what the chosen experts make of x into total. All rows of an expert are multiplied at once, by
-        matrices that hold their floats meanwhile.
-        """
+    def through_grouped(self, choices: Choices, x: Tensor, total: Tensor, add: bool) -> None:
+        """Do so with all rows of an expert at once. Matrices of 4 bits hold their floats meanwhile."""
         chosen, order = choices.chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(chosen, torch.arange(1, choices.experts + 1, device=x.device)).int()
-
-        def product(matrix: Matrix, rows: Tensor) -> Tensor:
-            whole = dequantized(replace(matrix, outputs=choices.experts * matrix.outputs))
-            return F.grouped_mm(rows, whole.view(choices.experts, -1, matrix.inputs).transpose(1, 2), offs=ends)
-
+        product = partial(_grouped_product, ends=ends)
         gate, up = product(self.gate_up, x[order // choices.chosen.shape[1]]).chunk(2, 1)
         gated = (F.gelu(gate, approximate="tanh") if self.gate_up.gelu else F.silu(gate)).mul_(up)
         made = torch.empty(len(order), self.down.outputs, dtype=x.dtype, device=x.device)
         made[order] = product(self.down, gated)
-        choices.sum_into_(total, made, add=False)
+        choices.sum_into_(total, made, add)
+
+
+def _is_grouped(matrix: Matrix) -> bool:
+    if not HAS_GROUPED or matrix.bias is not None or matrix.dtype != torch.bfloat16:
+        return False
+    codes = matrix.weight
+    return matrix.form.bits != 8 or (
+        codes.is_cuda and codes.dtype == FLOAT8.dtype and torch.cuda.get_device_capability(codes.device) == CAPABILITY
+    )
+
+
+def _grouped_product(matrix: Matrix, rows: Tensor, ends: Tensor) -> Tensor:
+    """Multiply rows, those of an expert side by side, by the matrices of as many experts as there are ends."""
+    count = len(ends)
+    if matrix.scales is None or matrix.form.bits != 8:
+        whole = dequantized(replace(matrix, outputs=count * matrix.outputs))
+        return F.grouped_mm(rows, whole.view(count, -1, matrix.inputs).transpose(1, 2), offs=ends)
+    codes, scales = coded_rows(matrix, rows, None, 0.0)
+    weights, of_weights = matrix.weight.view(count, -1, matrix.inputs).transpose(1, 2), matrix.scales.view(count, -1)
+    return torch._scaled_grouped_mm(
+        codes, weights, scales, of_weights, offs=ends, out_dtype=matrix.dtype, use_fast_accum=True
+    )
 
 
 @dataclass(frozen=True)
@@ -141,7 +162,7 @@ class Mixture:
         experts = parts.get("experts")
         if {*parts} != {"gate", "experts"} or not isinstance(experts, StackedExperts) or not isinstance(choices, int):
             return mlp
-        if weight is None or weight.shape != (len(experts.experts), experts.gate_up.inputs) or choices > MOST_CHOICES:
+        if weight is None or weight.shape != (experts.count, experts.gate_up.inputs) or choices > MOST_CHOICES:
             return mlp
         matrix = Matrix(weight.data, len(weight), weight.shape[1], weight.dtype)
         tried = (cls(mlp, experts, matrix, choices, to_one) for to_one in (True, False))
@@ -159,7 +180,7 @@ class Mixture:
 
     def takes(self, tokens: int) -> bool:
         """Say whether so many tokens are few enough for `add_to_`; more go through `own`."""
-        return self.experts.takes(tokens, self.choices)
+        return self.experts.takes(tokens, self.choices) or (self.experts.grouped and tokens <= MOST_ROUTED)
 
     def add_to_(self, hidden: Tensor, norm: Tensor | None, epsilon: float) -> None:
         """Add to hidden states what it makes of them, normed if there is a norm."""
@@ -245,7 +266,7 @@ def why_not_stacked(mlp: nn.Module) -> str | None:
         return f"the packed experts of {type(mlp).__name__} lie deeper in it"
     for experts in direct:
         first, last = _layers(experts)
-        if len(first) != 2 * len(last) or goes_through_gelu(_gate_alone(experts)) is None:
+        if len(first) != 2 * len(last) or goes_through_gelu(_gate_alone(experts[0].gate)) is None:
             return "its experts have no gate of SiLU or GELU"
         for layers in (first, last):
             if reason := next((reason for layer in layers if (reason := why_not_matrix(layer, "an expert"))), None):
@@ -257,22 +278,33 @@ def why_not_stacked(mlp: nn.Module) -> str | None:
 
 
 def with_stacked_experts_(mlp: nn.Module) -> nn.Module:
-    """Return an MLP whose packed experts are `StackedExperts`.
+    """Return an MLP whose experts are `StackedExperts`, if their matrices lie one by one or are joined as those are.
     The given one keeps its own modules, which become views of them.
     """
     found = copy(mlp)
-    found._modules = {
-        name: _stacked_(child) if isinstance(child, Experts) else child for name, child in mlp._modules.items()
-    }
+    found._modules = {name: child and _stacked_(child) for name, child in mlp._modules.items()}
     return found
 
 
-def _stacked_(experts: Experts) -> StackedExperts:
-    gelu = goes_through_gelu(_gate_alone(experts))
-    wholes = stack_(_layers(experts)[0], bool(gelu)), stack_(_layers(experts)[1])
+def _stacked_(module: nn.Module) -> nn.Module:
+    if not isinstance(module, Experts):
+        return _joined(module)
+    gelu = goes_through_gelu(_gate_alone(module[0].gate))
+    wholes = stack_(_layers(module)[0], bool(gelu)), stack_(_layers(module)[1])
     torch.cuda.empty_cache()  # the matrices that were stacked are small, and memory of small ones holds no large one
-    gate_up, down = (replace(whole, outputs=whole.outputs // len(experts)) for whole in wholes)
-    return StackedExperts(experts, gate_up, down)
+    gate_up, down = (replace(whole, outputs=whole.outputs // len(module)) for whole in wholes)
+    return StackedExperts(module, len(module), gate_up, down)
+
+
+def _joined(module: nn.Module) -> nn.Module:
+    known: Any = module
+    if why_not_joined(module) or not known.has_gate or not HAS_GROUPED or known.down_proj.dtype == torch.float16:
+        return module  # its own products of long prompts are ahead of those that are left
+    gelu, wholes = goes_through_gelu(_gate_alone(known._apply_gate)), (known.gate_up_proj.data, known.down_proj.data)
+    if gelu is None or any(size % ROWS for whole in wholes for size in whole.shape[1:]):
+        return module
+    gate_up, down = (Matrix(each.flatten(0, 1), each.shape[1], each.shape[2], each.dtype) for each in wholes)
+    return StackedExperts(module, len(wholes[0]), replace(gate_up, gelu=gelu), down)
 
 
 def _layers(experts: Any) -> tuple[list[Any], list[Any]]:
@@ -281,12 +313,8 @@ def _layers(experts: Any) -> tuple[list[Any], list[Any]]:
     return first, [expert.get_submodule(expert.down_name) for expert in experts]
 
 
-def _gate_alone(experts: Any) -> Callable[[Tensor], Tensor]:
-    def gate(points: Tensor) -> Tensor:
-        product: Tensor = experts[0].gate(torch.cat([points, torch.ones_like(points)], -1))
-        return product
-
-    return gate
+def _gate_alone(gate: Any) -> Callable[[Tensor], Tensor]:
+    return lambda points: gate(torch.cat([points, torch.ones_like(points)], -1))
 
 
 @cache
@@ -300,9 +328,9 @@ def _most_rows(form: Form, gated: bool, device: int) -> int:
 
 def schedule_of(form: Form, rows: int, gated: bool) -> Schedule:
     """Return how a block goes over an expert; what is good on an H200."""
-    tiles = 2 if gated else 1
+    tiles, blocks = 2 if gated else 1, 2 if form.bits == 16 else 4
     if form.chunks > 32:
         return Schedule(8, 2, tiles, 4, span=2)
     if form.chunks > 8:
-        return Schedule(4, 2, tiles, *((4, 1) if rows == 1 else (2, 2)))
-    return Schedule(-(-form.chunks // 2), 1, tiles, 4, span=2)
+        return Schedule(4, 2, tiles, *((blocks, 1) if rows == 1 else (2, 2)))
+    return Schedule(-(-form.chunks // 2), 1, tiles, blocks, span=2)
