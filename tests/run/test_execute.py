@@ -124,7 +124,7 @@ def stages(monkeypatch):
         for each in (Halve, Idle, Dies, Overflows, Needs, NeedsNewer, Forgets, Loses, Learns, Links)
     }
     monkeypatch.setattr("optkit.recipe.registry.STAGES", dict.fromkeys(classes, "here"))
-    monkeypatch.setattr("optkit.recipe.entries.stage_class", classes.__getitem__)
+    monkeypatch.setattr("optkit.recipe.registry.stage_class", classes.__getitem__)
 
 
 @pytest.fixture
