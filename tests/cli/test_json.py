@@ -160,8 +160,8 @@ def test_help_is_text_also_beside_json(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_text_that_is_no_unicode_is_escaped() -> None:
-    done = python("-m", "optkit_cli.main", "validate", os.fsdecode(b"a\xff.yaml"), "--json")
-    assert json.loads(done.stdout)["problems"][0]["file"] == os.fsdecode(b"a\xff.yaml")
+    done = python("-m", "optkit_cli.main", "store", "show", "--json", OPTKIT_STORE=os.fsdecode(b"/none/a\xff"))
+    assert json.loads(done.stdout)["root"] == os.fsdecode(b"/none/a\xff")
 
 
 NOISY = """

@@ -74,10 +74,9 @@ def fakes(monkeypatch):
     evals = {"plain": Plain, "timed": Timed, "pair": Pair}
     for kind in evals:
         monkeypatch.setitem(registry.EVALS, kind, "here")
-    for module in ("entries", "checks"):
-        monkeypatch.setattr(
-            f"optkit.recipe.{module}.eval_class", lambda kind: evals.get(kind) or registry.eval_class(kind)
-        )
+    eval_class = registry.eval_class
+    for module in ("registry", "checks"):
+        monkeypatch.setattr(f"optkit.recipe.{module}.eval_class", lambda kind: evals.get(kind) or eval_class(kind))
     monkeypatch.setattr("optkit.session.open_session", lambda directory, *args, **kwargs: FakeSession(directory))
 
 
