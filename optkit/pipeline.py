@@ -61,7 +61,7 @@ from optkit.store.store import Store
 from optkit.trust import allow_code, allow_directory, say_code
 from optkit.verification.artifact_checks import check_artifact
 from optkit.verification.registry import engine_names
-from optkit.verification.result_file import keep_loading, read_loading
+from optkit.verification.result_file import keep_loading, read_loading, told_so_far
 from optkit.verification.result_file import read_scorecard as read_scorecard
 from optkit.verification.verify import Verified, verify_artifact
 
@@ -137,7 +137,8 @@ def run(
         speed = speed_rungs(todo, stages=True)
         keys = [*(step.key for step in todo.steps), *metric_keys(*todo.evals, *steps_between), *speed.keys]
         held.enter_context(shelf.using(keys))
-        standing(target, todo.artifact_key)
+        if known := standing(target, todo.artifact_key):
+            read_loading(known)  # raises before anything is measured
         say_code(todo.recipe, progress)
         for gate in todo.doomed:
             progress.warn(gate)
@@ -221,6 +222,7 @@ def verify(
         checks = (*signature, *(check_artifact(found) if signature[0].ok else ()))
         return Verified(artifact=found.directory, artifact_key=found.record.key, checks=checks)
     trusted = allow_code(found, (), trust_remote_code, progress)
+    told_so_far(found)  # raises before engines take minutes for what could not be kept
     done = verify_artifact(
         found,
         engines=engines or engine_names(),
@@ -234,8 +236,8 @@ def verify(
     if done.loading:
         try:
             keep_loading(found, done.loading)
-            if (found.directory / SCORECARD_JSON).is_file():
-                _attach(found, read_scorecard(found.directory))
+            if scorecard := told_so_far(found):
+                _attach(found, scorecard)
         except (ResourceError, StoreError) as error:
             progress.warn(f"the result is kept nowhere: {error}")
     return done.model_copy(update={"checks": (*signature, *done.checks)})

@@ -35,6 +35,9 @@ class Task(Protocol):
     def advance(self, steps: int = 1, note: str = "") -> None:
         """Count `steps` of the total as done; `note` says what was just finished, or is under way."""
 
+    def begin(self) -> None:
+        """Say that what is done so far was done by an earlier run: from here on steps take their time."""
+
 
 class Progress(Protocol):
     """Where stages and evals report to."""
@@ -75,6 +78,9 @@ class SilentTask:
         return None
 
     def advance(self, steps: int = 1, note: str = "") -> None:
+        return None
+
+    def begin(self) -> None:
         return None
 
 

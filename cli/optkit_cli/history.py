@@ -80,7 +80,8 @@ def _view(found: History, root: Path) -> Iterator[RenderableType]:
         table = plain_table(
             "made (UTC)", "recipe", "model", *(f">{name}" for name in metrics), "", "artifact", rows=rows
         )
-        table.columns[0].no_wrap, table.columns[-1].overflow = True, "fold"
+        for column in (table.columns[place] for place in (0, -2, -1)):
+            column.min_width = max(cell.cell_len for cell in column.cells if isinstance(cell, Text))
         yield table
     else:
         yield Text(f"nothing of this was made with the store {root}")

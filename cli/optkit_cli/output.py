@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Columns of a table that is not printed on a terminal."""
+UNBOUNDED = 1000
+"""Columns that no table needs, to measure how wide it is by itself."""
 
 
 def print_json(value: Any) -> None:
@@ -84,11 +86,22 @@ def show(*parts: RenderableType) -> None:
     Elsewhere they are `WIDTH` columns of plain text without spaces at the ends of lines.
     """
     if sys.stdout is not None and sys.stdout.isatty():
-        console = _console(highlight=False)
-        for part in parts:
-            console.print(part)
+        _print(_console(highlight=False), parts)
     else:
         click.echo(plain_text(*parts), nl=False)
+
+
+def _print(console: Console, parts: Iterable[RenderableType]) -> None:
+    """Print parts without breaking or cutting a word: a path of which a piece is missing cannot be copied."""
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
+    wide, unbounded = console.width, console.options.update(width=UNBOUNDED)
+    for part in parts:
+        least = Measurement.get(console, unbounded, part).minimum if isinstance(part, Table | Text) else 0
+        console.width = max(wide, least)
+        console.print(part, crop=False)
 
 
 def _console(**settings: Any) -> Console:
@@ -108,8 +121,7 @@ def plain_text(*parts: RenderableType, width: int = WIDTH) -> str:
     """Return tables and lines as text without colours."""
     buffer = io.StringIO()
     console = _console(file=buffer, highlight=False, width=width, force_terminal=False, color_system=None)
-    for part in parts:
-        console.print(part)
+    _print(console, parts)
     return "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
 
 

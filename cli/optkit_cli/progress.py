@@ -104,6 +104,9 @@ class SafeTask:
         self.to.advance(steps, visible(note))
         signals.check()
 
+    def begin(self) -> None:
+        self.to.begin()
+
 
 def clock_text(seconds: float) -> str:
     """Return `0:31`, `12:05` or `3:10:00`."""
@@ -122,9 +125,16 @@ class Pace:
     clock: Callable[[], float] = time.monotonic
     done: int = 0
     start: float = field(init=False)
+    began: float = field(init=False)
+    kept: int = 0
+    """What an earlier run did of it."""
 
     def __post_init__(self) -> None:
-        self.start = self.clock()
+        self.start = self.began = self.clock()
+
+    def begin(self) -> None:
+        """Take what is done as kept: its time says nothing of the rest."""
+        self.kept, self.began = self.done, self.clock()
 
     @property
     def elapsed_s(self) -> float:
@@ -147,14 +157,25 @@ class Pace:
         """`0:31 left` if it goes on like this; empty before 2% are done, since what comes once is in
         the first steps, and at the end.
         """
-        remaining, known = self.total - self.done, self.done >= max(1, LEAST_KNOWN * self.total)
-        return f"{clock_text(self.elapsed_s / self.done * remaining)} left" if known and remaining > 0 else ""
+        made, remaining = self.done - self.kept, self.total - self.done
+        if remaining <= 0 or made < max(1, LEAST_KNOWN * self.total):
+            return ""
+        return f"{clock_text((self.clock() - self.began) / made * remaining)} left"
 
     def ending(self, failed: bool) -> str:
         """Return the last line: `gptq 30/30 blocks in 4:12`.
         That what it left is kept is said by whoever kept it.
         """
         return f"{self.label}  {self.count}  {'stopped after' if failed else 'in'} {clock_text(self.elapsed_s)}"
+
+
+class PacedTask(SilentTask):
+    """A task that knows its pace."""
+
+    pace: Pace
+
+    def begin(self) -> None:
+        self.pace.begin()
 
 
 class WarningsOnly(SilentProgress):
@@ -199,7 +220,7 @@ class LineProgress(WarningsOnly):
         self.write("info", line)
 
 
-class LineTask(SilentTask):
+class LineTask(PacedTask):
     """One task in plain lines: `gptq  12/30 blocks  40%  0:31 left  model.layers.11`."""
 
     def __init__(self, progress: LineProgress, pace: Pace) -> None:
@@ -281,7 +302,7 @@ class BarProgress:
             self.bars = None
 
 
-class BarTask(SilentTask):
+class BarTask(PacedTask):
     """One bar."""
 
     def __init__(self, progress: BarProgress, pace: Pace) -> None:

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.common.visible import visible
-from optkit.progress import Progress, SilentTask, Task
+from optkit.progress import Progress, Task
 from optkit.sweep.record import Entry, Status, SweepRecord
-from optkit_cli.progress import Pace, SafePoints, line_progress
+from optkit_cli.progress import Pace, PacedTask, SafePoints, line_progress
 from optkit_cli.tables import duration_text, plain_table, verdict_text
 
 STYLES = {Status.WAITING: "dim", Status.MADE: "yellow", Status.DONE: "green", Status.FAILED: "bold red"}
@@ -92,7 +92,7 @@ class LiveTable:
         return Group(sweep_table(self.record, self.now), Text(visible(below), style="dim"))
 
 
-class LiveTask(SilentTask):
+class LiveTask(PacedTask):
     """One task below the live table."""
 
     def __init__(self, table: LiveTable, pace: Pace) -> None:

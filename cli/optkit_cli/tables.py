@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.common import byte_sizes
+from optkit_cli.output import UNBOUNDED
 
-UNBOUNDED = 1000
-"""Columns that no table needs, to measure how wide it is by itself."""
 VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow", "SKIPPED": "dim"}
 
 

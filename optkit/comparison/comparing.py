@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from optkit.common.garbage import uncollected
+from optkit.common.grouping import grouped, some
 from optkit.comparison.choice import check_names, parse_requirement
 from optkit.comparison.columns import table_of
 from optkit.comparison.differing import differing_parts
@@ -67,7 +68,20 @@ def compare_scorecards(
         floors=tuple(floors.values()),
         best=best,
         require=tuple(require),
-        notes=(*notes, *(f"{entry.label} is not ranked: it has none of the axes" for entry in unranked)),
+        notes=(
+            *notes,
+            *several_models(entries, found.values()),
+            *(f"{entry.label} is not ranked: it has none of the axes" for entry in unranked),
+        ),
         left_out=tuple(left_out),
         warnings=tuple(warned([card for _, card in cards], entries)),
     )
+
+
+def several_models(entries: Sequence[Entry], groups: Iterable[Sequence[int]]) -> Iterator[str]:
+    """Yield for each group of several unmodified models whose ratios are to which."""
+    for members in groups:
+        models = grouped((entries[index] for index in members), lambda entry: entry.model)
+        if len(models) > 1:
+            said = some(f"{', '.join(entry.label for entry in its)} of {model}" for model, its in models.items())
+            yield f"ratios are to {len(models)} unmodified models: {said}"

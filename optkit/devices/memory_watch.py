@@ -160,6 +160,9 @@ class _PhasedTask:
     def advance(self, steps: int = 1, note: str = "") -> None:
         self.task.advance(steps, note)
 
+    def begin(self) -> None:
+        self.task.begin()
+
 
 def thinned(traces: Sequence[MemoryTrace], most: int) -> tuple[MemoryTrace, ...]:
     """Return traces with at most so many readings together, though two of each."""

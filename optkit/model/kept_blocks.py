@@ -34,7 +34,7 @@ from optkit.errors import ResourceError
 from optkit.model.copies import beside_computing, on_gpu, own_copies
 from optkit.model.together import ALONE, Together
 from optkit.model.writer import disk_space_for, save_tensors
-from optkit.progress import Progress
+from optkit.progress import Progress, SilentTask, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,6 +85,7 @@ class KeptBlocks:
         """None as long as nothing can be kept."""
         self._replay: Replay | None = None
         """Makes hidden states again; None if they are written."""
+        self._task: Task = SilentTask()
         self._measured: dict[str, list[int] | None] = {}
         """The files of what was measured in front of the first block, as `_seen`."""
         self._writer = ThreadPoolExecutor(1, "kept blocks")
@@ -122,6 +123,7 @@ class KeptBlocks:
                 (container.update if isinstance(container, dict) else container.extend)(self._kept["facts"][name])
             if self._place and inputs and self.done <= self._read:
                 self._bring_(self._place, inputs)
+        self._task.begin()
         return range(self.done, total)
 
     def _bring_(self, place: Path, inputs: BlockInputs) -> None:
@@ -137,12 +139,13 @@ class KeptBlocks:
             inputs.following()
         _read_states(place / self._mine(_states(self.done - 1)), inputs.hidden)
 
-    def each(self, produced: Iterable[Mapping[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
+    def each(self, produced: Iterable[Mapping[str, Tensor]], task: Task) -> Iterator[Mapping[str, Tensor]]:
         """Yield the tensors of all blocks: of those that are kept, then what is produced of the others,
-        which calls `resume` first. Raises FileNotFoundError for a file that went since.
+        which calls `resume` first. Raises FileNotFoundError for a file that went since. `task` counts them.
 
         What was made on a GPU is copied while the next block is, and yielded behind it.
         """
+        self._task = task
         done, copies = self.done, deque[Future[dict[str, "Tensor"]]]()
         for number in range(done):
             yield _tensors(self._place, number) if self._place and self._together.first else {}

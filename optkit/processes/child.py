@@ -230,6 +230,8 @@ class Bars:
                 self._tasks[message["id"]] = bar.enter_context(task), bar
             case "advance":
                 self._tasks[message["id"]][0].advance(message["steps"], message["note"])
+            case "begin":
+                self._tasks[message["id"]][0].begin()
             case "end":
                 self._tasks.pop(message["id"])[1].close()
             case "say":

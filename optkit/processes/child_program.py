@@ -11,6 +11,7 @@ DESCRIPTOR   what this process tells, a JSON object a line; stdout and stderr be
 
     {"type": "task", "id": 1, "label": "awq", "total": 30, "unit": "blocks"}   a bar
     {"type": "advance", "id": 1, "steps": 1, "note": "model.layers.3"}
+    {"type": "begin", "id": 1}
     {"type": "end", "id": 1}
     {"type": "say", "line": "..."}
     {"type": "warn", "line": "..."}
@@ -107,6 +108,9 @@ class RemoteTask:
 
     def advance(self, steps: int = 1, note: str = "") -> None:
         self._parent.tell("advance", id=self._number, steps=steps, note=note)
+
+    def begin(self) -> None:
+        self._parent.tell("begin", id=self._number)
 
 
 @contextlib.contextmanager

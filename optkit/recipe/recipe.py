@@ -71,8 +71,8 @@ class Heading(Frozen):
     """The part of a recipe that is no list."""
 
     name: DirectoryName
-    """Names the artifact's directory: letters, digits, dot, dash and underscore, 100 of them at
-    most. The file's own name if it is left out."""
+    """The name of the artifact's directory: letters, digits, dot, dash and underscore, 100 of them
+    at most. The file's own name if it is left out."""
     description: str = Field(default="", max_length=10_000)
     """What the recipe is for, in a sentence."""
     model: ModelSource

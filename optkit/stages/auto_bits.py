@@ -204,6 +204,7 @@ class AutoBits(Transform):
             "ram_bytes": max(cost.ram_bytes, ram),
             "gpu_bytes": max(cost.gpu_bytes, gpu),
             "disk_bytes": copies * cost.disk_bytes,
+            "kept_bytes": copies * cost.kept_bytes,
         }
         return cost.model_copy(update=more), left
 

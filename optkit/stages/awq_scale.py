@@ -94,7 +94,7 @@ class AwqScale(InputScaling, SharedText):
                 yield scaled.changed
 
         with context.progress.task(STAGE, len(skeleton.blocks), "blocks") as task:
-            write_blocks(skeleton, target, kept.each(scaled_blocks()), task, processes)
+            write_blocks(skeleton, target, kept.each(scaled_blocks(), task), task, processes)
         if not processes.first:
             return Report(changed=0)
         copy_companions(source, target, context.trust_remote_code, skeleton.checkpoint.config)

@@ -199,7 +199,7 @@ class Prune(SharedText):
         )
         pruner = BlockPruner(skeleton, sparsities, options, context, processes)
         with context.progress.task(KIND, len(skeleton.blocks), "blocks") as task:
-            write_blocks(skeleton, target, kept.each(pruner.blocks(tokens, kept)), task, processes)
+            write_blocks(skeleton, target, kept.each(pruner.blocks(tokens, kept), task), task, processes)
         if not processes.first:
             return Report(changed=0)
         copy_companions(source, target, context.trust_remote_code, skeleton.checkpoint.config)

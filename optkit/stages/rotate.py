@@ -120,7 +120,7 @@ class Rotate(Transform):
             kept = KeptBlocks(
                 context.workspace, context.device, context.progress, "rotate", checkpoint.shape.size_bytes
             )
-            add_blocks(writer, skeleton, kept.each(self._rotated_blocks(job, inputs, kept)), task)
+            add_blocks(writer, skeleton, kept.each(self._rotated_blocks(job, inputs, kept), task), task)
             if self.residual:
                 _rotate_head(job, inputs.hidden)
             else:

@@ -74,6 +74,7 @@ class Loop:
             self._before = course.seconds
             if not course.held_out:
                 self._judge()
+            task.begin()
             while not course.stopped:
                 self._step(task)
                 self._end_of_step()

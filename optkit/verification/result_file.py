@@ -61,6 +61,16 @@ def read_scorecard(artifact: Path) -> Scorecard:
     return read_json(artifact / SCORECARD_JSON).model_copy(update={"loading": read_loading(found)})
 
 
+def told_so_far(artifact: Artifact) -> Scorecard | None:
+    """Return the scorecard with what engines made of the artifact, None if it was deleted.
+    Raises ArtifactError if either file is damaged.
+    """
+    if (artifact.directory / SCORECARD_JSON).is_file():
+        return read_scorecard(artifact.directory)
+    read_loading(artifact)
+    return None
+
+
 def keep_loading(artifact: Artifact, loading: Sequence[Loading]) -> tuple[Loading, ...]:
     """Store results beside those of other engines and versions, and return all of the artifact's.
 

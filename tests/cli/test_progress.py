@@ -84,6 +84,17 @@ def test_pace_knows_nothing_before_the_first_step() -> None:
     assert [bool(Pace("import", 272, "tensors", done=done).left) for done in (1, 5, 6, 271, 272)] == [0, 0, 1, 1, 0]
 
 
+def test_what_an_earlier_run_did_says_nothing_of_the_rest() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with LineProgress(stream, interval_s=1, clock=clock).task("gptq", 30, "blocks") as task:
+        task.advance(20)
+        clock.now_s += 5  # text through finished blocks
+        task.begin()
+        clock.now_s += 60
+        task.advance()
+    assert stream.getvalue().splitlines()[1] == "gptq  21/30 blocks  70%  9:00 left"
+
+
 def test_quiet_prints_warnings_only() -> None:
     stream = io.StringIO()
     progress = WarningsOnly(stream)

@@ -57,6 +57,26 @@ def test_transformers_opens_a_model_with_a_soft_cap_as_optkit_does(
     )
 
 
+@pytest.mark.parametrize("damaged", ["verification.json", "scorecard.json"])
+def test_a_result_that_could_not_be_kept_is_told_before_any_engine_is_asked(
+    artifact: Path, damaged: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (artifact / damaged).write_text("{", encoding="utf-8")
+    monkeypatch.setattr(pipeline, "verify_artifact", None)
+    _, err = spoken(capsys, "verify", "out", "--device", "cpu", status=1)
+    assert err.startswith(f"error: out/{damaged}: cannot be read as JSON.")
+
+
+def test_a_run_tells_of_a_damaged_result_before_it_measures(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Path(shutil.copytree(tiny_run / "out", tmp_path / "out"))
+    (out / "verification.json").write_text("{", encoding="utf-8")
+    monkeypatch.setattr(pipeline, "execute", None)
+    with pytest.raises(ArtifactError, match=r"verification.json: cannot be read as JSON"):
+        pipeline.run(tiny_run / "tiny.yaml", out=out, store=tmp_path / "store", device="cpu")
+
+
 def test_transformers_opens_what_config_names_by_itself(
     tiny_model: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from optkit_cli.output import plain_text
 from optkit_cli.scorecard_view import short_scorecard, whole_scorecard
-from optkit_cli.tables import size_text
+from optkit_cli.tables import definition_list, plain_table, size_text
 from rich.console import Console
+from rich.text import Text
 
 from optkit.measure import Metric
 from optkit.scorecard import Scorecard, StepLine, build_scorecard, first_rows
@@ -111,6 +112,12 @@ def test_at_80_columns_nothing_is_cut() -> None:
     for part in (*numbers, "INCONCLUSIVE", "FAIL", "decode_tokens_per_s", "bits_per_quantized_weight"):
         assert part in text
     assert "…" not in text
+
+
+def test_a_path_is_neither_cut_nor_broken() -> None:
+    path = "/deep" * 40
+    for part in (plain_table("", rows=[[path]]), definition_list([("file", f"see {path}")]), Text(f"see {path} there")):
+        assert path in plain_text(part, width=80)
 
 
 @pytest.mark.parametrize("render", [short_scorecard, whole_scorecard])

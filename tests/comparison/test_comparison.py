@@ -39,6 +39,12 @@ def test_one_is_dominated_only_by_what_is_measurably_better_and_nowhere_worse() 
     assert bests_text(found, group) == "perplexity good; size_bytes small; decode_tokens_per_s fast"
 
 
+def test_ratios_to_several_unmodified_models_are_told() -> None:
+    others = [made(name, 0.03, model="large") for name in ("big", "huge")]
+    assert compared(GOOD, *others).notes == ("ratios are to 2 unmodified models: good of small; big, huge of large",)
+    assert compared(*others).notes == ()
+
+
 def test_what_fails_is_not_the_best_of_an_axis() -> None:
     found = compared(GOOD, SMALL, FAST, require=["perplexity<=1.1x"])
     (group,) = found.groups

@@ -83,6 +83,13 @@ def test_what_had_no_gates_did_not_pass_any(tmp_path: Path, capsys: pytest.Captu
     assert (said.count("no gates"), said.count("PASS")) == (1, 1)
 
 
+def test_a_path_is_never_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / ("a deep place " * 9)
+    keep(place / "store", "good", 0.01)
+    said = spoken(capsys, "history", "--store", str(place / "store"))[0]
+    assert f"{place / 'good'}  (gone)" in said
+
+
 def test_a_damaged_record_is_counted_and_hides_no_other(store: Path) -> None:
     next((store / "history").iterdir()).write_text("{", encoding="utf-8")
     found = history(store)

@@ -1,5 +1,6 @@
 """Stages that were stopped go on behind the last finished block, and leave the same bytes."""
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -18,6 +19,7 @@ from optkit.errors import ResourceError
 from optkit.model import kept_blocks
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.together import Together
+from optkit.progress import SilentTask
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report, Transform
 from optkit.stages import rotate
@@ -33,6 +35,7 @@ from optkit.stages.prune_structured import PruneStructured
 from optkit.stages.rotate import Rotate
 from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel, Warnings
+from tests.support import remembered
 from tests.support.encoder_decoders import write_pairs
 
 STAGES: dict[str, Callable[[Calibration], Transform]] = {
@@ -307,7 +310,7 @@ def test_blocks_of_a_gpu_come_behind_the_next_one(tmp_path: Path, monkeypatch: p
             yield {"weight": torch.tensor([number])}
 
     kept = KeptBlocks(tmp_path / "work", "cpu", Lines(), "rotate", 0)
-    for tensors in kept.each(produced()):
+    for tensors in kept.each(produced(), SilentTask()):
         events.append(f"got {int(tensors['weight'])}")
     assert events == ["made 0", "made 1", "got 0", "made 2", "got 1", "got 2"]
     assert [int(load_file(path)["weight"]) for path in sorted((tmp_path / "work").glob("block-*"))] == [0, 1, 2]
@@ -322,7 +325,24 @@ def test_tensors_come_back_in_the_order_in_which_they_were_made(tmp_path: Path) 
 
     for _ in ("made", "kept"):
         kept = KeptBlocks(tmp_path / "work", "cpu", Lines(), "rotate", 0)
-        assert [list(tensors) for tensors in kept.each(produced(kept))] == [list(made)] * 2
+        assert [list(tensors) for tensors in kept.each(produced(kept), SilentTask())] == [list(made)] * 2
+
+
+def test_the_time_of_kept_blocks_foretells_nothing(tmp_path: Path) -> None:
+    def produced(kept: KeptBlocks) -> Iterator[dict[str, torch.Tensor]]:
+        for number in kept.resume(3, None, {}):
+            if not begun and number == 2:
+                raise Stopped
+            yield {"weight": torch.ones(1)}
+
+    for begun in (0, 2):
+        told, task = [], remembered.Lines()
+        task.begin = lambda task=task, told=told: told.append(len(task.lines))
+        kept = KeptBlocks(tmp_path / "work", "cpu", Lines(), "rotate", 0)
+        with contextlib.suppress(Stopped):
+            for _ in kept.each(produced(kept), task):
+                task.advance()
+        assert told == [begun]
 
 
 def test_who_does_not_write_its_states_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

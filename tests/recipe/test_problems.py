@@ -79,7 +79,7 @@ description: 4
         ("model: 5\nevals: [speed]\n", "recipe:1:8: model: 5 is not a mapping of fields."),
         ("model:\nevals: [speed]\n", "recipe:1:1: model: nothing is not a mapping of fields."),
         ("model: x/y\nname: "
-         "a/b\nevals: [speed]\n", "recipe:2:7: name: 'a/b' is not allowed. It is: Names the artifact's directory"),
+         "a/b\nevals: [speed]\n", "recipe:2:7: name: 'a/b' is not allowed. It is: The name of the artifact's "),
         ("model: x/y\nevals: 4\n", "recipe:2:8: evals are a list: begin each with `- `. This is 4."),
         ("model: x/y\nevals: "
          "[speed]\ngates: [a]\n", "recipe:3:8: gates are a mapping like `perplexity: \"<= 1.10x\"`, not [\"a\"]."),

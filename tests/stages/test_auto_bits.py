@@ -293,6 +293,15 @@ def test_a_text_without_windows_to_hold_out_is_refused(tiny_model: TinyModel, tm
         )
 
 
+def test_the_model_to_compare_with_keeps_its_blocks_too(tiny_model: TinyModel, text: Calibration) -> None:
+    shape = Checkpoint(tiny_model("llama")).shape
+    kept = [
+        AutoBits(average_bits=6, calibration=text, held_out_samples=samples).predict(shape, "cpu")[0].kept_bytes
+        for samples in (0, 2)
+    ]
+    assert kept[1] == 2 * kept[0] > 0
+
+
 def test_what_is_predicted_is_near_what_is_left(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     source = tiny_model("llama")
     stage = AutoBits(average_bits=6, choices=(SMALL, MIDDLE, LARGE), calibration=text, method="rtn")

@@ -65,7 +65,7 @@ class NarrowerBlocks:
             writer.add(self.names[tensor], self._left_of(tensor, self.skeleton.checkpoint.read_finite(tensor), outside))
         if self.hidden is not None and self.chooser.inputs:
             self.chooser.inputs.hidden = only(self.chooser.inputs.hidden, self.hidden)
-        for index, tensors in zip(kept, finished.each(self._narrowed(kept, finished)), strict=True):
+        for index, tensors in zip(kept, finished.each(self._narrowed(kept, finished), task), strict=True):
             for name, narrowed in tensors.items():
                 writer.add(name, narrowed)
             task.advance(note=self.skeleton.blocks[index].name)

@@ -83,7 +83,7 @@ def compensate_stacked(
         with CheckpointWriter(target, beside=context.device.startswith("cuda")) as writer:
             for name in skeleton.outside_tensors:
                 writer.add(name, checkpoint.read_finite(name))
-            for block, made in zip(skeleton.blocks, kept.each(blocks(job)), strict=True):
+            for block, made in zip(skeleton.blocks, kept.each(blocks(job), task), strict=True):
                 for name in skeleton.block_tensors(block):
                     if name not in stacked:
                         writer.add(name, checkpoint.read_finite(name))

@@ -217,7 +217,7 @@ class LayerQuantizer(Transform):
 
     def _followed(self, job: QuantizationJob) -> Report:
         """Do this process's share of what the first process writes."""
-        for _ in job.kept.each(each.flat() for each in self.quantized_blocks(job)):
+        for _ in job.kept.each((each.flat() for each in self.quantized_blocks(job)), job.task):
             job.task.advance()
         if job.head:
             self.quantized_head(job)
@@ -284,7 +284,7 @@ class LayerQuantizer(Transform):
             job.read_ahead(outside, (*map(job.weight, towers), *inside, *map(job.weight, head)))
         outputs: Iterable[BlockOutput] = repeat(made, len(blocks))
         if not self.needs_no_text:
-            flat = job.kept.each(map(BlockOutput.flat, self.quantized_blocks(job)))
+            flat = job.kept.each(map(BlockOutput.flat, self.quantized_blocks(job)), job.task)
             outputs = self.finished(job, map(BlockOutput.of, flat))
         yield from self._replaced(job, (f"{name}.weight" for name in towers), towers, made)
         for index, (block, output) in enumerate(zip(blocks, outputs, strict=True)):
