@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from optkit.common.field_types import Count, Name, Several
-from optkit.common.files import read_text, sha256_of
+from optkit.common.files import object_if_any, read_text, sha256_of
 from optkit.common.grouping import common_prefix
 from optkit.common.statistics import Estimate, mean, mean_estimate, share_estimate
 from optkit.errors import EvalError, SourceError
 from optkit.measure import Attachment, Eval, EvalContext, Found, Metric, Session
 from optkit.model.session_memory import SessionMemory
+from optkit.model.task import positions_of
 from optkit.source.digests import PREFIX, require_revision
 from optkit.source.text_files import read_records
+from optkit.source.text_place import TextPlace
+from optkit.source.tokenizer import load_tokenizer
 from optkit_evals.meanings import row
 
 ANSWERS, BESIDE = "answers.jsonl", "side_by_side.jsonl"
@@ -75,6 +78,17 @@ class Generation(Eval):
         except SourceError as error:
             yield ("prompts",), str(error)
 
+    def check_texts(self, place: TextPlace) -> None:
+        """Refuse a prompt that leaves no room for its answer, and a chat template that is not there."""
+        if not place.transformers:
+            return
+        tokenizer = load_tokenizer(place.tokenizer, place.trust_remote_code)
+        positions = positions_of(object_if_any(place.tokenizer / "config.json"))
+        for index, prompt in enumerate(self._read()):
+            tokens = self._tokens(tokenizer, tokenizer.encode, prompt)
+            if positions:
+                self._check_room(index, tokens, positions)
+
     def working_bytes(self, model: SessionMemory) -> int:
         return model.forward(1, USUAL_PROMPT) + 2 * model.logits(1) + model.cache(1, USUAL_PROMPT + self.new_tokens)
 
@@ -128,19 +142,8 @@ class Generation(Eval):
 
     def _answer(self, session: Session, index: int, prompt: str) -> dict[str, Any]:
         tokenizer: Any = getattr(session, "tokenizer", None)
-        if self.chat_template:
-            turn = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-            tokens = tokenizer.encode(text, add_special_tokens=False)
-        else:
-            tokens = session.encode(prompt).tolist()
-        if len(tokens) + self.new_tokens > session.positions:
-            raise EvalError(
-                f"prompt {index + 1} has {len(tokens):,} tokens, and with {self.new_tokens:,} new ones they are "
-                f"more than the model's {session.positions:,} positions",
-                where=self.prompts,
-                remedy="Shorten it, or lower new_tokens",
-            )
+        tokens = self._tokens(tokenizer, lambda text: session.encode(text).tolist(), prompt)
+        self._check_room(index, tokens, session.positions)
         import torch
 
         end, written = getattr(tokenizer, "eos_token_id", None), []
@@ -150,6 +153,27 @@ class Generation(Eval):
                 break
         answer = tokenizer.decode(written, skip_special_tokens=True) if tokenizer else ""
         return {"answer": answer, "tokens": written}
+
+    def _tokens(self, tokenizer: Any, encode: Callable[[str], list[int]], prompt: str) -> list[int]:
+        """Return a prompt as the model reads it. Raises EvalError without a chat template that is asked for."""
+        if not self.chat_template:
+            return encode(prompt)
+        if not tokenizer.chat_template:
+            why = "It is the tokenizer of a model that was not trained on conversations"
+            remedy = "Leave chat_template out, or measure the model's instruct form"
+            raise EvalError("the tokenizer has no chat template", where=self.kind, why=why, remedy=remedy)
+        turn = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def _check_room(self, index: int, tokens: Sequence[int], positions: int) -> None:
+        if len(tokens) + self.new_tokens > positions:
+            raise EvalError(
+                f"prompt {index + 1} has {len(tokens):,} tokens, and with {self.new_tokens:,} new ones they are "
+                f"more than the model's {positions:,} positions",
+                where=self.prompts,
+                remedy="Shorten it, or lower new_tokens",
+            )
 
     def _metric(self, name: str, estimate: Estimate, samples: Sequence[float]) -> Metric:
         revision = (self.revision or "").removeprefix(PREFIX)[:12]

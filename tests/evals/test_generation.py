@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from optkit_evals.generation import Generation, repeated
@@ -8,6 +9,7 @@ from optkit.errors import EvalError, RecipeError, SourceError
 from optkit.measure import Attachment, EvalContext, Found
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
+from optkit.source.text_place import TextPlace
 
 PROMPTS = ["The first of them", "Once more", "It is said that numbers"]
 
@@ -97,6 +99,20 @@ def test_records_and_the_chat_template(tmp_path, sessions, monkeypatch):
 def test_a_prompt_that_leaves_no_room_is_refused(prompts, sessions):
     with pytest.raises(EvalError, match=r"prompt 1 has \d+ tokens, and with 600 new ones they are more than"):
         measured(Generation(prompts=prompts, new_tokens=600), sessions[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"new_tokens": 600}, r"prompt 1 has \d+ tokens, and with 600 new ones they are more than the model's 512"),
+        ({"chat_template": True}, "the tokenizer has no chat template. It is the tokenizer of a model that was not"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_before_anything_is_computed(prompts, tiny_model, tmp_path, fields, said):
+    eval = Generation(prompts=prompts, **fields)
+    eval.check_texts(place := TextPlace(tiny_model("llama"), None, tmp_path))
+    with pytest.raises(EvalError, match=said):
+        eval.check_texts(replace(place, transformers=True))
 
 
 @pytest.mark.parametrize(
