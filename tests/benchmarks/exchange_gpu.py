@@ -52,7 +52,7 @@ def main() -> None:
 def _work(rank: int, ranks: int, folder: str, width: int, rows: list[int], found: Path) -> None:
     device = torch.device("cuda", rank)
     join(str(device), rank, ranks, f"{folder}/meeting", TIMEOUT_S)
-    exchange = Exchange.open(max(rows), width, device)
+    exchange = Exchange.open(width, device)
     times: dict[str, dict[int, float]] = {"optkit": {}, "NCCL": {}, "symm_mem": {}}
     for row in rows:
         x = torch.randn(row, width, device=device, generator=torch.Generator(device).manual_seed(rank)).bfloat16()

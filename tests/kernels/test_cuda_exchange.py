@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, multiprocessing, nn
 from torch.distributed.tensor import Shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from optkit.devices.process_group import join
 from optkit.errors import StageError
 from optkit.kernels.cuda import exchange
+from optkit.kernels.cuda.graph_capture import captured
 from optkit.kernels.cuda.split_layers import why_not_split
 from optkit.session import open_session, rank_group
 from optkit.settings.cuda_graphs import CudaGraphs
@@ -47,7 +49,7 @@ def test_two_shares_decode_what_the_whole_model_does(name: str, tiny_model: Tiny
     tokens = torch.randint(5, 90, (3, 12), generator=torch.Generator().manual_seed(0))
     assert split.attention_kernels(tokens).endswith("kernels of its own in steps")
     assert split.generate(tokens, 8).equal(alone.generate(tokens, 8))
-    for long in [tokens.repeat(1, 9)] * 2:  # more rows than the kernel adds up, launched and as a graph
+    for long in [tokens.repeat(1, 9)] * 2:  # launched, and as a graph
         assert split.generate(long, 2).equal(alone.generate(long, 2))
     assert near(split.logits(tokens), alone.logits(tokens), 1e-4)
     split.close()
@@ -122,8 +124,46 @@ def test_gpus_without_a_link_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
         exchange._shared_memories(1024, 0, torch.device("cuda", 0))
 
 
+on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+@on_two_gpus
+def test_sums_of_two_gpus_are_those_of_float32_and_each_has_the_same(tmp_path: Path) -> None:
+    multiprocessing.spawn(_sums, (tmp_path,), nprocs=2)
+
+
+def _sums(rank: int, folder: Path) -> None:
+    """Add up rows of an odd number of vectors, before and after the numbers of packets come again."""
+    device, width = torch.device("cuda", rank), 72
+    join(str(device), rank, 2, str(folder / "meeting"), 60.0)
+    given, given_too = exchange.Exchange.open(width, device), torch.Generator(device).manual_seed(rank)
+
+    def check(rows: int, add: bool) -> None:
+        x = torch.randn(rows, width, device=device, generator=given_too).bfloat16()
+        each = [torch.empty_like(x) for _ in range(2)]
+        distributed.all_gather(each, x)
+        total = each[0].sin()
+        expected = total.float() * add + each[0].float() + each[1].float()
+        given.sum_into_(total, x, add=add)
+        assert total.equal(expected.bfloat16())
+
+    one = torch.ones(1, width, device=device, dtype=torch.bfloat16)
+    total = torch.zeros_like(one)
+    graph = captured(lambda: [given.sum_into_(total, one, add=False) for _ in range(64)])
+    for _ in range(3):
+        for rows in (1, 300, 1500, 7):
+            check(rows, add=True)
+            check(rows, add=False)
+        for _ in range(520):
+            graph.replay()
+    assert total.equal(one + one)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.gpu
+@on_two_gpus
 @pytest.mark.parametrize(("name", "stage"), [("llama", None), ("gemma3", None), ("llama", RTN), ("qwen2", Fp8())])
 def test_two_gpus_choose_what_float32_would(
     name: str, stage: Transform | None, tiny_model: TinyModel, tmp_path: Path
@@ -136,7 +176,7 @@ def test_two_gpus_choose_what_float32_would(
     own: Any = open_session(directory, settings[:1], "cuda")
     exact: Any = open_session(directory, device="cuda", dtype="float32")
     assert not any("in its place" in note for note in split.notes), split.notes
-    for batch, prompt in ((1, 5), (1, 5), (3, 140), (3, 150), (12, 17), (45, 9), (256, 3)):
+    for batch, prompt in ((1, 5), (1, 5), (3, 140), (3, 150), (12, 100), (12, 17), (45, 9), (256, 3)):
         tokens = torch.randint(0, 90, (batch, prompt), generator=torch.Generator().manual_seed(batch))
         written = split.generate(tokens, 30)
         behind = slice(prompt - 1, None)

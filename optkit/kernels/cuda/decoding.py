@@ -97,7 +97,7 @@ class GraphDecoder:
         self.embedding, self.epsilon = whole(base.embed_tokens.weight), epsilon_of(model)
         self.exchange: Exchange | None = None
         if split_dimension(model.lm_head) is not None:
-            self.exchange = Exchange.open(MOST_SEQUENCES, self.embedding.shape[1], self.embedding.device)
+            self.exchange = Exchange.open(self.embedding.shape[1], self.embedding.device)
         ranks = self.exchange.ranks if self.exchange else 1
         self.size, self.scaling = int(attention.head_dim), float(attention.scaling)
         self.heads, self.kv_heads = int(config.num_attention_heads) // ranks, kv_heads_of(config) // ranks

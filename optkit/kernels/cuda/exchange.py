@@ -17,8 +17,13 @@ from optkit.kernels.cuda.nvrtc import compiled, driver
 OWN_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS of cuda.h."""
 THREADS = 256
-NUMBERS = 4
-"""Of a packet."""
+VECTOR = 8
+"""Numbers of 16 bits that a thread holds."""
+BLOCK_VECTORS = THREADS // 8 * 7
+MOST_ROWS = 1024
+"""Rows that are exchanged at once by the kernel: what memory they have to fit."""
+MOST_OF_MANY = 256
+"""Rows that more than two GPUs exchange by it: each sends its own to all others, and NCCL does not."""
 
 
 class _Handle(ctypes.Structure):
@@ -31,8 +36,6 @@ class Exchange:
 
     rank: int
     ranks: int
-    rows: int
-    """That `sum_into_` exchanges by its kernel; more go through NCCL."""
     packets: int
     memories: Tensor
     """int64 [ranks]: where the memory of each begins, as this process sees it."""
@@ -40,28 +43,29 @@ class Exchange:
     """int32: what each block has exchanged so far."""
 
     @staticmethod
-    def open(rows: int, width: int, device: torch.device) -> Exchange:
-        """Share memory for sums of up to `rows` rows of `width` numbers.
+    def open(width: int, device: torch.device) -> Exchange:
+        """Share memory for sums of rows of `width` numbers.
         Raises StageError if the GPUs do not see each other's.
         """
         rank, ranks = distributed.get_rank(), distributed.get_world_size()
-        packets = -(-rows * width // (NUMBERS * THREADS)) * THREADS + THREADS  # the last are those of `agree`
+        rows = MOST_ROWS if ranks == 2 else MOST_OF_MANY
+        packets = (_blocks(rows * width) + 1) * THREADS  # the last are those of `agree`
         memories = _shared_memories(2 * ranks * packets * 16, rank, device)
         numbers = torch.zeros(packets // THREADS, dtype=torch.int32, device=device)
-        return Exchange(rank, ranks, rows, packets, torch.tensor(memories, dtype=torch.int64, device=device), numbers)
+        return Exchange(rank, ranks, packets, torch.tensor(memories, dtype=torch.int64, device=device), numbers)
 
     def sum_into_(self, y: Tensor, x: Tensor, *, add: bool) -> None:
         """Write the sum of all x, float [rows, width], into y, or add it; x may be overwritten.
         Can be captured in a CUDA graph.
         """
-        if len(x) > self.rows:
+        if self.ranks > 2 and len(x) > MOST_OF_MANY:
             distributed.all_reduce(x)
             (y.add_ if add else y.copy_)(x)
             return
-        count = x.numel() // NUMBERS
-        self._kernel("sum", x.dtype, add)(
-            (-(-count // THREADS), 1, 1), THREADS, (self.memories, self.numbers, x, y, count)
-        )
+        kernel = self._kernel("sum", x.dtype, add)
+        for part, total in zip(x.split(MOST_ROWS), y.split(MOST_ROWS), strict=True):
+            arguments = (self.memories, self.numbers, part, total, part.numel() // VECTOR)
+            kernel((_blocks(part.numel()), 1, 1), THREADS, arguments)
 
     def agree_(self, best: Tensor, share: int) -> None:
         """Let `best` of `choose`, each of a share of the vocabulary, be that of all."""
@@ -83,6 +87,10 @@ class Exchange:
         macros = {"RANKS": self.ranks, "RANK": self.rank, "PACKETS": self.packets}
         macros |= {"RESIDUAL": add, "BF16": dtype == torch.bfloat16}
         return compiled("exchange.cu", name, macros, self.numbers.get_device())
+
+
+def _blocks(numbers: int) -> int:
+    return -(-numbers // (VECTOR * BLOCK_VECTORS))
 
 
 def _shared_memories(size: int, rank: int, device: torch.device) -> list[int]:
