@@ -266,7 +266,8 @@ def test_a_prompt_of_about_the_same_length_is_a_graph_from_the_second_on(
 ) -> None:
     launches = []
 
-    def captured(launch: Callable[[], object]) -> Any:
+    def captured(launch: Callable[[], object], beside: Any) -> Any:
+        assert beside is steps.graph  # its memory is theirs, too: they take turns
         launches.append(launch)
         return SimpleNamespace(replay=launch)
 
@@ -275,7 +276,7 @@ def test_a_prompt_of_about_the_same_length_is_a_graph_from_the_second_on(
     model = random_model(kind, KNOWN[kind])
     unfuse_experts_(model)
     with GraphDecoder(model).steps(2, 128) as steps:
-        for length, graphs in ((20, 0), (33, 1), (5, 1), (64, 1), (65, 1), (100, 2), (20, 2), (20, 3)):
+        for length, graphs in ((20, 0), (17, 1), (5, 1), (32, 1), (33, 1), (50, 2), (20, 2), (20, 3)):
             tokens = torch.randint(0, 97, (2, length))
             written = [steps.prompt(tokens)]
             assert int(steps.position) == length  # the step behind it has not begun, so that a prompt is timed alone
@@ -285,3 +286,16 @@ def test_a_prompt_of_about_the_same_length_is_a_graph_from_the_second_on(
                 assert each.equal(model(expected).logits[:, -1].argmax(-1))
                 expected = torch.cat([expected, each[:, None]], 1)
             assert len(launches) == graphs
+
+
+@torch.no_grad()
+def test_many_short_prompts_are_a_graph_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Tensor] = []
+    through = prompts.through
+    monkeypatch.setattr(
+        prompts, "through", lambda steps, tokens, *rest: (captured.append(tokens), through(steps, tokens, *rest))[1]
+    )
+    monkeypatch.setattr(prompts, "MOST_CAPTURED", 160)
+    with GraphDecoder(random_model("llama", {})).steps(20, 16) as steps:
+        steps.prompt(torch.randint(0, 97, (20, 5)))
+    assert captured[-1].shape == (20, 8)

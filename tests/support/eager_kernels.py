@@ -42,7 +42,7 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(multi_processor_count=2, **sizes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     for module in (decoding, prompts):
-        monkeypatch.setattr(module, "captured", lambda launch: SimpleNamespace(replay=launch))
+        monkeypatch.setattr(module, "captured", lambda launch, beside=None: SimpleNamespace(replay=launch))
 
 
 def kernel(source: str, name: str, macros: Mapping[str, int], device: int) -> Callable[..., None]:

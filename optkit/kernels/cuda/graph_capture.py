@@ -16,8 +16,10 @@ def aside(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def captured(launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Return what `launch` launches as a graph; a first run outside of it compiles and loads the kernels."""
+def captured(launch: Callable[[], object], beside: torch.cuda.CUDAGraph | None = None) -> torch.cuda.CUDAGraph:
+    """Return what `launch` launches as a graph; a first run outside of it compiles and loads the kernels.
+    It shares the memory of a graph beside which it never runs, and which lives as long.
+    """
     stream = aside(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -26,6 +28,7 @@ def captured(launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # NCCL's thread asks CUDA meanwhile
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    pool = beside and beside.pool()
+    with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
         launch()
     return graph

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 16384
 """Tokens of prompts that are read at once: what they need at most besides the cache."""
-MOST_CAPTURED, MOST_SPLIT = 1024, 4096
+MOST_CAPTURED, MOST_SPLIT = 2048, 4096
 """Tokens of prompts, padded, that a graph reads, on one GPU and on several: more keep them busy while Python launches.
 Several need less time for them, and Python more, which launches their sums too.
 """
-LENGTH_STEP, MOST_GRAPHS = 64, 16
-"""Prompts are padded to a multiple of this; and graphs of so many lengths are kept, since each holds memory."""
+TOKENS_STEP, LENGTH_STEP, MOST_GRAPHS = 64, 8, 16
+"""All prompts together are padded to about a multiple of the first, each to one of the second at least; and graphs of so
+many lengths are kept.
+"""
 
 
 class Prompts:
@@ -40,7 +42,8 @@ class Prompts:
     def read(self, steps: Steps, tokens: Tensor) -> Tensor:
         """Return the tokens behind prompts, int64 [batch]; tokens: int64 [batch, prompt]."""
         (batch, length), decoder = tokens.shape, steps.decoder
-        padded = min(-(-length // LENGTH_STEP) * LENGTH_STEP, steps.capacity)
+        step = max(LENGTH_STEP, TOKENS_STEP // batch)
+        padded = min(-(-length // step) * step, steps.capacity)
         rows = batch * padded
         most = MOST_SPLIT if decoder.exchange else MOST_CAPTURED
         if rows <= most and all(has_kernels_for(layer, rows) for layer in decoder.layers):
@@ -75,7 +78,7 @@ class PaddedPrompt:
         self._last.fill_(length - 1)
         self._uses += 1
         if self._graph is None and self._uses > 1:
-            self._graph = captured(launch)
+            self._graph = captured(launch, steps.graph)
         if self._graph is None:
             launch()
         else:
