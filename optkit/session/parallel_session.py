@@ -63,7 +63,7 @@ class ParallelSession(GeneratingSession):
         """int64 [batch, sequence] -> float32 [batch, sequence, vocabulary], on the first device.
         Raises what one device raises.
         """
-        shape = self._ranks.call("logits", tokens=tokens.tolist())[0]
+        shape = self._ranks.call("logits", tokens=tokens)[0]
         size = 4 * shape[0] * shape[1] * shape[2]
         with mmap.mmap(self._ranks.memory, size) as shared:
             view = torch.frombuffer(shared, dtype=torch.float32)
@@ -75,7 +75,7 @@ class ParallelSession(GeneratingSession):
         """Yield the greedy tokens, int64 [batch], on the CPU, each when all devices have finished it:
         a copy to the first device would stand in line with the next step.
         """
-        first = self._ranks.call("stream", tokens=tokens.tolist(), new_tokens=new_tokens)[0]
+        first = self._ranks.call("stream", tokens=tokens, new_tokens=new_tokens)[0]
         return self._stream(first, new_tokens - 1)
 
     def decode_bytes(self, batch: int, context: int) -> int:
@@ -84,7 +84,7 @@ class ParallelSession(GeneratingSession):
 
     def attention_kernels(self, tokens: Tensor) -> str:
         """Return which kernels compute the attention on each device, see `TorchSession`."""
-        return str(self._ranks.call("attention_kernels", tokens=tokens.tolist())[0])
+        return str(self._ranks.call("attention_kernels", tokens=tokens)[0])
 
     @contextmanager
     def watched_peak(self) -> Iterator[Peak]:

@@ -1,12 +1,13 @@
 """One process of a model that is split over several, started by `rank_group.py`.
 
 Its first order has the fields of `Job`; the further ones are calls, which every rank makes, in the
-same order: `{"call": "stream", "tokens": [[...]], "new_tokens": 8}`. Logits go through a file
-without a name that both processes have open.
+same order: `{"call": "stream", "shape": [1, 512], "new_tokens": 8}`. Tokens come and logits go through
+a file without a name that all processes have open.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ class Job:
     """How long a rank waits for the others."""
     threads: int
     memory: int
-    """The descriptor of the file for logits."""
+    """The descriptor of the file for tokens and logits."""
 
 
 class Rank:
@@ -89,11 +90,11 @@ class Rank:
             "probe": [list(probe.shape), probe.double().sum().item()],
         }
 
-    def logits(self, tokens: list[list[int]]) -> list[int]:
-        """Leave the logits, float32 [batch, sequence, vocabulary], in the common memory.
-        The shape is returned.
+    def logits(self, shape: list[int]) -> list[int]:
+        """Leave the logits, float32 [batch, sequence, vocabulary], in the common memory, behind the exchanges with
+        ranks that had to read their tokens first. The shape is returned.
         """
-        found = self.session.logits(torch.tensor(tokens))
+        found = self.session.logits(self._tokens(shape))
         if self._job.rank == 0:
             os.ftruncate(self._memory, found.numel() * 4)
             with mmap.mmap(self._memory, found.numel() * 4) as shared:
@@ -102,9 +103,9 @@ class Rank:
                 del target
         return list(found.shape)
 
-    def stream(self, tokens: list[list[int]], new_tokens: int) -> list[int]:
+    def stream(self, shape: list[int], new_tokens: int) -> list[int]:
         """Begin to answer; what was begun before is forgotten. Return the first tokens, one of each sequence."""
-        self._answers = self.session.stream(torch.tensor(tokens), new_tokens)
+        self._answers = self.session.stream(self._tokens(shape), new_tokens)
         return self.next()
 
     def next(self) -> list[int]:
@@ -118,8 +119,8 @@ class Rank:
         """Return the bytes that this rank reads."""
         return self.session.decode_bytes(batch, context)
 
-    def attention_kernels(self, tokens: list[list[int]]) -> str:
-        return self.session.attention_kernels(torch.tensor(tokens))
+    def attention_kernels(self, shape: list[int]) -> str:
+        return self.session.attention_kernels(self._tokens(shape))
 
     def notes(self) -> list[tuple[str, bool]]:
         return as_pairs(self.session.notes)
@@ -133,6 +134,11 @@ class Rank:
         """Return the peak since then."""
         self._watching.close()
         return vars(self._peak)
+
+    def _tokens(self, shape: list[int]) -> Tensor:
+        """Return the tokens of a call, int64 [batch, sequence]."""
+        read = os.pread(self._memory, 8 * math.prod(shape), 0)
+        return torch.frombuffer(bytearray(read), dtype=torch.int64).view(shape)
 
 
 def work(parent: Parent) -> None:
