@@ -28,8 +28,8 @@ MOST_CAPTURED, MOST_SPLIT = 2048, 4096
 Several need less time for them, and Python more, which launches their sums too.
 """
 TOKENS_STEP, LENGTH_STEP, MOST_GRAPHS = 64, 8, 16
-"""All prompts together are padded to about a multiple of the first, each to one of the second at least; and graphs of so
-many lengths are kept.
+"""All prompts together are padded to about a multiple of the first, each to one of the second at least.
+Graphs of so many lengths are kept.
 """
 
 
