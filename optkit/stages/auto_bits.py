@@ -85,9 +85,10 @@ class AutoBits(Transform):
     decode_device: Name | None = Field(default=None, exclude_if=lambda value: value is None)
     """The device of `decode_ms`, by the names of `optkit roofline --device`: `h200`, for example."""
     choices: AtLeastOne[Choice] = DEFAULT_CHOICES
-    """The forms to choose from; one whose groups do not divide a layer's inputs is not offered to
-    it. The default ones have 4 and 8 bits, which vLLM opens on GPUs (on CPUs: 4 bits alone); for a
-    budget below 4.1 bits add some of 2 or 3 bits, which transformers opens."""
+    """The forms to choose from, as words (`4g64`, as `optkit sensitivity` takes them) or by their
+    fields; one whose groups do not divide a layer's inputs is not offered to it. The default ones
+    have 4 and 8 bits, which vLLM opens on GPUs (on CPUs: 4 bits alone); for a budget below 4.1 bits
+    add some of 2 or 3 bits, which transformers opens."""
     method: Literal["gptq", "rtn"] = "gptq"
     """What rounds the weights in the end, and so what the predictions are of."""
     effort: Literal["fast", "balanced", "best"] = Field(default="fast", exclude_if=lambda value: value == "fast")

@@ -11,7 +11,7 @@ from optkit import pipeline
 from optkit.errors import UsageError
 from optkit.recipe.recipe import load_recipe
 from optkit.reports.sensitivity import LayerRow, SensitivityReport, measured, parse_choices, to_markdown, to_svg
-from optkit.reports.sensitivity.report import order_layers, word_for
+from optkit.reports.sensitivity.report import order_layers
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.dequantize import Dequantize
@@ -136,8 +136,20 @@ def test_the_picture_has_a_point_for_each_layer_that_suffers() -> None:
     assert max(float(circle.get("cy", 0)) for circle in root.iter(f"{SVG}circle")) < float(root.get("height", 0))
 
 
-def test_forms_are_read_as_they_are_written() -> None:
-    assert [word_for(choice) for choice in parse_choices("4, 3g32a,8g128")] == ["4g64", "3g32a", "8g128"]
+def test_forms_are_read_as_they_are_written_and_as_recipes_say_them() -> None:
+    words = "4, 3g32a,8g128,{bits: 4, group_size: 32},{bits: 8, group_size: null}"
+    read = parse_choices(words)
+    assert [choice.word for choice in read] == ["4g64", "3g32a", "8g128", "4g32", "8g-1"]
+    listed = [
+        {"bits": 4},
+        {"bits": 3, "group_size": 32, "symmetric": False},
+        "8g128",
+        "4g32",
+        {"bits": 8, "group_size": -1},
+    ]
+    recipe = load_recipe({"model": "m", "stages": [{"auto_bits": {"average_bits": 5, "choices": listed}}]})
+    assert recipe.transforms[0].value.choices == read
+    assert parse_choices(",".join(choice.word for choice in read)) == read
 
 
 @pytest.mark.parametrize(
@@ -145,11 +157,17 @@ def test_forms_are_read_as_they_are_written() -> None:
     [
         (
             "4g64,7",
-            "--choices: '7' is no form of a layer. A form is 2 to 6 or 8 bits; g and a group size of at "
-            "least 8 (64 if left out); a for zero points. Write it as 4g64,3g32a,8.",
+            "--choices: choices.1: '7' is no form of a layer. A form is 2 to 6 or 8 bits, g and a group size of at "
+            "least 8 (64 if left out), and a for zero points. Write it as 4g64, 3g32a or {bits: 3, group_size: 32}.",
         ),
-        ("4g4", "--choices: '4g4' is no form of a layer."),
-        ("4,4g64", "--choices: '4g64' is there twice. Take one out."),
+        ("4g4", "--choices: choices.0: '4g4' is no form of a layer."),
+        ("4.5", "--choices: choices.0: '4.5' is no form of a layer."),
+        ("{bits: 4, group: 32}", "--choices: unknown field 'choices.0.group'. Did you mean 'group_size'?"),
+        (
+            "4,4g64",
+            '--choices: choices: {"bits": 4, "group_size": 64, "symmetric": true} is here twice. Write it once.',
+        ),
+        ("[", "--choices: '[' is no list of forms. Write it as 4g64,3g32a,8."),
     ],
 )
 def test_words_that_are_no_form_are_refused(text: str, message: str) -> None:

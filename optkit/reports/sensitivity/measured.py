@@ -18,7 +18,7 @@ from optkit.model.task import ENCODING, phrase_of
 from optkit.pipeline import plan
 from optkit.progress import Progress, SilentProgress
 from optkit.recipe.recipe import load_recipe
-from optkit.reports.sensitivity.report import LayerRow, SensitivityReport, order_layers, word_for
+from optkit.reports.sensitivity.report import LayerRow, SensitivityReport, order_layers
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.sensitivity.budget import Choice
@@ -104,7 +104,7 @@ def _measure(
         model=model,
         rounding=rounding,
         protocol=f"{text.dataset} {text.split}, {len(tokens)} windows of {tokens.shape[1]} tokens, float32",
-        choices=tuple(map(word_for, choices)),
+        choices=tuple(choice.word for choice in choices),
         labels=tuple(choice.form.label for choice in choices),
         bits_per_weight=tuple(round(8 * size / weights, 4) for size in stored),
         layers=order_layers(rows),

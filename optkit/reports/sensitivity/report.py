@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from optkit.common.field_types import AtLeastOne
 from optkit.common.frozen import Frozen
 from optkit.errors import UsageError
+from optkit.recipe.field_faults import validate
 from optkit.stages.sensitivity.budget import Choice
-
-FORM = re.compile(r"([234568])(?:g(\d+))?(a?)")
-USUAL_GROUP = 64
 
 
 class LayerRow(Frozen):
@@ -35,7 +36,7 @@ class SensitivityReport(Frozen):
     protocol: str
     """Text and tokens."""
     choices: tuple[str, ...]
-    """What each number of a layer is of, as `parse_choices` takes it, e.g. `4g64`."""
+    """What each number of a layer is of, by its word, e.g. `4g64`."""
     labels: tuple[str, ...]
     """The same in words, e.g. `4 bits, groups of 64`."""
     bits_per_weight: tuple[float, ...]
@@ -59,30 +60,24 @@ class SensitivityReport(Frozen):
         return {kind: tuple(total) for kind, total in sorted(sums.items(), key=lambda item: -item[1][0])}
 
 
+class _Listed(Frozen):
+    choices: AtLeastOne[Choice]
+
+
 def parse_choices(text: str) -> tuple[Choice, ...]:
-    """Return the choices of e.g. `4g64,3g32a,8`.
-    Each is bits, then g and the group size (64), then a for zero points (asymmetric).
+    """Return the choices of e.g. `4g64,3g32a,8`, as `choices` of a recipe lists them.
 
-    Raises UsageError for anything else, and for one that is there twice.
+    Raises UsageError for what such a list would be refused for.
     """
-    found: list[Choice] = []
-    for word in (part.strip() for part in text.split(",")):
-        match = FORM.fullmatch(word)
-        group_size = int(match[2] or USUAL_GROUP) if match else 0
-        if not match or group_size < 8:
-            form = "A form is 2 to 6 or 8 bits; g and a group size of at least 8 (64 if left out); a for zero points"
-            what, remedy = f"'{word}' is no form of a layer", "Write it as 4g64,3g32a,8"
-            raise UsageError(what, where="--choices", why=form, remedy=remedy)
-        choice = Choice.model_validate({"bits": int(match[1]), "group_size": group_size, "symmetric": not match[3]})
-        if choice in found:
-            raise UsageError(f"'{word}' is there twice", where="--choices", remedy="Take one out")
-        found.append(choice)
-    return tuple(found)
-
-
-def word_for(choice: Choice) -> str:
-    """Return the word that `parse_choices` reads as this choice."""
-    return f"{choice.bits}g{choice.group_size}{'' if choice.symmetric else 'a'}"
+    try:
+        found = validate(_Listed, {"choices": YAML(typ="safe").load(f"[{text}]")})
+    except YAMLError as error:
+        raise UsageError(
+            f"'{text}' is no list of forms", where="--choices", remedy="Write it as 4g64,3g32a,8"
+        ) from error
+    if isinstance(found, _Listed):
+        return found.choices
+    raise UsageError(found[0].message, where="--choices")
 
 
 def order_layers(rows: Sequence[LayerRow]) -> tuple[LayerRow, ...]:

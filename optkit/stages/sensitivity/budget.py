@@ -6,11 +6,12 @@ No torch is needed.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import ConfigDict, field_validator, model_validator
 
 from optkit.common.field_types import CodeBits, GroupSize
 from optkit.common.frozen import Frozen
@@ -21,9 +22,13 @@ from optkit.model.output_layer import HEAD, tied_embedding
 from optkit.model.shape import ModelShape
 from optkit.packed_tensors.integers import PackQuantized
 
+WORD = re.compile(r"([234568])(?:g(-1|[89]|[1-9]\d+))?(a?)")
+
 
 class Choice(Frozen):
-    """One form that a layer may take."""
+    """One form that a layer may take. A word says the same: `3g32a` is 3 bits in groups of 32, asymmetric."""
+
+    model_config = ConfigDict(json_schema_extra={"type": ["string", "integer", "object"]})
 
     bits: CodeBits
     """Bits of a weight."""
@@ -32,10 +37,28 @@ class Choice(Frozen):
     symmetric: bool = True
     """Without zero points."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled_out(cls, value: Any) -> Any:
+        if not isinstance(value, str | int | float):
+            return value
+        if not (match := WORD.fullmatch(str(value))):
+            raise ValueError(
+                f"'{value}' is no form of a layer. A form is 2 to 6 or 8 bits, g and a group size of at least 8 (64 if "
+                "left out), and a for zero points. Write it as 4g64, 3g32a or {bits: 3, group_size: 32}"
+            )
+        group = {"group_size": int(match[2])} if match[2] else {}
+        return {"bits": int(match[1]), "symmetric": not match[3], **group}
+
     @field_validator("group_size", mode="before")
     @classmethod
     def _per_channel(cls, value: Any) -> Any:
         return None if value == -1 else value
+
+    @property
+    def word(self) -> str:
+        """What stands for this choice in one word."""
+        return f"{self.bits}g{self.group_size or -1}{'' if self.symmetric else 'a'}"
 
     @property
     def form(self) -> PackQuantized:
