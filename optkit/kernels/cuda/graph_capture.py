@@ -28,7 +28,7 @@ def captured(launch: Callable[[], object], beside: torch.cuda.CUDAGraph | None =
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # NCCL's thread asks CUDA meanwhile
-    pool = beside and beside.pool()
+    pool = beside.pool() if beside else None
     with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
         launch()
     return graph
