@@ -61,14 +61,17 @@ def test_each_row_goes_through_its_experts(weights: str, gelu: bool, monkeypatch
 @pytest.mark.parametrize("to_one", [False, True])
 def test_the_router_chooses_what_torch_does(experts: int, choices: int, to_one: bool) -> None:
     torch.manual_seed(0)
-    for tokens in (1, 33, 1000, 4097):
+    for tokens in (1, 16, 17, 1000, 4097):
         logits = torch.randn(tokens, experts, device="cuda") * 3
         found = Choices.routed(logits, choices, to_one, 8)
+        found.sort_()
         shares, chosen = logits.softmax(-1).topk(choices)
         assert found.chosen.equal(chosen)
         assert torch.allclose(found.shares, shares / shares.sum(-1, keepdim=True) if to_one else shares, atol=1e-5)
         assert found.order.sort().values.equal(torch.arange(tokens * choices, device="cuda", dtype=torch.int32))
+        assert found.ends.equal(chosen.flatten().bincount(minlength=experts).cumsum(0).int())
         of_places = chosen.flatten()[found.order].tolist()
+        assert of_places == sorted(of_places)
         groups = [each for each in found.groups.tolist() if each[2]]
         assert sum(count for _, _, count, _ in groups) == len(of_places)
         assert all({expert} == {*of_places[first : first + count]} for expert, first, count, _ in groups)

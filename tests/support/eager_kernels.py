@@ -178,9 +178,12 @@ def attend(
     output.copy_(torch.einsum("bhk,bhkc->bhc", chances, values[:, :, past].repeat_interleave(grouped, 1)).flatten(1))
 
 
-def group(m: Macros, grid: Any, chosen: Tensor, groups: Tensor, order: Tensor, choices: int, count: int) -> None:
+def group(
+    m: Macros, grid: Any, chosen: Tensor, groups: Tensor, order: Tensor, ends: Tensor, choices: int, count: int
+) -> None:
     found, places = [], chosen.flatten().argsort(stable=True)
     order.copy_(places)
+    ends.copy_(chosen.flatten().bincount(minlength=m["EXPERTS"])[: m["EXPERTS"]].cumsum(0))
     for start in range(0, choices):
         expert = int(chosen.flatten()[places[start]])
         if expert < m["EXPERTS"]:
@@ -208,12 +211,14 @@ def linear(
 
 
 def route(
-    m: Macros, grid: Any, logits: Tensor, chosen: Tensor, shares: Tensor, groups: Tensor, order: Tensor, *sizes: int
-) -> None:
+    m: Macros, grid: Any, logits: Tensor, chosen: Tensor, shares: Tensor, groups: Tensor, order: Tensor, ends: Tensor,
+    tokens: int, count: int,
+) -> None:  # fmt: skip
     chances, experts = logits.softmax(-1).topk(m["CHOICES"])
     chosen.copy_(experts)
     shares.copy_(chances / chances.sum(-1, keepdim=True) if "SHARED_OUT" in m else chances)
-    group(m, grid, chosen, groups, order, chosen.numel(), sizes[1])
+    if grid[0] == 1:
+        group(m, grid, chosen, groups, order, ends, tokens * m["CHOICES"], count)
 
 
 def weighted(m: Macros, grid: Any, made: Tensor, shares: Tensor, chosen: Tensor, total: Tensor, vectors: int) -> None:

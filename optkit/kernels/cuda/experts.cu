@@ -13,42 +13,45 @@ typedef float Share;
 typedef u16 Share;
 #endif
 
-// order [choices of all tokens]: those of each expert side by side. groups [count]: expert, first of its places in the order, how many, 0;
-// zeros behind the last.
-__device__ __forceinline__ void sort(const u64* chosen, int4* groups, int* order, int choices, int count) {
-  __shared__ int counts[EXPERTS], next[EXPERTS], used;
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
+// order [choices of all tokens]: those of each expert side by side, those of none behind them; ends [EXPERTS]: of each expert in it.
+// groups [count]: expert, first of its places in the order, how many, 0; zeros behind the last.
+__device__ __forceinline__ void sort(const u64* chosen, int4* groups, int* order, int* ends, int choices, int count) {
+  __shared__ int counts[EXPERTS + 1], next[EXPERTS + 1], used;
+  for (int e = threadIdx.x; e <= EXPERTS; e += THREADS) counts[e] = 0;
   __syncthreads();
-  for (int i = threadIdx.x; i < choices; i += THREADS)
-    if (chosen[i] < EXPERTS) atomicAdd(counts + chosen[i], 1);
+  for (int i = threadIdx.x; i < choices; i += THREADS) atomicAdd(counts + min(chosen[i], (u64)EXPERTS), 1);
   __syncthreads();
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
+  for (int e = threadIdx.x; e <= EXPERTS; e += THREADS) {
     int start = 0, at = 0;
     for (int before = 0; before < e; before++) start += counts[before], at += (counts[before] + MOST - 1) / MOST;
     next[e] = start;
-    for (int done = 0; done < counts[e]; done += MOST) groups[at++] = make_int4(e, start + done, min(MOST, counts[e] - done), 0);
-    if (e == EXPERTS - 1) used = at;
+    if (e < EXPERTS) {
+      ends[e] = start + counts[e];
+      for (int done = 0; done < counts[e]; done += MOST) groups[at++] = make_int4(e, start + done, min(MOST, counts[e] - done), 0);
+    } else {
+      used = at;
+    }
   }
   __syncthreads();
   for (int i = used + threadIdx.x; i < count; i += THREADS) groups[i] = make_int4(0, 0, 0, 0);
-  for (int i = threadIdx.x; i < choices; i += THREADS)
-    if (chosen[i] < EXPERTS) order[atomicAdd(next + chosen[i], 1)] = i;
+  for (int i = threadIdx.x; i < choices; i += THREADS) order[atomicAdd(next + min(chosen[i], (u64)EXPERTS), 1)] = i;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    group(const u64* chosen, int4* groups, int* order, int choices, int count) {
+    group(const u64* chosen, int4* groups, int* order, int* ends, int choices, int count) {
   let_next_start();
   wait_for_previous();
-  sort(chosen, groups, order, choices, count);
+  sort(chosen, groups, order, ends, choices, count);
 }
 
 // chosen, shares [tokens, CHOICES]: the experts of the largest logits [tokens, EXPERTS], and their softmax. A warp for each token.
+// One block sorts them too; behind several `group` does.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    route(const float* logits, u64* chosen, float* shares, int4* groups, int* order, int tokens, int count) {
+    route(const float* logits, u64* chosen, float* shares, int4* groups, int* order, int* ends, int tokens, int count) {
   const int lane = threadIdx.x % 32;
   let_next_start();
   wait_for_previous();
-  for (int token = threadIdx.x / 32; token < tokens; token += THREADS / 32) {
+  for (int token = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; token < tokens; token += gridDim.x * (THREADS / 32)) {
     float held[(EXPERTS + 31) / 32], largest = 0, sum = 0, among = 0, own = 0;
     int expert = EXPERTS;
 #pragma unroll
@@ -83,8 +86,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
     if (lane < CHOICES) chosen[token * CHOICES + lane] = expert, shares[token * CHOICES + lane] = own;
   }
+  if (gridDim.x > 1) return;
   __syncthreads();
-  sort(chosen, groups, order, tokens * CHOICES, count);
+  sort(chosen, groups, order, ends, tokens * CHOICES, count);
 }
 
 // total [tokens, vectors] of made [tokens, CHOICES, vectors] times shares [tokens, CHOICES].

@@ -30,8 +30,8 @@ MOST_GROUPS = {4: 9, 8: 1, 16: 1}
 """By the bits of a weight, the groups of an expert in the mean up to which the kernels are ahead of torch's grouped
 products on an H200 (`experts_ways_h200.json`). In 4 bits those need floats, which are written first.
 """
-MOST_ROUTED = 1024
-"""Tokens that one block of the GPU sends to experts."""
+ROUTED_ALONE = 16
+"""Tokens up to which one block of the GPU chooses their experts and sorts them, too; for more, several choose."""
 MOST_PRODUCTS = 34 << 30
 """The rows of an expert in the mean times its weights, at most, where there are no grouped products. More go through
 the modules of the experts: they wait for the GPU once, and multiply all rows of an expert at once.
@@ -64,14 +64,12 @@ class StackedExperts(nn.Module):
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return float [tokens, hidden] of such states and their experts, [tokens, top_k]."""
-        few = self.takes(*chosen.shape)
-        if not few and not self.grouped:
+        if not self.grouped and not self.takes(*chosen.shape):
             found: Tensor = self.experts(hidden, chosen, weights)
             return found
         hidden, total = hidden.contiguous(), torch.empty_like(hidden)
         with torch.cuda.device(hidden.device):
-            choices = Choices.of if few else Choices.empty
-            given = choices(chosen.contiguous(), weights.contiguous(), self.count, self.most_rows())
+            given = Choices.empty(chosen.contiguous(), weights.contiguous(), self.count, self.most_rows())
             self.through(given, hidden, total)
         return total
 
@@ -100,6 +98,7 @@ class StackedExperts(nn.Module):
         """Write what the chosen experts make of x, [tokens, hidden], into total, or add it. With a `norm` x is
         normed first.
         """
+        choices.sort_()
         if not self.takes(*choices.chosen.shape):
             self.through_grouped(choices, x if norm is None else F.rms_norm(x, norm.shape, norm, epsilon), total, add)
             return
@@ -111,9 +110,7 @@ class StackedExperts(nn.Module):
 
     def through_grouped(self, choices: Choices, x: Tensor, total: Tensor, add: bool) -> None:
         """Do so with all rows of an expert at once. Matrices of 4 bits hold their floats meanwhile."""
-        chosen, order = choices.chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(chosen, torch.arange(1, choices.experts + 1, device=x.device)).int()
-        product = partial(_grouped_product, ends=ends)
+        order, product = choices.order, partial(_grouped_product, ends=choices.ends)
         gate, up = product(self.gate_up, x[order // choices.chosen.shape[1]]).chunk(2, 1)
         gated = (F.gelu(gate, approximate="tanh") if self.gate_up.gelu else F.silu(gate)).mul_(up)
         made = torch.empty(len(order), self.down.outputs, dtype=x.dtype, device=x.device)
@@ -180,7 +177,7 @@ class Mixture:
 
     def takes(self, tokens: int) -> bool:
         """Say whether so many tokens are few enough for `add_to_`; more go through `own`."""
-        return self.experts.takes(tokens, self.choices) or (self.experts.grouped and tokens <= MOST_ROUTED)
+        return self.experts.grouped or self.experts.takes(tokens, self.choices)
 
     def add_to_(self, hidden: Tensor, norm: Tensor | None, epsilon: float) -> None:
         """Add to hidden states what it makes of them, normed if there is a norm."""
@@ -192,7 +189,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Choices:
-    """The choices of some tokens, sorted by expert."""
+    """The choices of some tokens, which are sorted by expert if asked to be."""
 
     chosen: Tensor
     """int64 [tokens, choices]."""
@@ -205,32 +202,28 @@ class Choices:
     """int32 [groups, 4]: expert, first of its places in `order`, how many."""
     order: Tensor
     """int32 [tokens * choices]: places in `chosen`."""
-
-    @classmethod
-    def of(cls, chosen: Tensor, shares: Tensor, experts: int, most_rows: int) -> Choices:
-        """Return the given ones in groups of as many rows as an expert may have, at most `most_rows`."""
-        found = cls.empty(chosen, shares, experts, most_rows)
-        arguments = (chosen, found.groups, found.order, chosen.numel(), len(found.groups))
-        found._kernel("group")((1, 1, 1), THREADS, arguments)
-        return found
+    ends: Tensor
+    """int32 [experts]: of each expert's in `order`."""
+    is_sorted: bool = False
 
     @classmethod
     def routed(cls, logits: Tensor, choices: int, to_one: bool, most_rows: int) -> Choices:
-        """Return those of the largest logits, float32 [tokens, experts]."""
+        """Return those of the largest logits, float32 [tokens, experts]; few of them are sorted, too."""
         tokens, experts = logits.shape
         chosen = torch.empty(tokens, choices, dtype=torch.int64, device=logits.device)
         found = cls.empty(chosen, logits.new_empty(tokens, choices), experts, most_rows)
-        arguments = (logits, chosen, found.shares, found.groups, found.order, tokens, len(found.groups))
-        found._kernel("route", SHARED_OUT=to_one)((1, 1, 1), THREADS, arguments)
-        return found
+        arguments = (logits, chosen, found.shares, *found._places(), tokens, len(found.groups))
+        blocks = 1 if tokens <= ROUTED_ALONE else -(-tokens * 32 // THREADS)
+        found._kernel("route", SHARED_OUT=to_one)((blocks, 1, 1), THREADS, arguments)
+        return replace(found, is_sorted=blocks == 1)
 
     @classmethod
     def empty(cls, chosen: Tensor, shares: Tensor, experts: int, most_rows: int) -> Choices:
-        """Return the given ones, not sorted yet."""
+        """Return the given ones, for groups of up to `most_rows` rows."""
         rows = min(most_rows, 1 << (len(chosen) - 1).bit_length())
         groups = min(chosen.numel(), experts + chosen.numel() // rows)
-        places = chosen.new_empty(groups, 4, dtype=torch.int32), chosen.new_empty(chosen.numel(), dtype=torch.int32)
-        return cls(chosen, shares, experts, rows, *places)
+        empty = partial(chosen.new_empty, dtype=torch.int32)
+        return cls(chosen, shares, experts, rows, empty((groups, 4)), empty(chosen.numel()), empty(experts))
 
     def multiply(
         self, matrix: Matrix, x: Tensor, y: Tensor, *, gated: bool, norm: Tensor | None = None, epsilon: float = 0.0
@@ -252,6 +245,15 @@ class Choices:
         arguments = (made, self.shares, self.chosen, total, vectors)
         kernel = self._kernel("weighted", RESIDUAL=add, BF16=total.dtype == torch.bfloat16)
         kernel((-(-vectors // 256), len(total), 1), 256, arguments)
+
+    def sort_(self) -> None:
+        """Sort them into groups of as many rows as an expert may have."""
+        if not self.is_sorted:
+            arguments = (self.chosen, *self._places(), self.chosen.numel(), len(self.groups))
+            self._kernel("group")((1, 1, 1), THREADS, arguments)
+
+    def _places(self) -> tuple[Tensor, ...]:
+        return self.groups, self.order, self.ends
 
     def _kernel(self, name: str, **flags: bool) -> Kernel:
         numbers = {"EXPERTS": self.experts, "CHOICES": self.chosen.shape[1], "MOST": self.rows}
