@@ -181,28 +181,28 @@ def under_vllm(directory: Path, batches: list[int], file: str) -> Iterator[None]
             f" graphs {config.compilation_config.cudagraph_mode}"
         )
     vocabulary, numbers = llm.llm_engine.model_config.get_vocab_size(), random.Random(0)
+    prompts = [[numbers.randrange(vocabulary) for _ in range(PROMPT)] for _ in range(max(batches))]
     for batch in batches:
-        prompts = [[numbers.randrange(vocabulary) for _ in range(PROMPT)] for _ in range(batch)]
         warm_up, count = runs_of(batch)
         with turn(file):
-            found = [answer(llm.llm_engine, prompts, NEW) for _ in range(warm_up + count)][warm_up:]
+            found = [answer(llm.llm_engine, prompts[:batch], NEW) for _ in range(warm_up + count)][warm_up:]
         row(directory.name, "vllm", batch, found)
     yield
     for batch in batches:
         with turn(file):
-            trace_steps(llm, batch)
+            trace_steps(llm, prompts[:batch])
         kernel_row(directory.name, "vllm", batch, max(traces.rglob("*.json"), key=lambda each: each.stat().st_mtime))
     llm.llm_engine.engine_core.shutdown()
 
 
-def trace_steps(llm: Any, batch: int) -> None:
-    """Profile steps in the middle of an answer."""
+def trace_steps(llm: Any, prompts: list[list[int]]) -> None:
+    """Profile steps in the middle of an answer, to unlike prompts: sequences that are alike share experts."""
     from vllm import SamplingParams
 
-    engine, counts = llm.llm_engine, dict.fromkeys(map(str, range(batch)), 0)
+    engine, counts = llm.llm_engine, dict.fromkeys(map(str, range(len(prompts))), 0)
     wanted = SamplingParams(temperature=0, max_tokens=3 * PROFILED, ignore_eos=True, detokenize=False)
-    for name in counts:
-        engine.add_request(name, {"prompt_token_ids": [int(name) + 1000 + each for each in range(PROMPT)]}, wanted)
+    for name, prompt in zip(counts, prompts, strict=True):
+        engine.add_request(name, {"prompt_token_ids": prompt}, wanted)
 
     def until(tokens: int) -> None:
         while engine.has_unfinished_requests() and min(counts.values()) < tokens:
