@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from optkit.artifact import is_artifact, read_artifact
 from optkit.common.byte_sizes import size_text
@@ -166,7 +166,9 @@ def materialize(plan: Plan, index: int, store: Store, context: Context, made: se
         made.add(step.key)
         shutil.rmtree(store.workspace(step.key), ignore_errors=True)
     store.push(step.key)
-    return store.get(step.key) or _lost(step)
+    if left := store.get(step.key):
+        return left
+    raise StageError("what the step left is gone again", where=step.kind, why="Its files changed since it was made")
 
 
 def run_step(plan: Plan, step: Step, source: Path | None, target: Path, context: Context) -> Report:
@@ -343,7 +345,3 @@ def _made_with(step: Step) -> dict[str, Any]:
         "version of the step": step.stage.version if step.stage else IMPORT_VERSION,
         "packages": packages,
     }
-
-
-def _lost(step: Step) -> NoReturn:
-    raise StageError("what the step left is gone again", where=step.kind, why="Its files changed since it was made")

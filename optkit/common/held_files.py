@@ -29,8 +29,9 @@ def hold(path: Path, *, wait: bool = False) -> IO[bytes]:
         except BaseException:
             file.close()
             raise
-        if _is_at(file, path):
-            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
         # Its holder unlinked it between the two calls, and another process may hold a new file of
         # this name.
         file.close()
@@ -91,10 +92,3 @@ def _new_directory(parent: Path, prefix: str) -> tuple[Path, IO[bytes]]:
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             home.mkdir()
             return home, hold(home / ALIVE)
-
-
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False

@@ -8,6 +8,7 @@ are those of llama.cpp's src/llama-vocab.cpp.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,7 +65,7 @@ def vocabulary(tokenizer: Any, rows: int) -> dict[str, Any]:
     return {
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [
-            BYTE if spaced and _is_byte(t) else k for t, k in zip(tokens, types, strict=True)
+            BYTE if spaced and re.fullmatch("<0x.{2}>", t, re.DOTALL) else k for t, k in zip(tokens, types, strict=True)
         ],
         **own,
         **{f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items() if number is not None},
@@ -136,10 +137,6 @@ def _type(number: int, names: Mapping[int, str], added: Mapping[int, Mapping[str
     if names[number] == unknown:
         return UNKNOWN
     return NORMAL if number not in added else CONTROL if added[number]["special"] else USER_DEFINED
-
-
-def _is_byte(token: str) -> bool:
-    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
 def _ends(tokenizer: Any) -> tuple[bool, bool]:

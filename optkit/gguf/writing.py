@@ -109,7 +109,7 @@ def _tensors(checkpoint: Checkpoint, config: Any, matrices: str | None, outside:
                 raise StageError(what, where=name, why=f"In config.json {heads} is {count}", remedy=remedy)
             content = partial(_in_pairs, content, count)
         if architecture.norms_less_one and name.endswith("norm.weight"):
-            content = partial(_one_more, content)
+            content = partial(lambda less_one: less_one() + 1, content)
         ours, stored = gguf_name(name, architecture), Stored(kind, shape, content)
         if expert := EXPERT.search(name):
             experts.setdefault(ours, {})[int(expert[0])] = stored
@@ -153,10 +153,6 @@ def _floats(checkpoint: Checkpoint, name: str, kind: str) -> NDArray[Any]:
     if kind == "F16" and not np.isfinite(stored).all():
         raise StageError("some weights lie outside of float16", where=name, remedy="Take BF16")
     return np.ascontiguousarray(stored)
-
-
-def _one_more(content: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-    return content() + 1
 
 
 def _stacked(name: str, experts: Sequence[Stored]) -> Stored:

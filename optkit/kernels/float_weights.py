@@ -146,8 +146,8 @@ class EightBitRowsLayer(QuantizedLayer):
 
 
 @dataclass(frozen=True)
-class StackedExperts:
-    """The weights of a layer of experts that lie in one tensor."""
+class ExpertsInCodes:
+    """The weights of a layer of experts whose codes lie in one tensor."""
 
     checkpoint: Checkpoint
     name: str
@@ -190,7 +190,7 @@ class StackedExperts:
         return ""
 
 
-class MicroscaledExperts(StackedExperts):
+class MicroscaledExperts(ExpertsInCodes):
     """Those in MXFP4, whose float weights are [in, out]."""
 
     leaves = (BLOCKS, SCALES)
@@ -201,7 +201,7 @@ class MicroscaledExperts(StackedExperts):
         return MicroscaledLinear(codes.flatten(1), scales, None, None, dtype).dequantize().T.contiguous()
 
 
-class TiledExperts(StackedExperts):
+class TiledExperts(ExpertsInCodes):
     """Those in FP8."""
 
     leaves = ("", TILES)
@@ -234,7 +234,7 @@ def float_weights(checkpoint: Checkpoint) -> dict[str, Packed]:
     if not found:
         raise unreadable(config, str(checkpoint.directory))
     transposed = checkpoint.config.get("model_type") in CONV1D_MODELS
-    named = {each.name if isinstance(each, StackedExperts) else f"{each.name}.weight": each for each in found}
+    named = {each.name if isinstance(each, ExpertsInCodes) else f"{each.name}.weight": each for each in found}
     return {name: Transposed(each) if transposed and name != f"{HEAD}.weight" else each for name, each in named.items()}
 
 

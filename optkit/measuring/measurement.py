@@ -172,10 +172,11 @@ def _gathered(
     found = [_contrasted(each, Found.from_json(entry), baselines.get(each.key)) for each, entry in ours]
     folders = _folders([each.kind for each in plan.evals])
     beside = [f"{folder}-unmodified" for folder, each in zip(folders, compared, strict=False) if each.baseline_key]
+    left = zip([*folders, *beside], [*found, *there], strict=True)
     return Measurement(
         metrics=tuple(metric for each in found for metric in each.metrics),
         baseline=tuple(metric for each in there for metric in each.metrics),
-        attachments=_attachments([*folders, *beside], [*found, *there]),
+        attachments={f"{folder}/{file.name}": file for folder, each in left for file in each.attachments},
         notes=_notes(own, environment, began),
         baseline_notes=_notes(of_unmodified, environment, began),
         environment=environment,
@@ -224,13 +225,6 @@ def _contrasted(planned: PlannedEval, found: Found, baseline: Found | None) -> F
         return found
     both = Found.sorted(planned.eval.contrast(found, baseline), planned.kind)
     return Found((*found.metrics, *both.metrics), (*found.attachments, *both.attachments))
-
-
-def _attachments(folders: Sequence[str], found: Sequence[Found]) -> dict[str, Attachment]:
-    """Return the files that evals left, those of each eval in its folder."""
-    return {
-        f"{folder}/{file.name}": file for folder, each in zip(folders, found, strict=True) for file in each.attachments
-    }
 
 
 Entries = Sequence[tuple[PlannedEval, Mapping[str, Any]]]

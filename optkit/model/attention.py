@@ -62,6 +62,11 @@ def attention_of(config: Mapping[str, Any], blocks: int) -> tuple[tuple[Attentio
     return layers, tuple(f"the states of layers of the kind {kind} are not counted" for kind in others)
 
 
+def cache_width(config: Mapping[str, Any], blocks: int) -> int:
+    """Return how many numbers the KV cache keeps of a token in all blocks."""
+    return sum(layer.cache_width for layer in attention_of(config, blocks)[0])
+
+
 def forgetting_layers(config: Mapping[str, Any]) -> str:
     """Return what is said of layers if some keep less of a text than all of its keys and values; else nothing."""
     text = text_config(config)

@@ -110,7 +110,7 @@ def unfuse_experts_(model: nn.Module, stored: Container[str] = ()) -> dict[str, 
     """
     converters = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightConverter)]
     fused: dict[str, str] = {}
-    for name, module in list(_fused_modules(model)):
+    for name, module in [each for each in model.named_modules() if joined_matrices(each[1])]:
         leaves = _leaves(name, module, converters)
         if isinstance(leaves, str):
             fused[name] = leaves
@@ -138,15 +138,10 @@ def why_not_joined(module: Any) -> str:
     return ""
 
 
-def _fused_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if joined_matrices(module) and not isinstance(module, FUSED_CONVOLUTIONS):
-            yield name, module
-
-
 def joined_matrices(module: nn.Module) -> list[Tensor]:
     """Return a module's own parameters of three dimensions, as experts have that are joined."""
-    return [each for each in module.parameters(recurse=False) if each.dim() == 3 and min(each.shape) > 1]
+    own = () if isinstance(module, FUSED_CONVOLUTIONS) else module.parameters(recurse=False)
+    return [each for each in own if each.dim() == 3 and min(each.shape) > 1]
 
 
 def _leaves(name: str, module: Any, converters: list[WeightConverter]) -> _Leaves | str:

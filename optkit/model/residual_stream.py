@@ -7,7 +7,7 @@ as the stream and does not read it writes to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,10 @@ def stream_parts(modules: Mapping[str, nn.Module], width: int, run: Callable[[],
     for name, module in norms.items():
         if readers := {layer: layers[layer] for layer, norm_read in reading.items() if norm_read == name}:
             found.append(StreamNorm(name, module, readers, _offset(name, module)))
-    read = {norm.name for norm in found} | _norms_of(reading, norms, entered, left)
+    read = {norm.name for norm in found}
+    # norms of queries and keys, if they are as wide as the stream, are of what layers make
+    made = [left[name] for name in reading if name in left]
+    read |= {norm for norm in norms if norm in entered and any(_are_rows_of(entered[norm], each) for each in made)}
     if unread := [name for name in entered if name in norms and name not in read]:
         raise StageError(
             f"no linear layer reads what this {type(norms[unread[-1]]).__name__} makes",
@@ -93,19 +96,6 @@ def stream_parts(modules: Mapping[str, nn.Module], width: int, run: Callable[[],
         if isinstance(layer, nn.Linear) and name not in reading and len(layer.weight) == width
     }
     return StreamParts(tuple(found), writers)
-
-
-def _norms_of(
-    layers: Iterable[str], norms: Iterable[str], entered: Mapping[str, Tensor], left: Mapping[str, Tensor]
-) -> set[str]:
-    """Return the norms of what these layers make.
-    Those are norms of queries and keys, if they are as wide as the stream.
-    """
-    return {
-        norm
-        for norm in norms
-        if norm in entered and any(_are_rows_of(entered[norm], left[name]) for name in layers if name in left)
-    }
 
 
 def _weight_shape(module: nn.Module) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from optkit.model.attention import cache_width
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.linear_layers import EXPERTS, by_block, scaled_together
 from optkit.model.packed_floats import packed_floats
@@ -87,11 +88,8 @@ class SessionMemory:
         )
 
     def cache(self, sequences: int, length: int) -> int:
-        """Keys and values of so many tokens."""
-        heads = self._number("num_attention_heads", self._number("n_head", 1))
-        size = self._number("head_dim", self._number("hidden_size", self._number("n_embd", 0)) // max(1, heads))
-        blocks = self.shape.block_count or 0
-        return 2 * blocks * self._number("num_key_value_heads", heads) * size * self.element * sequences * length
+        """What is kept of so many tokens, in an engine that forgets none behind a window."""
+        return cache_width(self.shape.config, self.shape.block_count or 0) * self.element * sequences * length
 
     @cached_property
     def _reordered(self) -> int:

@@ -58,7 +58,7 @@ def refuse_unmatched(where: str, patterns: Iterable[str], names: Sequence[str], 
                 for name in names
                 for mark in "/."
                 for part in name.split(mark)[1:-1]
-                if _tells(part)
+                if re.fullmatch(r"[^/.]*[^/.\d]", part)  # no index, no name of a layer with one
             }
             hint = did_you_mean(pattern, [*parts, *names]) if parts else ""
             shown = hint if "Did you mean" in hint else f"Names look like {names[0]}"
@@ -79,8 +79,3 @@ def _left_out(aliases: Sequence[str], include: Sequence[str], exclude: Sequence[
     if not any(fnmatchcase(alias, pattern) for alias in aliases for pattern in include):
         return "not included"
     return "excluded" if any(fnmatchcase(alias, pattern) for alias in aliases for pattern in exclude) else ""
-
-
-def _tells(part: str) -> bool:
-    """Say whether a part of a name is worth a pattern: no index, no name of a layer with one."""
-    return bool(part) and not re.search(r"\d$", part) and not re.search(r"[/.]", part)

@@ -37,7 +37,8 @@ def bill_of_materials(artifact: Artifact, scorecard: Scorecard) -> str:
 
     Raises MissingPackageError without the extra `bom`, ArtifactError for a record of which none can be made.
     """
-    _require_library()
+    with needing("cyclonedx-python-lib", "bom", "optkit[bom]"):
+        import cyclonedx  # noqa: F401
     record, recipe = artifact.record, recorded_recipe(artifact)
     base = _base_model(recipe.model)
     with reading(artifact.directory / RECORD, "its key is no digest", "Run its recipe again", ArtifactError):
@@ -237,11 +238,6 @@ def _properties(pairs: Iterable[tuple[str, Any]]) -> list[dict[str, str]]:
 
 def _sha256(digest: str) -> list[dict[str, str]]:
     return [{"alg": "SHA-256", "content": digest}]
-
-
-def _require_library() -> None:
-    with needing("cyclonedx-python-lib", "bom", "optkit[bom]"):
-        import cyclonedx  # noqa: F401
 
 
 def _check(text: str, artifact: Artifact) -> None:

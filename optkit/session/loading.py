@@ -61,7 +61,9 @@ def load_by_transformers(
         if is_out_of_memory(error) or isinstance(error, OptkitError):
             raise
         raise SourceError("transformers cannot open it", where=where, why=first_line(error)) from error
-    report["missing_keys"] = [name for name in report["missing_keys"] if not _is_unused(name, checkpoint)]
+    # the pooler of an encoder whose features are asked for decides nothing
+    unused = "pooler." if task_of(checkpoint.config) is Task.FEATURES else ()
+    report["missing_keys"] = [name for name in report["missing_keys"] if not str(name).startswith(unused)]
     report["unexpected_keys"] = [name for name in report["unexpected_keys"] if not is_ignorable(name, model)]
     problems = [
         f"{len(report[kind])} {kind.removesuffix('_keys')} ({_some(report[kind])})" for kind in report if report[kind]
@@ -85,11 +87,6 @@ def _kernels_of(model: PreTrainedModel) -> str:
     if all(each.is_floating_point() and each.element_size() > 1 for each in model.parameters()):
         return "dequantized by transformers, which has no kernel for it here"
     return "opened by transformers, with the kernels that it has for it"
-
-
-def _is_unused(name: Any, checkpoint: Checkpoint) -> bool:
-    """Whether a parameter decides nothing: the pooler of an encoder whose features are asked for."""
-    return task_of(checkpoint.config) is Task.FEATURES and str(name).startswith("pooler.")
 
 
 def _compute_unpackable_plainly_(model: PreTrainedModel) -> list[str]:

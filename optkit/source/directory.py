@@ -109,18 +109,14 @@ def check_directory(directory: Path, trust_remote_code: bool) -> tuple[Path, ...
         shape = checkpoint.shape
         check_config(shape.config, str(directory), trust_remote_code)
         check_against_tensors(shape.config, {name: info.shape for name, info in shape.tensors.items()}, str(directory))
-        _refuse_broken_tie(checkpoint)
+        if wrong := broken_tie(checkpoint, START):
+            raise SourceError(
+                wrong,
+                where=str(directory),
+                why="transformers computes with both, and other programs with one of them",
+                remedy="Set tie_word_embeddings to false in config.json, or take the first tensor out of the file",
+            )
     return found.check(directory)
-
-
-def _refuse_broken_tie(checkpoint: Checkpoint) -> None:
-    if wrong := broken_tie(checkpoint, START):
-        raise SourceError(
-            wrong,
-            where=str(checkpoint.directory),
-            why="transformers computes with both, and other programs with one of them",
-            remedy="Set tie_word_embeddings to false in config.json, or take the first tensor out of the file",
-        )
 
 
 def directory_revision(

@@ -39,9 +39,9 @@ from optkit.stages.quantizing.stacked_gptq import (
     advance_again_,
     compensate_stacked,
     experts_apart,
-    experts_of,
     refuse_for_stacked,
     round_experts_,
+    shape_apart,
 )
 from optkit.stages.quantizing.streaming import LayerQuantizer
 
@@ -124,7 +124,7 @@ class Mx(SharedText, LayerQuantizer):
         """Return the exact tensors that it leaves; the memory is an estimate."""
         refuse_other_dtypes(shape, self.kind)
         if stacked := self._stacked(shape):
-            left, apart = with_stacked(shape, stacked), experts_of(shape, stacked)
+            left, apart = with_stacked(shape, stacked), shape_apart(shape, stacked)
             if self.calibration:
                 experts = {name: layer for name, layer in layers_of(apart).items() if EXPERTS in name}
                 return self.working_memory(apart, experts, device).cost(shape, left, device), left

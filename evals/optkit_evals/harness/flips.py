@@ -9,7 +9,6 @@ from typing import Any
 from optkit.common.frozen import digest
 from optkit.common.paired_items import flips, mcnemar, mean_of_ratios
 from optkit.measure import Attachment, Found, Metric
-from optkit_evals.harness.scores import main_metric
 
 ITEMS, FLIPS = "items.jsonl", "flips.jsonl"
 COMPARED = {
@@ -19,6 +18,8 @@ COMPARED = {
     "recovery": "percent",
 }
 """Metric -> unit of what two models say together."""
+MAIN = ("acc_norm", "acc", "exact_match", "f1")
+"""Which metric of a task says what it is about, the first that there is."""
 
 
 def contrasts(found: Found, baseline: Found) -> Iterator[Metric | Attachment]:
@@ -28,7 +29,8 @@ def contrasts(found: Found, baseline: Found) -> Iterator[Metric | Attachment]:
     listed = [pair for pair in _pairs(found.metrics, baseline.metrics) if _is_main(pair[0], found.metrics)]
     pairs = [pair for pair in listed if "group" not in pair[0].labels]
     for ours, theirs in pairs:
-        if _right_or_wrong(ours.samples, theirs.samples):
+        # right or wrong alone can turn; right ones of a group may have a weight
+        if all(one == other or not (one and other) for one, other in zip(ours.samples, theirs.samples, strict=True)):
             yield from _counted(ours, theirs)
     if pairs and all(theirs.value > 0 for _, theirs in pairs):
         yield _recovery(pairs)
@@ -45,13 +47,9 @@ def _pairs(ours: Sequence[Metric], theirs: Sequence[Metric]) -> list[tuple[Metri
 def _is_main(metric: Metric, metrics: Sequence[Metric]) -> bool:
     """Say whether a metric is the one that its task is about, under the task's first filter."""
     same = [each for each in metrics if each.labels.get("task") == metric.labels.get("task")]
-    first = [each for each in same if each.labels == same[0].labels]
-    return metric.labels == same[0].labels and metric.name == main_metric([each.name for each in first])
-
-
-def _right_or_wrong(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Say whether each item is right or wrong; right ones of a group may have a weight."""
-    return all(one == other or not (one and other) for one, other in zip(ours, theirs, strict=True))
+    first = [each.name for each in same if each.labels == same[0].labels]
+    main = next((name for name in MAIN if name in first), first[0])
+    return metric.labels == same[0].labels and metric.name == main
 
 
 def _counted(ours: Metric, theirs: Metric) -> Iterator[Metric]:

@@ -15,8 +15,6 @@ RENAMED = {"perplexity": "task_perplexity"}
 """Names that another eval has: a gate on `perplexity` means that of a text."""
 UNITS = {"task_perplexity": "perplexity", "word_perplexity": "perplexity", "byte_perplexity": "perplexity"}
 FRACTIONS = frozenset({"acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match", "f1"})
-MAIN = ("acc_norm", "acc", "exact_match", "f1")
-"""Which metric of a task says what it is about, the first that there is."""
 DRAWS = 1000
 """Of the bootstrap, for what is no mean of items."""
 LOSS_BOUND = 700.0
@@ -35,11 +33,6 @@ def unit_of(name: str) -> str:
 def labels_of(task: str, group: str, filtered: str) -> dict[str, int | str]:
     """Return the labels of a row."""
     return {"task": task, **({"group": group} if group else {}), **({"filter": filtered} if filtered else {})}
-
-
-def main_metric(names: Sequence[str]) -> str:
-    """Return which of a task's metrics says what it is about."""
-    return next((name for name in MAIN if name in names), names[0])
 
 
 def as_metric(score: Score, task: str, group: str, protocol: str) -> Metric:

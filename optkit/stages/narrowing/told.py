@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from optkit.model.attention import attention_of
+from optkit.model.attention import cache_width
 from optkit.model.depth import block_count
 from optkit.model.inventory import FLOATS
 from optkit.model.shape import DTYPE_BITS, ModelShape
@@ -34,9 +34,8 @@ def sizes(shape: ModelShape) -> dict[str, int]:
     """Return parameters, bytes, and the KV cache's bytes for each token.
     The cache is in the dtype of the weights.
     """
-    attending, _ = attention_of(shape.config, block_count(shape.config))
     bits = next(DTYPE_BITS[info.dtype] for info in shape.tensors.values() if info.dtype in FLOATS)
-    cache = sum(layer.cache_width for layer in attending) * bits // 8
+    cache = cache_width(shape.config, block_count(shape.config)) * bits // 8
     return {"parameters": shape.elements, "bytes": shape.size_bytes, "kv_cache_bytes_per_token": cache}
 
 

@@ -56,7 +56,7 @@ def refuse_for_stacked(stacked: Stacked, text: Calibration, devices: int) -> Non
         )
 
 
-def experts_of(shape: ModelShape, stacked: Stacked) -> ModelShape:
+def shape_apart(shape: ModelShape, stacked: Stacked) -> ModelShape:
     """Return the shape with a linear layer for each expert."""
     tensors = {name: info for name, info in shape.tensors.items() if name not in stacked}
     for name, info in stacked.items():
