@@ -150,7 +150,11 @@ class Artifact(Frozen):
         # What a kill leaves of either is known as ours: the record is written before the files are.
         self._recorded(attachments=tuple(sorted({*self.record.attachments, *wanted})))
         for name in set(self.record.attachments) - set(wanted):
-            self._detach(name)
+            path = self._place(name)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+                for folder in path.parents[: len(Path(name).parts) - 1]:
+                    folder.rmdir()
         for name, content in wanted.items():
             self.attach(name, content)
         return self._recorded(attachments=tuple(sorted(wanted)))
@@ -175,13 +179,6 @@ class Artifact(Frozen):
                 yield draft
         except OSError as error:
             raise explain_os_error(error, name, self.directory, "copy the artifact to another place") from error
-
-    def _detach(self, name: str) -> None:
-        path = self._place(name)
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-            for folder in path.parents[: len(Path(name).parts) - 1]:
-                folder.rmdir()
 
     def _place(self, name: str) -> Path:
         path = self.directory / name

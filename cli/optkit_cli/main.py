@@ -98,7 +98,9 @@ def optkit() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; with `--json`, stdout is one document."""
-    _quiet_libraries()
+    # of transformers and the hub, unless the user's environment asks for their chatter
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if isinstance(sys.stdout, io.TextIOWrapper):  # not every encoding has an arrow
         sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -151,14 +153,6 @@ def _say_the_end(invocation: Invocation, stdout: int) -> None:
 
     if not invocation.over:
         os.write(stdout, document_of(failure_of(signals.request()).document()).encode())
-
-
-def _quiet_libraries() -> None:
-    """Keep the chatter of transformers and the hub away from our own lines.
-    The user's environment can ask for it.
-    """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,11 @@ def measure_each(
             failures[configuration] = ResourceError(what, where=f"{where} at {configuration}", remedy=remedy)
         if configuration in failures:  # behind the handler, which would keep alive what the error's frames hold
             context.warn(str(failures[configuration]))
-            _give_back(session.device)
+            gc.collect()
+            if session.device != "cpu":
+                import torch
+
+                torch.cuda.empty_cache()
     if len(failures) == len(configurations):
         raise failures[configurations[0]]
     rows = {metric.name: metric for metric in found}
@@ -56,11 +60,3 @@ def measure_each(
         for each, failure in failures.items()
         for row in rows.values()
     ]
-
-
-def _give_back(device: str) -> None:
-    gc.collect()
-    if device != "cpu":
-        import torch
-
-        torch.cuda.empty_cache()

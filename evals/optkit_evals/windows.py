@@ -184,7 +184,11 @@ class WindowedText(ConditionedText):
         measured = joined[: math.ceil(len(joined) * count * room / len(stream.body))]
         refuse_calibrated(text, [measured], context, self.asks_draft)
         bos = self._where_bos_stands(session, bool(stream.lead))
-        self._warn(session, bool(stream.lead), context)
+        if (kind := family_that_needs_bos(session.directory)) and not stream.lead:
+            context.warn(
+                f"{self.where}: windows of a {kind} model begin without BOS, which its family needs: its "
+                "numbers are worse than the model is. Set bos: window"
+            )
         import torch
 
         tokens = torch.tensor([stream.window(index * room, self.window) for index in range(count)], dtype=torch.int64)
@@ -225,13 +229,6 @@ class WindowedText(ConditionedText):
         if not apart(lambda part: session.encode(part).tolist(), "a")[0]:
             return "tokenizer adds no BOS"
         return "BOS once" if self.bos == "text" else "no BOS"
-
-    def _warn(self, session: Session, led: bool, context: EvalContext) -> None:
-        if (kind := family_that_needs_bos(session.directory)) and not led:
-            context.warn(
-                f"{self.where}: windows of a {kind} model begin without BOS, which its family needs: its "
-                "numbers are worse than the model is. Set bos: window"
-            )
 
 
 class PromptedText(ImageText, WindowedText):

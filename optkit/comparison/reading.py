@@ -88,21 +88,15 @@ def _read(place: Path) -> Scorecard:
     """Return the scorecard of an artifact, or of a file; raises ArtifactError."""
     if not place.is_dir():
         return read_json(place)
-    if (place / RECORD).exists():
-        _require_finished(place)
+    if (place / RECORD).exists() and read_object(place / RECORD, ArtifactError).get("finished") is not True:
+        from optkit.artifact import read_finished  # imports much, for what is rare
+
+        read_finished(place)
     if not (place / SCORECARD_JSON).is_file():
         raise ArtifactError(
             "there is no scorecard", where=str(place), why="It was deleted", remedy="Run its recipe again"
         )
     return read_json(place / SCORECARD_JSON)
-
-
-def _require_finished(artifact: Path) -> None:
-    """Raise ArtifactError if an artifact's run did not finish."""
-    if read_object(artifact / RECORD, ArtifactError).get("finished") is not True:
-        from optkit.artifact import read_finished  # imports much, for what is rare
-
-        read_finished(artifact)
 
 
 def _refuse(places: Sequence[Path], left_out: Sequence[LeftOut]) -> None:

@@ -64,9 +64,9 @@ def watched_peak(device: str, hidden: str = "") -> Iterator[Peak]:
         peak.unknown = f"the system cannot reset the resident-set high-water mark ({error})"
     yield peak
     if not peak.unknown:
-        peak.size_bytes, peak.unknown = _resident_peak(PROCESS / "status")
-
-
-def _resident_peak(status: Path) -> tuple[int | None, str]:
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
-    return (int(found[1]) * 1024, "") if found else (None, f"there is no VmHWM in {status}")
+        status = PROCESS / "status"
+        found = re.search(r"^VmHWM:\s*(\d+) kB$", status.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
+        if found:
+            peak.size_bytes = int(found[1]) * 1024
+        else:
+            peak.unknown = f"there is no VmHWM in {status}"

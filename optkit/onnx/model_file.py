@@ -73,7 +73,11 @@ class ModelFile:
         """Go on with another graph, whose external tensors lie as those of the old one did."""
         self.proto = proto
         self.initializers = {tensor.name: tensor for tensor in proto.graph.initializer}
-        _name_nodes_(proto.graph)
+        # named after what they put out, nodes can be told apart by patterns and reports
+        taken = Counter(node.name for node in proto.graph.node)
+        for node in proto.graph.node:
+            if not node.name or taken[node.name] > 1:
+                node.name = f"{node.op_type}:{node.output[0]}"
 
     def fill(self, proto: Any) -> None:
         """Put the weights into a graph with the same external tensors, for tools that need them."""
@@ -190,11 +194,3 @@ def all_tensors(graph: Any) -> Iterator[Any]:
                 yield from attribute.tensors
                 if attribute.HasField("t"):
                     yield attribute.t
-
-
-def _name_nodes_(graph: Any) -> None:
-    """Name every node after what it puts out, so that patterns and reports can tell them apart."""
-    taken = Counter(node.name for node in graph.node)
-    for node in graph.node:
-        if not node.name or taken[node.name] > 1:
-            node.name = f"{node.op_type}:{node.output[0]}"

@@ -90,8 +90,10 @@ class Parent:
                 *lines, rest = (rest + part).split(b"\n")
                 for line in lines:
                     self._orders.put(json.loads(line))
-        finally:
-            end_with_all()
+        finally:  # with everything that this process started, if it leads a group of its own
+            if os.getpgrp() == os.getpid():
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+            os._exit(1)
 
 
 class RemoteTask:
@@ -127,13 +129,6 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def end_with_all() -> None:
-    """End this process with everything that it started, if it leads a group of its own."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-    os._exit(1)
 
 
 def one_line(error: BaseException) -> str:

@@ -53,18 +53,14 @@ def prepare_push(directory: Path, address: str, *, allow_failed_gates: bool = Fa
     target = target_of(address)
     artifact = read_finished(directory)
     scorecard = read_scorecard(directory)
-    _require_whole(artifact)
-    warnings = _check_gates(scorecard, directory, allow_failed_gates)
-    card, stale = _card(artifact, scorecard, target)
-    shipment = Shipment(artifact, scorecard, (card, *_files(artifact)))
-    return Push(target, shipment, target.uploads(shipment), (*warnings, *stale))
-
-
-def _require_whole(artifact: Artifact) -> None:
     wrong = [f"{check.name}: {check.detail}" for check in check_artifact(artifact) if not check.ok]
     if wrong:
         where = str(artifact.directory)
         raise UnsoundError(f"it is not whole: {'; '.join(wrong)}", where=where, remedy="Run its recipe again")
+    warnings = _check_gates(scorecard, directory, allow_failed_gates)
+    card, stale = _card(artifact, scorecard, target)
+    shipment = Shipment(artifact, scorecard, (card, *_files(artifact)))
+    return Push(target, shipment, target.uploads(shipment), (*warnings, *stale))
 
 
 def _check_gates(scorecard: Scorecard, directory: Path, allow_failed: bool) -> tuple[str, ...]:

@@ -24,7 +24,10 @@ def weight_bytes(model: Any, batch: int, without: Container[nn.Module] = ()) -> 
     too; of the experts of a block only as many as a token is sent to.
     """
     embeddings = [local_part(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
-    offloaded = _offloaded(model)
+    # each parameter that waits elsewhere -> a name for its place, which tied ones share
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    everything = model.named_parameters(remove_duplicate=False)
+    offloaded = {id(parameter): tied.get(name, name) for name, parameter in everything if parameter.is_meta}
     read: dict[int | str, float] = {}
 
     def place(tensor: Tensor) -> int | str:
@@ -38,15 +41,6 @@ def weight_bytes(model: Any, batch: int, without: Container[nn.Module] = ()) -> 
                 read[place(tensor)] = max(read.get(place(tensor), 0), _size(tensor) * share)
     rows = sum(min(batch, len(weight)) * _size(weight[0]) for weight in embeddings if place(weight) not in read)
     return round(sum(read.values())) + rows
-
-
-def _offloaded(model: Any) -> dict[int, str]:
-    """Return the id of each parameter that waits elsewhere -> a name for its place.
-    Tied ones share theirs.
-    """
-    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    everything = model.named_parameters(remove_duplicate=False)
-    return {id(parameter): tied.get(name, name) for name, parameter in everything if parameter.is_meta}
 
 
 def _held(module: nn.Module) -> Iterator[Tensor]:

@@ -47,7 +47,22 @@ class Precision(Setting):
     def check(self, shape: ModelShape, device: str, directory: Path | None = None) -> None:
         self._check_device(device)
         if self.mode == "autocast":
-            self._check_autocast(shape)
+            if shape.config.get("quantization_config"):
+                raise StageError(
+                    "autocast cannot be used with packed weights",
+                    where="precision",
+                    why="Their layers say themselves what they compute in, so nothing would be cast",
+                    remedy="Use bf16 or fp16, in which the states of such a model are computed",
+                )
+            stored = {info.dtype for info in shape.tensors.values()} & FLOAT_NAMES.keys()
+            if stored and "F32" not in stored:
+                names = ", ".join(FLOAT_NAMES[name] for name in sorted(stored))
+                raise StageError(
+                    f"autocast has nothing to cast: the weights are {names}",
+                    where="precision",
+                    why="It casts float32 weights at each product",
+                    remedy="Take it out, or put `- cast: {dtype: float32}` before it",
+                )
 
     def on_load(self, model: Any, device: str) -> Any:
         """Return the model as it is.
@@ -73,24 +88,6 @@ class Precision(Setting):
                 where="precision",
                 why="GPUs do from 8.0 (Ampere) on",
                 remedy="Use fp16 or fp32",
-            )
-
-    def _check_autocast(self, shape: ModelShape) -> None:
-        if shape.config.get("quantization_config"):
-            raise StageError(
-                "autocast cannot be used with packed weights",
-                where="precision",
-                why="Their layers say themselves what they compute in, so nothing would be cast",
-                remedy="Use bf16 or fp16, in which the states of such a model are computed",
-            )
-        stored = {info.dtype for info in shape.tensors.values()} & FLOAT_NAMES.keys()
-        if stored and "F32" not in stored:
-            names = ", ".join(FLOAT_NAMES[name] for name in sorted(stored))
-            raise StageError(
-                f"autocast has nothing to cast: the weights are {names}",
-                where="precision",
-                why="It casts float32 weights at each product",
-                remedy="Take it out, or put `- cast: {dtype: float32}` before it",
             )
 
     @property

@@ -122,7 +122,16 @@ class Prune(SharedText):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        self._check_sparsity()
+        pattern = self._pattern
+        if pattern and self.sparsity not in (None, pattern.sparsity):
+            raise ValueError(
+                f"sparsity {self.sparsity:g} contradicts pattern {self.pattern}, which makes "
+                f"{pattern.sparsity:g} of the weights 0: leave sparsity out, or set pattern: unstructured"
+            )
+        if self.sparsity is not None and self.sparsity >= 1:
+            raise ValueError(
+                f"sparsity {self.sparsity:g} leaves no weight: it is the share that becomes 0, such as 0.5"
+            )
         for name, (read, where, _) in _readers(self.method, self.allocation).items():
             if getattr(self, name) is not None and not read:
                 raise ValueError(f"{name} would not be read: take it out, or set {where}")
@@ -140,18 +149,6 @@ class Prune(SharedText):
                 f"{min(self._share, 1 - self._share):g} for sparsity {self._share:g}"
             )
         return self
-
-    def _check_sparsity(self) -> None:
-        pattern = self._pattern
-        if pattern and self.sparsity not in (None, pattern.sparsity):
-            raise ValueError(
-                f"sparsity {self.sparsity:g} contradicts pattern {self.pattern}, which makes "
-                f"{pattern.sparsity:g} of the weights 0: leave sparsity out, or set pattern: unstructured"
-            )
-        if self.sparsity is not None and self.sparsity >= 1:
-            raise ValueError(
-                f"sparsity {self.sparsity:g} leaves no weight: it is the share that becomes 0, such as 0.5"
-            )
 
     @property
     def _pattern(self) -> Pattern | None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from optkit.algorithms.few_tokens import FEW_TOKENS
-from optkit.algorithms.gptq import Factored, relative_error
+from optkit.algorithms.gptq import relative_error
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.pruning import InputSquares, kept, wanda_scores
 from optkit.algorithms.sparsegpt import curvature, sparsegpt
@@ -117,14 +117,6 @@ class BlockPruner:
         """Prune layers that share their input."""
         name = next(iter(modules))
         matrix = finite_matrix(hessian, name, self.skeleton)
-        curved = self._curvature(matrix, name)
-        for layer, module in modules.items():
-            weight = float_weight(module)
-            pruned = sparsegpt(weight, curved, self.sparsities[layer], self.options.pattern, self.options.refinements)
-            self.losses[layer] = relative_error(weight, pruned, matrix)
-            put_weight_(module, pruned)
-
-    def _curvature(self, matrix: Tensor, name: str) -> Factored:
         try:
             curved = curvature(matrix, self.options.damping)
         except ValueError as error:
@@ -134,7 +126,11 @@ class BlockPruner:
             self.context.progress.warn(
                 f"{name}: the Hessian needed a damping of {curved.damping:g} instead of {self.options.damping:g}"
             )
-        return curved
+        for layer, module in modules.items():
+            weight = float_weight(module)
+            pruned = sparsegpt(weight, curved, self.sparsities[layer], self.options.pattern, self.options.refinements)
+            self.losses[layer] = relative_error(weight, pruned, matrix)
+            put_weight_(module, pruned)
 
     def _barely_seen(self, modules: Mapping[str, nn.Module], sums: Mapping[str, Any]) -> dict[str, nn.Module]:
         """Return the layers that saw fewer than FEW_TOKENS tokens, and take note of them."""
