@@ -26,6 +26,7 @@ from optkit_evals.harness.names import check_harness
 from optkit_evals.harness.scores import FRACTIONS, UNITS, as_metric, labels_of, metric_name, unit_of
 from optkit_evals.harness.task import HarnessTask
 from optkit_evals.vllm import UnderVllm, check_vllm, vllm_text, vllm_versions
+from optkit_evals.windows import short_revision
 
 USUAL_LENGTH = 256
 """Tokens of a question with its answers, to say how much memory they will need."""
@@ -253,6 +254,4 @@ class LmEval(Eval):
 
 
 def _revision(loaded: Loaded) -> str:
-    from optkit_evals.windows import short_revision
-
     return f" (revision {short_revision(loaded.wanted.revision or '')})"

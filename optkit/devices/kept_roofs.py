@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from optkit.common.atomic import write_text_atomically
 from optkit.common.cache import default_store
 from optkit.common.frozen import Frozen, digest
+from optkit.common.out_of_resources import is_out_of_memory
 from optkit.devices.datasheets import Device
 from optkit.devices.roof import Roof
 from optkit.environment import cpu_threads, device_name, driver_version, memory, package_version
@@ -39,8 +40,6 @@ def measured_device(
     UsageError for a GPU that torch does not see, ResourceError without memory.
     """
     import torch
-
-    from optkit.common.out_of_resources import is_out_of_memory
 
     count = torch.cuda.device_count()
     if device != "cpu" and int(device.partition(":")[2] or 0) >= count:

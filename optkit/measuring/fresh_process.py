@@ -25,6 +25,7 @@ from optkit.devices.nvml import WAITING
 from optkit.environment import describe_environment
 from optkit.errors import EvalError, OptkitError, ResourceError
 from optkit.measure import Eval, EvalContext, Found, Opened, Turn
+from optkit.model.memory import return_freed_memory
 from optkit.processes.child import Child
 from optkit.processes.commands import python_environment
 from optkit.processes.crashes import ChildEndedError
@@ -138,8 +139,6 @@ def _leave_memory() -> bool:
     torch = sys.modules.get("torch")
     if torch is None:
         return False
-    from optkit.model.memory import return_freed_memory
-
     return_freed_memory()
     if not torch.cuda.is_initialized():
         return False

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from optkit.common.files import read_object, reading, shown
 from optkit.errors import SourceError
+from optkit.model.checkpoint import all_finite
 from optkit.model.safetensors_file import read_header
 from optkit.model.shape import TensorInfo
 
@@ -84,8 +85,6 @@ class Adapter:
         and Inf.
         """
         from safetensors.torch import load_file
-
-        from optkit.model.checkpoint import all_finite
 
         held = load_file(self.weights)
         bad = next((name for name, tensor in held.items() if not all_finite(tensor)), None)

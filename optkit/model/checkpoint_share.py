@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
@@ -15,7 +16,6 @@ from optkit.model.shape import TensorInfo
 from optkit.model.split_plan import BY_INPUTS, BY_OUTPUTS, plan_of, split_dimension_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
 SHAPE, ORDER, BIAS = "weight_shape", "weight_g_idx", "bias"
@@ -47,8 +47,6 @@ class CheckpointShare(Checkpoint):
 
     def shrink_(self, model: PreTrainedModel) -> None:
         """Give the layers of an empty model the shapes of the shares."""
-        from torch import nn
-
         for name, module in model.named_modules():
             dimension = self.dimension_of(f"{name}.weight")
             if dimension is None or not isinstance(module, nn.Linear):

@@ -16,10 +16,10 @@ from optkit.errors import StageError
 from optkit.model.blocks import Batch, BlockInputs, Encoded, record_calls, shared_with
 from optkit.model.memory import room_for_states
 from optkit.model.prompts import Prompts, in_batches, longest_of, placed
+from optkit.model.together import Together
 
 if TYPE_CHECKING:
     from optkit.model.skeleton import Skeleton
-    from optkit.model.together import Together
 
 
 def entering(

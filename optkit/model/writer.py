@@ -25,12 +25,12 @@ from optkit.model.companions import find_companions
 from optkit.model.copies import own_copy
 from optkit.model.safetensors_file import SHARD_BYTES
 from optkit.model.together import ALONE, Together
+from optkit.progress import Task
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optkit.model.skeleton import Skeleton
-    from optkit.progress import Task
 
 
 class CheckpointWriter:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from optkit import __version__
 from optkit.common.visible import visible_lines
+from optkit.page.charts.chart import Chart
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from markupsafe import Markup
 
-    from optkit.page.charts.chart import Chart
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "vendor" / "plot.js"

@@ -23,6 +23,7 @@ from optkit.processes.child import Child
 from optkit.processes.child_program import Parent, importing
 from optkit.processes.commands import python_environment
 from optkit.progress import Progress, SilentProgress
+from optkit.source.gguf_tokenizer import describe_, found_by_hash
 from optkit.source.quiet import quiet_transformers
 
 WORKER = "optkit.source.gguf_by_transformers"
@@ -192,8 +193,6 @@ def _imported(order: Mapping[str, Any], parent: Parent) -> dict[str, Any]:
     import transformers.modeling_gguf_pytorch_utils as reader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.core_model_loading import revert_weight_conversion
-
-    from optkit.source.gguf_tokenizer import describe_, found_by_hash
 
     def watched(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
         with parent.task("import by transformers", len(tensors), "tensors") as task:

@@ -31,7 +31,10 @@ from optkit.model.task import (
 from optkit.model.unfound import refuse_without_blocks
 from optkit.onnx.builder import Order, build, refuse_architecture
 from optkit.onnx.builds import GENAI_BUILDS, installed
+from optkit.onnx.export_steps import choices, compared_text, notes, write_beside
 from optkit.onnx.exporters import OPSET, OPSETS, exporter_for, refuse_untraced, traced_task
+from optkit.onnx.genai_config import write_genai_config
+from optkit.onnx.genai_tokenizer import agree_on_tokens
 from optkit.onnx.matmul_nbits_limits import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
 from optkit.onnx.prediction import comparing_bytes, exported_shape, float32_shape, float_bytes, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -189,9 +192,6 @@ class Onnx(Transform):
         import torch
 
         from optkit.backends.optimum_export import export_with_optimum
-        from optkit.onnx.export_steps import choices, compared_text, notes, write_beside
-        from optkit.onnx.genai_config import write_genai_config
-        from optkit.onnx.genai_tokenizer import agree_on_tokens
         from optkit.onnx.model_file import ModelFile, node_kinds, size_bytes
         from optkit.onnx.parity import PARTS, check_parity, comparable
 

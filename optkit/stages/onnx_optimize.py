@@ -16,6 +16,7 @@ from optkit.model.onnx_file import MODEL
 from optkit.model.shape import ModelShape
 from optkit.model.task import OF_TEXT, Task
 from optkit.model.writer import write_config
+from optkit.onnx.changed_shape import optimized_shape, whole_bytes
 from optkit.onnx.node_selection import refuse_unmatched
 from optkit.stage import Context, Cost, Format, Report, Transform
 
@@ -124,8 +125,6 @@ class OnnxOptimize(Transform):
         """Return the size of what is left, written twice on the way, and the memory.
         The memory is that of the fusions and of the conversion to float16.
         """
-        from optkit.onnx.changed_shape import optimized_shape, whole_bytes
-
         left = optimized_shape(shape, self.level != "none", self.float16)
         wide = optimized_shape(shape, self.level != "none", float16=False)
         ram = whole_bytes(shape, FLOAT16_COPIES if self.float16 else FUSION_COPIES)

@@ -14,6 +14,7 @@ from optkit.errors import StageError
 from optkit.model.onnx_file import graph_names
 from optkit.model.shape import ModelShape
 from optkit.model.task import ENCODER_DECODERS, KNOWN_TASKS, PHRASES, Task, task_of
+from optkit.onnx.changed_shape import Blocks, int8_shape, rounded_shape, rounding_bytes, whole_bytes
 from optkit.onnx.node_selection import choose, listed, refuse_nothing
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Format, Report, Transform
@@ -188,8 +189,6 @@ class OnnxQuantize(Transform):
 
         Patterns on names of nodes are not known here: what they would choose counts as kept.
         """
-        from optkit.onnx.changed_shape import Blocks, int8_shape, rounded_shape, rounding_bytes, whole_bytes
-
         self._refuse_for_parts(shape)
         if self.method != "weights":
             left = int8_shape(shape, self.per_channel, "Gather" in self.op_types, self.include, self.exclude)

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.errors import OptkitError
-from optkit.measure import SteppingSession
+from optkit.measure import Session, SteppingSession
 from optkit.verification.blocks import states_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optkit.measure import Session
 
 TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 2e-2}
 """Largest mean KL in nats, by the least precise dtype that the engine or optkit computes in.

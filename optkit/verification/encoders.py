@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from optkit.measure import EncoderSession
 from optkit.model.pooling import Pooling, pooling_for
 from optkit.model.task import Task
 from optkit.verification import agreement
@@ -15,7 +16,6 @@ from optkit.verification import agreement
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optkit.measure import EncoderSession
 
 OUTPUTS = {Task.FEATURES: ("last_hidden_state", "token_embeddings"), Task.CLASSIFICATION: ("logits",)}
 """What an ONNX model gives."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from optkit.model.formats.registry import format_targets, instance, resolve
+from optkit.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from optkit.model.layer_sizes import LayerSize
-    from optkit.model.shape import ModelShape
     from optkit.stage import Opening
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from optkit.model.adapter import has_adapter, read_adapter
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import files_of, lies_inside
 from optkit.model.formats.base import Format
-
-if TYPE_CHECKING:
-    from optkit.model.layer_sizes import LayerSize
-    from optkit.model.shape import ModelShape
+from optkit.model.layer_sizes import LayerSize, module_sizes
+from optkit.model.shape import ModelShape
 
 SUFFIX = ".safetensors"
 
@@ -57,8 +55,6 @@ class FloatCheckpoint(Format):
 
     def layer_sizes(self, directory: Path) -> list[LayerSize]:
         """Return the modules, and an adapter, which stands for no weight of its own."""
-        from optkit.model.layer_sizes import LayerSize, module_sizes
-
         checkpoint = Checkpoint(directory)
         adapter = read_adapter(directory) if checkpoint.quantization else None
         beside = [LayerSize(8 * adapter.size_bytes, 0, quantized=False)] if adapter else []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from optkit.model.config_file import read_config
 from optkit.model.formats.base import Format
-
-if TYPE_CHECKING:
-    from optkit.model.layer_sizes import LayerSize
-    from optkit.model.shape import ModelShape
+from optkit.model.gguf_file import read_gguf
+from optkit.model.layer_sizes import LayerSize
+from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
 
 MODEL = "model.gguf"
 
@@ -37,16 +37,10 @@ class GgufModel(Format):
 
     def check(self, directory: Path) -> tuple[Path, ...]:
         """Return the file, whose header says that it is whole."""
-        from optkit.model.gguf_file import read_gguf
-
         return (read_gguf(directory / MODEL).path,)
 
     def shape(self, directory: Path) -> ModelShape:
         """Return config.json and the tensors of the header, quantized ones as bytes."""
-        from optkit.model.config_file import read_config
-        from optkit.model.gguf_file import read_gguf
-        from optkit.model.shape import DTYPE_BITS, ModelShape, TensorInfo
-
         tensors = {
             name: TensorInfo(each.type, each.shape) if each.type in DTYPE_BITS else TensorInfo("U8", (each.size_bytes,))
             for name, each in read_gguf(directory / MODEL).tensors.items()
@@ -56,10 +50,6 @@ class GgufModel(Format):
     def layer_sizes(self, directory: Path) -> list[LayerSize]:
         """Return the tensors by the types that the file declares."""
         from math import prod
-
-        from optkit.model.gguf_file import read_gguf
-        from optkit.model.layer_sizes import LayerSize
-        from optkit.model.shape import DTYPE_BITS
 
         return [
             LayerSize(8 * each.size_bytes, prod(each.shape), quantized=each.type not in DTYPE_BITS)

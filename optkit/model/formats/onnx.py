@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from optkit.model.formats.base import Format
+from optkit.model.layer_sizes import LayerSize
 from optkit.model.onnx_file import MODEL, PARTS, read_graphs
-
-if TYPE_CHECKING:
-    from optkit.model.layer_sizes import LayerSize
-    from optkit.model.shape import ModelShape
+from optkit.model.onnx_layer_sizes import onnx_layer_sizes
+from optkit.model.onnx_shape import onnx_shape
+from optkit.model.shape import ModelShape
 
 RUNTIME_BUILDS = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino")
 FILES = re.compile(r"\.onnx(?:$|[._])")
@@ -44,14 +44,10 @@ class OnnxModel(Format):
         return tuple(dict.fromkeys(path for graph in read_graphs(directory) for path in graph.files))
 
     def shape(self, directory: Path) -> ModelShape:
-        from optkit.model.onnx_shape import onnx_shape
-
         return onnx_shape(directory)
 
     def layer_sizes(self, directory: Path) -> list[LayerSize]:
         """Return the initializers, each with its scales."""
-        from optkit.model.onnx_layer_sizes import onnx_layer_sizes
-
         found: dict[str, LayerSize] = {}
         for graph in read_graphs(directory):
             found |= onnx_layer_sizes(graph)

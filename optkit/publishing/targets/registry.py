@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import re
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
 
 from optkit.common.plug_ins import with_plug_ins
 from optkit.errors import UsageError, did_you_mean
-
-if TYPE_CHECKING:
-    from optkit.publishing.targets.base import Target
+from optkit.publishing.targets.base import Target
 
 TARGETS = {
     "hf": "optkit.publishing.targets.hub:Hub",

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from optkit.environment import find_compiler
+from optkit.kernels.cpu.native import why_not_native
 from optkit.kernels.float8_linear import why_not_scaled
 from optkit.kernels.int8_linear import why_not_integers
 
@@ -40,8 +41,6 @@ def kernel_parts() -> Iterator[Part]:
 
 
 def _of_cpu() -> Iterator[Part]:
-
-    from optkit.kernels.cpu.native import why_not_native
 
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     why = "" if fbgemm else "this torch was built without FBGEMM"

@@ -4,7 +4,7 @@ The largest of each channel, a sample of them, and their Hessian say it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -13,12 +13,8 @@ from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.scaled_gptq import left_variances
 from optkit.model.linear_layers import EXPERTS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from optkit.model.together import Together
-    from optkit.stages.quantizing.job import QuantizationJob
+from optkit.model.together import Together
+from optkit.stages.quantizing.job import QuantizationJob
 
 
 def tell_few_tokens(job: QuantizationJob, stage: str) -> None:

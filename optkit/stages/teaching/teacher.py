@@ -22,13 +22,13 @@ from optkit.source.models import ModelSource, model_shape, pin_model, require_di
 from optkit.source.places import pin_and_remember
 from optkit.source.tokenizer import refuse_other_tokens
 from optkit.stage import Context, Transform
+from optkit.training.shared_answers import SharedPlace, shared_place
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optkit.training.data import TrainingData
     from optkit.training.objective import LossWeights
-    from optkit.training.shared_answers import SharedPlace
     from optkit.training.teacher import LiveTeacher, Teacher
 
 
@@ -267,8 +267,6 @@ def _shared(context: Context, what: str, about: dict[str, Any]) -> Iterator[Shar
     """Hold a directory beside the workspaces of all steps, for what other students can use too.
     Without a store it is one of its own.
     """
-    from optkit.training.shared_answers import shared_place
-
     with ExitStack() as stack:
         root = (
             context.workspace.parent
