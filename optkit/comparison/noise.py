@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from optkit.common.grouping import grouped
 from optkit.common.statistics import mean, t_quantile
 from optkit.comparison.columns import NOISE, Table, is_timed
 from optkit.comparison.result import Column, Floor
-from optkit.measure import Metric
 from optkit.scorecard.scorecard import Measured, Scorecard
 
 SOURCE = "against"
@@ -21,7 +21,9 @@ SOURCE = "against"
 
 def floors_of(cards: Sequence[Scorecard], table: Table) -> tuple[Floor, ...]:
     """Return the floor of each column that has one."""
-    noise = _noise(cards)
+    metrics = (row.metric for card in cards for row in card.rows)
+    measured = (metric for metric in metrics if metric.name.startswith(NOISE) and not metric.failure)
+    noise = grouped(measured, lambda metric: metric.name.removeprefix(NOISE))
     found = list[Floor]()
     for column in table.columns:
         rows = [row[column.key] for row in table.rows if column.key in row]
@@ -35,16 +37,6 @@ def floors_of(cards: Sequence[Scorecard], table: Table) -> tuple[Floor, ...]:
                 Floor(column=column.key, value=worst, relative=relative, source=", ".join(filter(None, kinds)))
             )
     return tuple(found)
-
-
-def _noise(cards: Sequence[Scorecard]) -> dict[str, list[Metric]]:
-    """Return the rows of noise by the name of the metric that they are about."""
-    found: dict[str, list[Metric]] = {}
-    for card in cards:
-        for row in card.rows:
-            if row.metric.name.startswith(NOISE) and not row.metric.failure:
-                found.setdefault(row.metric.name.removeprefix(NOISE), []).append(row.metric)
-    return found
 
 
 def _of_turns(column: Column, rows: Sequence[Measured]) -> Iterator[Floor]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from optkit.errors import SourceError
 from optkit.kernels.linear_layer import hold_
-from optkit.model.adapter import Adapter, LowRank
+from optkit.model.adapter import Adapter
 
 
 class LowRankLinear(nn.Module):
@@ -39,26 +39,18 @@ def apply_adapter_(model: nn.Module, adapter: Adapter, device: str, dtype: torch
     modules = dict(model.named_modules())
     for name, (down, up) in adapter.read().items():
         layer = adapter.layers[name]
-        base = _base(modules, name, layer, adapter)
+        base = modules.get(name)
+        outputs = getattr(base, "out_features", getattr(base, "nf", None))
+        inputs = getattr(base, "in_features", layer.inputs)
+        if base is None or (outputs, inputs) != (layer.outputs, layer.inputs):
+            what = "is not there" if base is None else f"is {outputs} x {inputs} there"
+            raise SourceError(
+                f"the adapter is for a layer of {layer.outputs} x {layer.inputs}, which {what}",
+                where=f"{adapter.directory}: {name}",
+                remedy="See that the adapter and the weights belong together",
+            )
         up = (up.float() * layer.scale).to(device, dtype)
         parent, _, child = name.rpartition(".")
         setattr(modules[parent], child, LowRankLinear(base, down.to(device, dtype), up).eval())
     ranks = " and ".join({f"{adapter.ranks[0]}": None, f"{adapter.ranks[-1]}": None})
     return f"adapter: LoRA of rank {ranks} beside {len(adapter.layers):,} layers, {adapter.size_bytes:,} bytes"
-
-
-def _base(modules: dict[str, nn.Module], name: str, layer: LowRank, adapter: Adapter) -> nn.Module:
-    base = modules.get(name)
-    sizes = (
-        None
-        if base is None
-        else (getattr(base, "out_features", getattr(base, "nf", None)), getattr(base, "in_features", None))
-    )
-    if base is None or sizes is None or (sizes[0] != layer.outputs or sizes[1] not in (layer.inputs, None)):
-        what = f"is {sizes[0]} x {sizes[1]} there" if sizes else "is not there"
-        raise SourceError(
-            f"the adapter is for a layer of {layer.outputs} x {layer.inputs}, which {what}",
-            where=f"{adapter.directory}: {name}",
-            remedy="See that the adapter and the weights belong together",
-        )
-    return base

@@ -13,10 +13,9 @@ from optkit.common.frozen import Frozen
 from optkit.errors import OptkitError, Problem, did_you_mean
 from optkit.measure import Eval
 from optkit.model.task import PHRASES
-from optkit.recipe.entries import spell_out
 from optkit.recipe.field_faults import shown, validate
 from optkit.recipe.gates import check_gate, parse_gate
-from optkit.recipe.registry import EVALS, PRESETS, class_of, eval_class, names_of
+from optkit.recipe.registry import EVALS, PRESETS, class_of, eval_class, names_of, spell_out
 from optkit.recipe.rules import Start, broken_rules
 from optkit.recipe.yaml_places import PlacedData, Steps
 from optkit.source.models import BUILT_IN

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from optkit.errors import OptkitError, Problem, RecipeError
-from optkit.recipe.entries import spell_out
 from optkit.recipe.field_faults import shown
+from optkit.recipe.registry import spell_out
 from optkit.recipe.yaml_places import Place, PlacedData, Steps, read_yaml
 
 ROLES = {"stages": "stage", "evals": "eval"}

@@ -11,6 +11,7 @@ The name of the entry point is the class's `kind`; it is filled in if the class 
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any, TypeVar
@@ -171,3 +172,20 @@ def _named(loaded: type[Base], kind: str, role: str, origin: Origin) -> type[Bas
             remedy=f'Set `kind = "{kind}"` in its class, or rename the entry point',
         )
     return loaded
+
+
+def spell_out(role: str, item: Any) -> Any:
+    """Return an item of `stages:` or `evals:` as `{kind: {field: value}}`: `- sdpa` and `- attention: sdpa` are short
+    for `- attention: {implementation: sdpa}`. An item that cannot be spelled out comes back as it is.
+    """
+    if isinstance(item, str):
+        item = copy.deepcopy(PRESETS[item]) if role == "stage" and item in PRESETS else {item: None}
+    if not isinstance(item, dict) or len(item) != 1:
+        return item
+    (kind, fields), *_ = item.items()
+    if fields is None:
+        return {kind: {}}
+    if not isinstance(fields, dict) and kind in names_of(role):
+        shorthand = getattr(class_of(role, kind), "shorthand", None)
+        return {kind: {shorthand: fields}} if shorthand else item
+    return item

@@ -12,7 +12,7 @@ from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
 from optkit.reports.roofline import Device, work_of
 from optkit.reports.roofline.forms import parse_form
-from optkit.reports.roofline.sessions import session_limits
+from optkit.reports.roofline.limits import session_limits
 from optkit.session import open_session
 from optkit.settings.precision import Precision
 from tests.conftest import TinyModel

@@ -21,7 +21,7 @@ from optkit.model.split_plan import stored_plan
 from optkit.pipeline import open_artifact, plan, run
 from optkit.recipe.recipe import load_recipe
 from optkit.reports.profiling.run import _check
-from optkit.reports.roofline.sessions import session_limits
+from optkit.reports.roofline.limits import session_limits
 from optkit.reports.roofline.work import work_of
 from optkit.session import open_session
 from optkit.session.parallel_session import ParallelSession

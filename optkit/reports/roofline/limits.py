@@ -6,11 +6,13 @@ seconds = max(bytes / bandwidth, sum over dtypes of operations / rate)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from optkit.devices.datasheets import Device
-from optkit.reports.roofline.forms import Form
+from optkit.devices.gpu_watch import devices_of
+from optkit.measure import Session
+from optkit.reports.roofline.forms import STORED, Form, parse_form
 from optkit.reports.roofline.work import Work
 
 Side: TypeAlias = Literal["weights", "KV cache", "compute"]
@@ -18,6 +20,7 @@ WORTHWHILE = 1.1
 """A gain below this is none: it is what measurements of speed disagree by."""
 MOST_SEQUENCES = 1 << 20
 """Largest batch that is looked at."""
+NAMES = {"float32": "fp32", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -122,3 +125,26 @@ def _first(holds: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
+
+
+def session_limits(
+    session: Session, work: Work, device: Device, batch: int, prompt: int, context: int
+) -> tuple[Limit, Limit]:
+    """Return the limits of prefill and of a decode step.
+    Prefill has `batch` prompts of `prompt` tokens, decoding `context` tokens in each sequence.
+    """
+    device = _together(device, len(set(devices_of(session))))
+    form = parse_form(STORED, NAMES.get(str(getattr(session, "product_dtype", "float32")), "fp32"))
+
+    def moved(tokens: int) -> tuple[float, float]:
+        weights = session.decode_bytes(batch, 0)
+        return float(weights), float(session.decode_bytes(batch, tokens) - weights)
+
+    prefill = phase_limit(work, form, device, batch, moved(prompt), (prompt, 0))
+    return prefill, phase_limit(work, form, device, batch, moved(context), (1, context))
+
+
+def _together(device: Device, count: int) -> Device:
+    """Return what devices with equal shares do, as if they exchanged data in no time."""
+    rates = {name: rate * count for name, rate in device.rates.items()}
+    return replace(device, bandwidth=device.bandwidth * count, rates=rates, memory_bytes=device.memory_bytes * count)

@@ -31,7 +31,6 @@ from optkit.model.writer import CheckpointWriter, copy_companions
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.narrowing.fields import KIND
-from optkit.stages.narrowing.merging import Groups, groups_of, merged
 from optkit.stages.narrowing.proof import prove
 from optkit.stages.narrowing.told import note, sizes
 
@@ -40,6 +39,8 @@ SAMPLE = 64
 """Tokens of each batch that all experts are given, to see which make nearly the same."""
 FEW = 0.01
 """The share of choices that rounding may change, of experts that are all but equal."""
+Groups = Mapping[int, Sequence[int]]
+"""Expert that stays -> those whose mean it becomes, itself among them."""
 
 
 def remove_experts(
@@ -213,3 +214,31 @@ def _alike(
         )
         stack.enter_context(replaced_forward({ours: routed}))
         yield
+
+
+def groups_of(outputs: Tensor, kept: Sequence[int]) -> dict[int, list[int]]:
+    """Return which experts become which: that with the nearest mean output, float [experts, width]."""
+    nearest = torch.cdist(outputs, outputs[list(kept)]).argmin(1).tolist()
+    found = {expert: [expert] for expert in kept}
+    for expert, place in enumerate(nearest):
+        if expert not in found:
+            found[kept[place]].append(expert)
+    return found
+
+
+def merged(checkpoint: Checkpoint, name: str, mixture: Mixture, groups: Groups, tokens: Tensor) -> Tensor:
+    """Return a tensor of experts that stay, each weight the mean of its group's. Raises SourceError for NaN or Inf."""
+    place = mixture.places[name]
+    if place.index is None:
+        stored = checkpoint.read_finite(name)
+        return torch.stack([_mean([stored[each] for each in group], tokens[group]) for group in groups.values()])
+    group, rest = groups[place.index], name.removeprefix(f"{place.experts}.{place.index}")
+    return _mean([checkpoint.read_finite(f"{place.experts}.{each}{rest}") for each in group], tokens[group])
+
+
+def _mean(weights: Sequence[Tensor], tokens: Tensor) -> Tensor:
+    shares = (tokens.clamp(min=1) / tokens.clamp(min=1).sum()).tolist()
+    total = torch.zeros_like(weights[0], dtype=torch.float32)
+    for weight, share in zip(weights, shares, strict=True):
+        total += share * weight.float()
+    return total.to(weights[0].dtype) if len(weights) > 1 else weights[0]
