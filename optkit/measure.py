@@ -14,6 +14,7 @@ from optkit.common.attachment import Attachment as Attachment
 from optkit.common.attachment import check_names
 from optkit.common.field_types import Several
 from optkit.common.frozen import Frozen
+from optkit.common.grouping import grouped
 from optkit.common.statistics import Estimate, mean, mean_estimate, share_estimate
 from optkit.model.cost import Cost
 from optkit.model.opened import Answering as Answering
@@ -288,9 +289,8 @@ class Eval(Frozen):
         """Return the metrics of all turns of a timed eval as those of one measurement.
         What failed in one turn has failed.
         """
-        alike: dict[str, list[Metric]] = {}
-        for metric in (metric for turn in turns for metric in turn):
-            alike.setdefault(f"{metric.name} {sorted(metric.labels.items())}", []).append(metric)
+        metrics = (metric for turn in turns for metric in turn)
+        alike = grouped(metrics, lambda metric: f"{metric.name} {sorted(metric.labels.items())}")
         return [_pooled(metrics) for metrics in alike.values()]
 
 

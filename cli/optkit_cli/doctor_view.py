@@ -6,6 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from optkit.common.grouping import by_key
 from optkit.reports.doctor.doctor import Diagnosis, Part
 from optkit.scorecard.numbers import format_value
 from optkit_cli.tables import heading, indented, size_text
@@ -68,10 +69,8 @@ def _packages(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 def _commands(diagnosis: Diagnosis) -> list[tuple[Text, str]]:
     """Return each command that makes something run here, and what."""
-    found: dict[str, list[str]] = {}
-    for part in diagnosis.parts:
-        if not part.works and part.remedy.startswith(COMMANDS):
-            found.setdefault(part.remedy, []).append(part.name)
+    missing = (part for part in diagnosis.parts if not part.works and part.remedy.startswith(COMMANDS))
+    found = by_key((part.remedy, part.name) for part in missing)
     return [(Text(command, style="cyan"), f"# {', '.join(names)}") for command, names in found.items()]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from optkit.common.field_types import AtLeastOne, BatchSize, Duration, Length, Rate, SequenceLength, Several
-from optkit.common.grouping import common_prefix
+from optkit.common.grouping import by_key, common_prefix
 from optkit.common.statistics import mean, quantile, quantile_interval
 from optkit.measure import EvalContext, Metric, Session, TimedEval
 from optkit.model.session_memory import SessionMemory
@@ -121,9 +121,8 @@ class Load(TimedEval):
         few had to wait is chance, which few runs do not show. The intervals of these percentiles
         hold that of the requests' order, beside t over the turns.
         """
-        times: dict[str, list[float]] = {}
-        for metric in (metric for turn in turns for metric in turn):
-            times.setdefault(_row(metric), []).extend(time for run in metric.repeats for time in run)
+        metrics = (metric for turn in turns for metric in turn)
+        times = by_key((_row(metric), time) for metric in metrics for run in metric.repeats for time in run)
         return [
             _of_all_requests(metric, times[_row(metric)], FIRST_TOKEN[metric.name])
             if metric.name in FIRST_TOKEN and len(metric.samples) > 1
@@ -168,7 +167,8 @@ class Load(TimedEval):
         first = [each.first_token_s for each in served]
         between = [gap for each in served for gap in each.between_tokens_s]
         took = max(each.end_s for each in served) - min(each.arrival_s for each in served)
-        good = sum(self._is_good(each) for each in served)
+        first_s, between_s = self.first_token_limit_s, self.inter_token_limit_s
+        good = sum(each.first_token_s <= first_s and mean(each.between_tokens_s) <= between_s for each in served)
         return {
             **{name: quantile(first, fraction) for name, fraction in FIRST_TOKEN.items()},
             **{name: quantile(between, fraction) for name, fraction in INTER_TOKEN.items()},
@@ -176,10 +176,6 @@ class Load(TimedEval):
             "goodput_requests_per_s": good / took,
             "goodput_fraction": good / len(served),
         }
-
-    def _is_good(self, served: Served) -> bool:
-        mean_s = sum(served.between_tokens_s) / len(served.between_tokens_s)
-        return served.first_token_s <= self.first_token_limit_s and mean_s <= self.inter_token_limit_s
 
     def _labels(self, rate: float) -> dict[str, int | str]:
         shown = int(rate) if rate == int(rate) else f"{rate:g}"

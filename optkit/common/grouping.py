@@ -13,9 +13,14 @@ SHOWN = 3
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """Return the items of each key, keys and items in the order in which they come."""
+    return by_key((key(item), item) for item in items)
+
+
+def by_key(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
+    """Return the values of each key, keys and values in the order in which they come."""
     found: dict[K, list[T]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
+from optkit.common.grouping import by_key
 from optkit.comparison.axes import NEGLIGIBLE
 from optkit.comparison.choice import judged
 from optkit.comparison.columns import Table, model_of
@@ -51,10 +52,8 @@ def entries_of(
 
 def warned(cards: Sequence[Scorecard], entries: Sequence[Entry]) -> list[Warned]:
     """Return what scorecards ask to act on, each text once; what most say comes first."""
-    found: dict[str, list[str]] = {}
-    for card, entry in zip(cards, entries, strict=True):
-        for text in dict.fromkeys(to_act_on(card)):
-            found.setdefault(text, []).append(entry.label)
+    beside = zip(cards, entries, strict=True)
+    found = by_key((text, entry.label) for card, entry in beside for text in dict.fromkeys(to_act_on(card)))
     alike = [Warned(text=text, entries=tuple(labels)) for text, labels in found.items()]
     return sorted(alike, key=lambda each: -len(each.entries))
 
@@ -64,9 +63,7 @@ def _labels(cards: Sequence[tuple[Path, Scorecard]]) -> list[str]:
     What all begin with is left out: of names the words, e.g. a sweep's name, of places the directories.
     """
     names, places = _without_shared([card.name for _, card in cards]), [str(place.absolute()) for place, _ in cards]
-    alike: dict[str, list[str]] = {}
-    for name, place in zip(names, places, strict=True):
-        alike.setdefault(name, []).append(place)
+    alike = by_key(zip(names, places, strict=True))
     return [
         name if len(alike[name]) == 1 else f"{name} {os.path.relpath(place, os.path.commonpath(alike[name]))}"
         for name, place in zip(names, places, strict=True)

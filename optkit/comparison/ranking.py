@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from optkit.common.grouping import by_key
 from optkit.comparison.axes import Axis, widen
 from optkit.comparison.choice import named_columns, reason
 from optkit.comparison.columns import PREFERRED, AxisName, Table
@@ -40,10 +41,7 @@ def usual_axes(table: Table) -> list[AxisName]:
 
 def groups_of(table: Table, axes: Sequence[AxisName]) -> dict[tuple[str | None, ...], list[int]]:
     """Return who can be ranked together, by the columns of their axes; the largest group first."""
-    found: dict[tuple[str | None, ...], list[int]] = {}
-    for index, keys in enumerate(table.along(axes)):
-        if any(keys):
-            found.setdefault(keys, []).append(index)
+    found = by_key((keys, index) for index, keys in enumerate(table.along(axes)) if any(keys))
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from optkit.common.atomic import write_text_atomically
+from optkit.common.grouping import grouped
 from optkit.common.spans import span
 from optkit.errors import EvalError
 from optkit.measure import Eval, Found
@@ -138,10 +139,7 @@ def time_in_turns(
 
 def together(lines: Sequence[str]) -> list[str]:
     """Return what all turns said: of lines that differ in numbers alone one, with the numbers of all."""
-    alike: dict[str, list[str]] = {}
-    for line in lines:
-        alike.setdefault(_without_numbers(line), []).append(line)
-    return [_with_all_numbers(each) for each in alike.values()]
+    return [_with_all_numbers(each) for each in grouped(lines, _without_numbers).values()]
 
 
 def _without_numbers(line: str) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from optkit.common.grouping import by_key
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import SourceError, StageError
 from optkit.model.blocks import Block, BlockInputs, Call, find_chains
@@ -124,12 +125,8 @@ class Skeleton:
     @cached_property
     def _owners(self) -> dict[str, list[str]]:
         """The blocks that each tensor inside of blocks belongs to, in order."""
-        found: dict[str, list[str]] = {}
-        for block in self.blocks:
-            for name, tensor in self.tensor_names.items():
-                if name.startswith(f"{block.name}."):
-                    found.setdefault(tensor, []).append(block.name)
-        return found
+        named = ((each.name, part) for each in self.blocks for part in self.tensor_names.items())
+        return by_key((tensor, block) for block, (name, tensor) in named if name.startswith(f"{block}."))
 
     def linears(self, block: Block) -> dict[str, Projection]:
         """Return the Linear and Conv1D modules of a block by their names on disk, in order.

@@ -14,6 +14,7 @@ from uuid import UUID
 from optkit.artifact import Artifact, recorded_recipe
 from optkit.common.files import reading
 from optkit.common.frozen import canonical_json
+from optkit.common.grouping import by_key
 from optkit.common.own_files import RECORD, is_own
 from optkit.environment import PACKAGES
 from optkit.errors import ArtifactError, needing
@@ -197,10 +198,7 @@ def _package(name: str, version: str) -> dict[str, Any]:
 
 def _formulation(recipe: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], packages: list[str]) -> dict[str, Any]:
     """Return how the weights were made: a task for each step, which stands on the one before it."""
-    fields: dict[str, list[Any]] = {}
-    for entry in recipe.get("stages", ()):
-        for kind, value in entry.items():
-            fields.setdefault(kind, []).append(value)
+    fields = by_key(pair for entry in recipe.get("stages", ()) for pair in entry.items())
     tasks = []
     for index, step in enumerate(steps):
         said = {"optkit:fields": canonical_json(fields[step["kind"]].pop(0)), "optkit:seconds": step["seconds"]}

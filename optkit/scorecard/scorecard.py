@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, computed_field, field_validator, model_v
 from optkit.common.attachment import Attachment
 from optkit.common.files import read_object, reading, shown, texts_of
 from optkit.common.frozen import Frozen, canonical_json
+from optkit.common.grouping import by_key
 from optkit.common.own_files import ATTACHMENTS
 from optkit.common.statistics import Estimate
 from optkit.devices.memory_watch import MemoryTrace
@@ -64,9 +65,7 @@ class StepLine(Frozen):
         """What the stage left alone and why; empty for nothing.
         It is told by name if it is little, else counted for each reason.
         """
-        names: dict[str, list[str]] = {}
-        for name, reason in (self.report.get("skipped") or {}).items():
-            names.setdefault(reason, []).append(name)
+        names = by_key((reason, name) for name, reason in (self.report.get("skipped") or {}).items())
         count = sum(map(len, names.values()))
         if not count or (count > FEW and len(names) > FEW):
             return f"{count} skipped" if count else ""

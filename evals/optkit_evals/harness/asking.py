@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from optkit.common.grouping import grouped
 from optkit.errors import EvalError
 from optkit_evals.harness.opening import opened
 from optkit_evals.harness.task import HarnessTask
@@ -47,10 +48,7 @@ class Loaded:
 
     def by_item(self) -> dict[int, list[Any]]:
         """Return the requests of each item, in the order of its choices."""
-        found: dict[int, list[Any]] = {}
-        for request in sorted(self.requests, key=lambda request: request.idx):
-            found.setdefault(request.doc_id, []).append(request)
-        return found
+        return grouped(sorted(self.requests, key=lambda request: request.idx), lambda request: int(request.doc_id))
 
     def asked(self) -> int:
         """Return how many items are asked."""
@@ -124,11 +122,10 @@ class Asking:
 
     def answer(self, loaded: Sequence[Loaded], model: LanguageModel) -> None:
         """Let a model answer all requests, those of one kind together."""
-        kinds: dict[str, list[Any]] = {}
-        for request in (request for each in loaded for request in each.requests):
-            kinds.setdefault(request.request_type, []).extend([request] * request.repeats)
-        for kind, requests in kinds.items():
-            for request, answer in zip(requests, getattr(model, kind)(requests), strict=True):
+        requests = (request for each in loaded for request in each.requests for _ in range(request.repeats))
+        kinds = grouped(requests, lambda request: str(request.request_type))
+        for kind, asked in kinds.items():
+            for request, answer in zip(asked, getattr(model, kind)(asked), strict=True):
                 request.resps.append(answer)
 
     def scores(self, loaded: Loaded) -> list[Score]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from optkit.common.frozen import digest
+from optkit.common.grouping import grouped
 from optkit.common.paired_items import flips, mcnemar, mean_of_ratios
 from optkit.measure import Attachment, Found, Metric
 
@@ -86,10 +87,7 @@ def _recovery(pairs: Sequence[tuple[Metric, Metric]]) -> Metric:
 def _items(found: Found) -> dict[str, list[dict[str, Any]]]:
     """Return the items of each task, in their order."""
     file = next((each for each in found.attachments if each.name == ITEMS), None)
-    by_task: dict[str, list[dict[str, Any]]] = {}
-    for said in file.records() if file else ():
-        by_task.setdefault(said["task"], []).append(said)
-    return by_task
+    return grouped(file.records() if file else (), lambda said: str(said["task"]))
 
 
 def _listed(

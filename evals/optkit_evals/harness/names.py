@@ -9,6 +9,7 @@ from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
+from optkit.common.grouping import by_key
 from optkit.errors import MissingPackageError
 
 NAMED = re.compile(rb"^[\"']?(task|group)[\"']?:[ \t]*[\"']?([\w.:()-]+)[\"']?[ \t]*\r?$", re.MULTILINE)
@@ -35,10 +36,8 @@ class Names:
     @cached_property
     def tagged(self) -> Mapping[str, tuple[str, ...]]:
         """Tag -> names of its tasks, sorted."""
-        found: dict[str, list[str]] = {}
-        for name, (kind, path) in self.defined.items():
-            for tag in _tags(path) if kind == "task" else ():
-                found.setdefault(tag, []).append(name)
+        tasks = ((name, path) for name, (kind, path) in self.defined.items() if kind == "task")
+        found = by_key((tag, name) for name, path in tasks for tag in _tags(path))
         return {tag: tuple(sorted(names)) for tag, names in found.items()}
 
 

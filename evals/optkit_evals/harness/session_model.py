@@ -15,6 +15,7 @@ import torch
 from lm_eval.models.utils import Collator
 from torch import Tensor
 
+from optkit.common.grouping import by_key
 from optkit.errors import EvalError
 from optkit.measure import Session, SharingSession
 from optkit.progress import Progress, SilentProgress
@@ -63,9 +64,7 @@ class SessionModel(LanguageModel):
 
     def write(self, prompts: list[Prompt]) -> list[list[int]]:
         """Write answers; prompts of one length are answered together."""
-        groups: dict[tuple[int, int, tuple[str, ...]], list[int]] = {}
-        for index, prompt in enumerate(prompts):
-            groups.setdefault((len(prompt.tokens), prompt.new_tokens, prompt.stops), []).append(index)
+        groups = by_key(((len(each.tokens), each.new_tokens, each.stops), index) for index, each in enumerate(prompts))
         answers: dict[int, list[int]] = {}
         with self._progress.task("lm_eval", len(prompts), "answers") as task:
             for (*_, stops), group in sorted(groups.items(), key=lambda each: -each[0][0]):
@@ -105,10 +104,11 @@ class SessionModel(LanguageModel):
         """Return batches of contexts of one length, each with the requests that continue it.
         A context is among them if at least two continuations need passes of their own.
         """
-        contexts: dict[tuple[int, ...], list[int]] = {}
-        for index, (_, context, continuation) in enumerate(requests):
-            if len(context) > 1 and len(context) + len(continuation) - 1 <= self.max_length:
-                contexts.setdefault(tuple(context), []).append(index)
+        contexts = by_key(
+            (tuple(context), index)
+            for index, (_, context, continuation) in enumerate(requests)
+            if len(context) > 1 and len(context) + len(continuation) - 1 <= self.max_length
+        )
         several = [
             (context, asked)
             for context, asked in contexts.items()

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from optkit.common.grouping import by_key
 from optkit.errors import EvalError
 from optkit.reports.profiling.torch_trace import Traced, longest_first, time_phases
 from optkit.session.onnx_session import OnnxSession
@@ -71,9 +72,6 @@ def _read(events: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]
     start, end = runs[0]["ts"], runs[-1]["ts"] + runs[-1]["dur"]
     inside = [event for event in events if start <= event["ts"] <= end]
     trace.write_text(json.dumps({"traceEvents": inside}), encoding="utf-8")
-    seconds: dict[str, list[float]] = {}
-    for event in inside:
-        if event["name"].endswith(NODE):
-            seconds.setdefault(event["args"]["op_name"], []).append(event["dur"] / 1e6)
-    ordered = longest_first(seconds)
+    nodes = (event for event in inside if event["name"].endswith(NODE))
+    ordered = longest_first(by_key((event["args"]["op_name"], event["dur"] / 1e6) for event in nodes))
     return Traced(sum(run["dur"] for run in runs) / 1e6, sum(line.seconds for line in ordered), ordered)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from optkit.common.grouping import by_key
 from optkit.measure import QueueingSession, Session
 from optkit.reports.profiling.kinds import kind_of
 from optkit.reports.profiling.profile_report import Line
@@ -90,13 +91,10 @@ def _traced(device: str, trace: Path) -> Iterator[list[Traced]]:
 
 def _read(profiler: Any, traced_s: float, wanted: DeviceType) -> Traced:
     events = [event for event in profiler.events() if event.device_type == wanted and not _is_annotation(event)]
-    seconds: dict[str, list[float]] = {}
-    for event in events:
-        own_us = event.self_cpu_time_total if wanted == DeviceType.CPU else event.time_range.elapsed_us()
-        seconds.setdefault(event.name, []).append(own_us / 1e6)
-    ordered = longest_first(seconds)
     if wanted == DeviceType.CPU:
+        ordered = longest_first(by_key((event.name, event.self_cpu_time_total / 1e6) for event in events))
         return Traced(traced_s, min(traced_s, sum(line.seconds for line in ordered)), ordered)
+    ordered = longest_first(by_key((event.name, event.time_range.elapsed_us() / 1e6) for event in events))
     spans = ((event.time_range.start / 1e6, event.time_range.end / 1e6) for event in events)
     return Traced(traced_s, covered(spans), ordered)
 
