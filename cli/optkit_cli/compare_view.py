@@ -14,7 +14,7 @@ from optkit.comparison import Column, Comparison, Entry, Floor, Group
 from optkit.comparison import table as tables
 from optkit.recipe.gates import Verdict
 from optkit.scorecard.scorecard import GateResult
-from optkit_cli.tables import VERDICT_STYLES, fits, indented, plain_table
+from optkit_cli.tables import VERDICT_STYLES, fits, indented, plain_table, spaced
 
 STYLES = {"better": "green", "worse": "", "none": "dim", None: ""}
 MOST_LINES = 40
@@ -45,10 +45,7 @@ def comparison_view(comparison: Comparison) -> list[RenderableType]:
     notes += [("noise", tables.floor_text(floor, comparison.column(floor.column))) for floor in _floors(comparison)]
     protocols = [(f"[{number}]", line) for number, line in enumerate(tables.protocol_lines(comparison), start=1)]
     words = "\n".join(dict.fromkeys(tables.legend(comparison, group) for group in comparison.groups))
-    for part in (indented(warned), indented(protocols), indented(notes), Text(words, style="dim")):
-        if part is not None:
-            found += [Text(""), part]
-    return found
+    return found + spaced(indented(warned), indented(protocols), indented(notes), Text(words, style="dim"))
 
 
 @dataclass(frozen=True)

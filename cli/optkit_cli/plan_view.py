@@ -10,7 +10,7 @@ from rich.text import Text
 
 from optkit.environment import visible_gpus
 from optkit.plan import Plan
-from optkit_cli.tables import duration_text, plain_table, size_text
+from optkit_cli.tables import duration_text, plain_table, size_text, spaced
 
 if TYPE_CHECKING:
     from optkit.sweep.plan import Planned, SweepPlan
@@ -21,7 +21,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
     elsewhere = ", which is not here" if plan.device != "cpu" and not visible_gpus() else ""
     where = f"  {plan.recipe.model.name} · {plan.device}{elsewhere}"
     title = Text.assemble((plan.recipe.name, "bold"), (where, "dim"))
-    sections: list[RenderableType] = [
+    return spaced(
         title,
         _steps(plan),
         *_memory(plan),
@@ -30,8 +30,7 @@ def plan_view(plan: Plan) -> list[RenderableType]:
         cost_line(plan),
         *(Text(line, style="bold red") for line in plan.doomed),
         *(Text(line, style="dim") for line in plan.forecasts),
-    ]
-    return [part for section in sections for part in (Text(""), section)]
+    )
 
 
 def _steps(plan: Plan) -> Table:
@@ -97,8 +96,7 @@ def sweep_plan_view(plan: SweepPlan) -> list[RenderableType]:
         table.add_row(Text(each.name), _combined(each), Text(size_text(size)))
     title = Text.assemble((plan.name, "bold"), (f"  {len(plan.combinations)} combinations · {plan.device}", "dim"))
     steps = f"{plan.pending} of {plan.steps} steps to do, steps shared {plan.shared} times"
-    closing = _needs(steps, plan, 0, plan.seconds, plan.unknown)
-    return [part for section in (title, table, closing) for part in (Text(""), section)]
+    return spaced(title, table, _needs(steps, plan, 0, plan.seconds, plan.unknown))
 
 
 def _combined(planned: Planned) -> Text:

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from optkit.reports.reproduction import Reproduction
 from optkit.reports.reproduction.reproduce import StepAgain
-from optkit_cli.tables import indented, plain_table, verdict_text
+from optkit_cli.tables import indented, plain_table, spaced, verdict_text
 
 MOST = 5
 """Tensors that are told."""
@@ -17,14 +17,13 @@ def reproduce_view(found: Reproduction) -> list[RenderableType]:
     """Return what to print, top to bottom."""
     differ = [(each.what, str(each.then), str(each.now), ", ".join(each.steps)) for each in found.circumstances]
     steps = [(step.kind, _files(step)) for step in found.steps]
-    parts = [
+    return spaced(
         plain_table("differs here", "then", "now", "steps", rows=differ) if differ else None,
         plain_table("step", "its files", rows=steps) if steps else None,
         _tensors(found) if found.tensors else None,
         indented([("note", note) for note in found.notes]),
         _closing(found),
-    ]
-    return [each for part in parts if part is not None for each in (Text(""), part)]
+    )
 
 
 def _files(step: StepAgain) -> str:

@@ -39,7 +39,7 @@ from optkit.scorecard import (
     waterfall,
 )
 from optkit_cli.progress import clock_text
-from optkit_cli.tables import fits, grouped, indented, plain_table, verdict_text
+from optkit_cli.tables import fits, grouped, indented, plain_table, spaced, verdict_text
 
 RATIO_STYLES = {"better": "green", "worse": "", "": ""}
 WIDEST_LABEL = 25
@@ -66,7 +66,7 @@ def short_scorecard(scorecard: Scorecard, directory: Path | None = None) -> list
     place = (
         f"optkit show {shlex.quote(str(directory))} --verbose, or scorecard.html there" if directory else "--verbose"
     )
-    return _spaced(
+    return spaced(
         _title(scorecard),
         Numbers(first, protocols=False) if rows else Text("nothing was measured"),
         indented([*(("act on", note) for note in told[:MOST_NOTES]), ("more", f"{', '.join(counted)}: {place}")]),
@@ -89,7 +89,7 @@ def whole_scorecard(scorecard: Scorecard, directory: Path | None = None) -> list
     made = [(step.kind, _step(step)) for step in scorecard.steps] + [("setting", line) for line in scorecard.settings]
     previous = scorecard.previous
     earlier = f"{previous.name} of {previous.created}, {previous.artifact_key[:12]}" if previous else ""
-    return _spaced(
+    return spaced(
         _title(scorecard),
         indented(made),
         indented([("training", training_line(each)) for each in trainings(scorecard.steps)]),
@@ -104,10 +104,6 @@ def whole_scorecard(scorecard: Scorecard, directory: Path | None = None) -> list
         *loading_view(scorecard.loading),
         _closing(scorecard, directory),
     )
-
-
-def _spaced(*sections: RenderableType | None) -> list[RenderableType]:
-    return [part for section in sections if section is not None for part in (Text(""), section)]
 
 
 @dataclass(frozen=True)

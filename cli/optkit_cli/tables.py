@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -78,6 +78,11 @@ def grouped(lines: Sequence[Line], metric: Callable[[Line], str]) -> list[tuple[
             for its, line in zip(labels, alike, strict=True)
         ]
     return shown
+
+
+def spaced(*sections: RenderableType | None) -> list[RenderableType]:
+    """Return sections with an empty line above each; None is none."""
+    return [part for section in sections if section is not None for part in (Text(""), section)]
 
 
 def heading(text: str) -> Text:

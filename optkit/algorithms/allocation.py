@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +109,4 @@ def _search(
 
 
 def _sums_from_the_end(values: Sequence[float]) -> list[float]:
-    sums = [0.0]
-    for value in reversed(values):
-        sums.append(sums[-1] + value)
-    return sums[::-1]
+    return [*accumulate(reversed(values), initial=0.0)][::-1]

@@ -47,10 +47,7 @@ class Table:
         rows = self.rows if members is None else [self.rows[index] for index in members]
 
         def first(its: Sequence[str], row: Mapping[str, Measured]) -> str | None:
-            for key in its:
-                if key in row and not row[key].metric.failure:
-                    return key
-            return None
+            return next((key for key in its if key in row and not row[key].metric.failure), None)
 
         return [tuple([first(its, row) for its in keys]) for row in rows]
 

@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from optkit.common.grouping import by_key
 from optkit.model.output_layer import HEAD, tied, tied_embedding
 from optkit.model.packed_names import BESIDE, CODES, SCALES, split_tensor
 from optkit.model.shape import ModelShape, TensorInfo, place_in_list, without_indices
@@ -83,9 +84,7 @@ class _Renumbering:
 
     def __init__(self, dropped: Mapping[str, str]) -> None:
         members = [(parent, int(index)) for parent, _, index in (m.rpartition(".") for m in dropped) if index.isdigit()]
-        self.removed: dict[str, list[int]] = defaultdict(list)
-        for parent, index in sorted(members, key=lambda member: -len(member[0])):  # lists within lists come first
-            self.removed[parent].append(index)
+        self.removed = by_key(sorted(members, key=lambda member: -len(member[0])))  # lists within lists come first
 
     def name(self, name: str) -> str:
         for parent, removed in self.removed.items():

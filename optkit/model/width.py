@@ -130,10 +130,9 @@ def _axes(name: str, shape: ModelShape, widths: Widths) -> tuple[Axis, ...] | No
 
 
 def _fitting(axes: tuple[Axis, ...] | None, info: TensorInfo, widths: Widths) -> tuple[Axis, ...] | None:
-    for axis, size in zip(axes or (), info.shape, strict=bool(axes)):
-        if Role.FIXED not in axis and sum(widths.size(role) for role in axis) != size:
-            return None
-    return axes
+    sizes = zip(axes or (), info.shape, strict=bool(axes))
+    fits = all(Role.FIXED in axis or sum(map(widths.size, axis)) == size for axis, size in sizes)
+    return axes if fits else None
 
 
 def _known(module: str) -> tuple[Axis, Role] | None:

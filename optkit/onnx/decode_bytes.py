@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from optkit.common.grouping import by_key
 from optkit.model.onnx_file import BITS, Initializer, Node
 from optkit.onnx.directory import CacheLayer, OnnxDirectory
 
@@ -18,22 +19,14 @@ def decode_bytes(directory: OnnxDirectory, batch: int, context: int) -> int:
     Of a table only `batch` rows are read, unless a matrix product uses it too; of experts as many
     as a token is sent to.
     """
-    readers = _readers(directory.graph.nodes)
+    nodes = directory.graph.nodes
+    readers = by_key((name, (node, index)) for node in nodes for index, name in enumerate(node.inputs))
     weights = sum(
         _weight_bytes(each, readers.get(each.name, ()), readers, batch)
         for each in directory.graph.initializers.values()
     )
-    cache = sum(_cache_bytes(layer, context, directory.graph.nodes) for layer in directory.cache)
+    cache = sum(_cache_bytes(layer, context, nodes) for layer in directory.cache)
     return weights + batch * cache
-
-
-def _readers(nodes: Sequence[Node]) -> dict[str, list[tuple[Node, int]]]:
-    """Return tensor -> the nodes that read it, each with the number of the input."""
-    found: dict[str, list[tuple[Node, int]]] = {}
-    for node in nodes:
-        for index, name in enumerate(node.inputs):
-            found.setdefault(name, []).append((node, index))
-    return found
 
 
 def _weight_bytes(

@@ -46,14 +46,10 @@ class SessionModel(LanguageModel):
         with self._progress.task("lm_eval", len(requests), "requests") as task:
             shared = self._branching(requests) if self._shares else []
             for batch in shared:
-                for index, scored in self._behind_contexts(requests, batch):
-                    found[index] = scored
+                found.update(self._behind_contexts(requests, batch))
                 task.advance(sum(map(len, batch)))
             rest = [index for index in range(len(requests)) if index not in found]
-            for index, scored in zip(
-                rest, self._in_batches([requests[index] for index in rest], task.advance), strict=True
-            ):
-                found[index] = scored
+            found |= zip(rest, self._in_batches([requests[index] for index in rest], task.advance), strict=True)
         return [found[index] for index in range(len(requests))]
 
     def score_windows(self, windows: list[Request]) -> list[Scored]:

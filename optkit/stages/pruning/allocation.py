@@ -104,13 +104,12 @@ def by_sensitivity(
     """
     skeleton = Skeleton(Checkpoint(source), dtype=torch.float32, trust_remote_code=context.trust_remote_code)
     levels = [sparsity + spread * (2 * step / (LEVELS - 1) - 1) for step in range(LEVELS)]
-    costs: dict[str, list[float]] = {}
-    for name, weight, seen in layer_gradients(skeleton, tokens, layers, context.device, context.progress, context.seed):
-        costs[name] = _divergences(name, weight, seen, levels, method)
-    items = []
-    for name, layer in layers.items():
-        nats = costs.get(name)
-        items.append((layer.outputs * layer.inputs, nats or [0.0], levels if nats else [sparsity]))
+    found = layer_gradients(skeleton, tokens, layers, context.device, context.progress, context.seed)
+    costs = {name: _divergences(name, weight, seen, levels, method) for name, weight, seen in found}
+    items = [
+        (layer.outputs * layer.inputs, costs.get(name) or [0.0], levels if costs.get(name) else [sparsity])
+        for name, layer in layers.items()
+    ]
     stay = [[round((1 - level) * size) for level in offered] for size, _, offered in items]
     budget = sum(round((1 - sparsity) * size) for size, _, _ in items)
     picked = choose([nats for _, nats, _ in items], stay, budget)
