@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from optkit.common.grouping import by_key
 from optkit.model.output_layer import HEAD, tied, tied_embedding
-from optkit.model.packed_names import BESIDE, CODES, SCALES, split_tensor
+from optkit.model.packed_names import BESIDE, CODES, SCALES, by_module, split_tensor
 from optkit.model.shape import ModelShape, TensorInfo, place_in_list, without_indices
 
 OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.(attn|attention)\.(masked_)?bias$")
@@ -99,10 +99,7 @@ class _Names:
 
     def __init__(self, before: ModelShape, after: ModelShape) -> None:
         self.tensors = after.tensors
-        self.leaves: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
-        for name, info in after.tensors.items():
-            module, leaf = split_tensor(name)
-            self.leaves[module][leaf] = info
+        self.leaves = by_module(after.tensors)
         self.apart, _ = _experts(before)
         self.taken_apart, self.joined = _experts(after)
 

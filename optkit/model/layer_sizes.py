@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from optkit.errors import EvalError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.packed_floats import BLOCKS, METHODS, SCALES
-from optkit.model.packed_names import BESIDE, CODED, CODES, FOUR_BIT_STATE, split_tensor
+from optkit.model.packed_names import BESIDE, CODED, CODES, FOUR_BIT_STATE, by_module
 from optkit.model.shape import TensorInfo
 
 
@@ -35,11 +35,8 @@ def module_sizes(checkpoint: Checkpoint) -> dict[str, LayerSize]:
     """Return module -> what it takes.
     Raises EvalError for a quantized checkpoint whose layout is not known.
     """
-    modules: dict[str, dict[str, TensorInfo]] = {}
-    for name, info in checkpoint.tensors.items():
-        module, kind = split_tensor(name)
-        modules.setdefault(module, {})[kind] = info
-    layers = {module: _module_size(checkpoint, module, tensors) for module, tensors in modules.items()}
+    modules = by_module(checkpoint.tensors).items()
+    layers = {module: _module_size(checkpoint, module, tensors) for module, tensors in modules}
     if checkpoint.quantization is not None and not any(layer.quantized for layer in layers.values()):
         raise EvalError(
             "no quantized layer is recognised in a checkpoint of quant_method "

@@ -13,7 +13,7 @@ from optkit.model.config_defaults import keys_of
 from optkit.model.expected_tensors import FLOATS
 from optkit.model.linear_layers import CONV1D_MODELS
 from optkit.model.output_layer import HEAD
-from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE, METHODS_WITH_CODES, split_tensor
+from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE, METHODS_WITH_CODES, by_module
 from optkit.model.schemes import LAYOUTS, activation_bits, scheme_of_layers
 from optkit.model.shape import ModelShape, TensorInfo
 
@@ -59,21 +59,15 @@ def packed_floats(shape: ModelShape) -> dict[str, PackedFloat]:
     """
     words = shape.config.get("quantization_config") or {}
     where = str(shape.config.get("model_type") or "model")
-    modules: dict[str, dict[str, TensorInfo]] = {}
-    for name, info in shape.tensors.items():
-        module, leaf = split_tensor(name)
-        modules.setdefault(module, {})[leaf] = info
     method = words.get("quant_method")
     if method not in METHODS or (method == "modelopt" and words.get("quant_algo") not in ALGORITHMS):
         raise unreadable(words, where)
     try:
         if method in METHODS_WITH_CODES:
             scheme_of_layers(words)
-        found = dict(each for name, leaves in modules.items() for each in _floats(name, leaves, shape))
-    except (
-        ValueError,
-        LookupError,
-    ) as error:  # scales without codes, or a format that `scheme_of_layers` does not know
+        modules = by_module(shape.tensors).items()
+        found = dict(each for name, leaves in modules for each in _floats(name, leaves, shape))
+    except (ValueError, LookupError) as error:  # scales without codes, or a format that nobody knows
         raise unreadable(words, where) from error
     if not found:
         raise unreadable(words, where)

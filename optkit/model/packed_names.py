@@ -5,6 +5,10 @@ Those of compressed-tensors, gptq, awq and bitsandbytes; a new layout adds its o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 METHODS_WITH_CODES = ("compressed-tensors", "gptq", "awq", "bitsandbytes")
 """Values of `quant_method` whose codes stages can keep; of others they need the float weights."""
 CODES = ("weight_packed", "qweight")
@@ -19,6 +23,15 @@ BESIDE = frozenset({
 """What codes need: it costs bits and stands for no weight."""
 FOUR_BIT_STATE = "weight.quant_state."
 """How the name of bitsandbytes' JSON about 4-bit weights begins."""
+
+
+def by_module(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """Return module -> leaf -> what is known of the tensor, modules and leaves in the order of the tensors."""
+    found: dict[str, dict[str, T]] = {}
+    for name, known in tensors.items():
+        module, leaf = split_tensor(name)
+        found.setdefault(module, {})[leaf] = known
+    return found
 
 
 def split_tensor(name: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 from optkit.errors import SourceError
 from optkit.model.fewer_experts import CHOSEN, COUNTS
 from optkit.model.linear_layers import EXPERTS
-from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE, split_tensor
+from optkit.model.packed_names import CODED, CODES, FOUR_BIT_STATE, by_module
 from optkit.model.routers import routers_of
 from optkit.model.schemes import PLAIN, Scheme, scheme_of_layers
 from optkit.model.shape import ModelShape, TensorInfo, place_in_list
@@ -54,11 +54,7 @@ def weights_of(shape: ModelShape) -> list[Weights]:
 
     Raises SourceError if packed weights lie in a layout that is not known here.
     """
-    modules: dict[str, dict[str, TensorInfo]] = {}
-    for name, info in shape.tensors.items():
-        module, leaf = split_tensor(name)
-        if _is_text(shape, name):
-            modules.setdefault(module, {})[leaf] = info
+    modules = by_module({name: info for name, info in shape.tensors.items() if _is_text(shape, name)})
     scheme_of, routers = _schemes(shape), routers_of(shape)
     found = {name: _weights(name, leaves, shape, scheme_of, name in routers) for name, leaves in modules.items()}
     if not any(each.role == "head" for each in found.values()):
