@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from optkit.common.out_of_resources import is_out_of_memory
 from optkit.errors import ResourceError
 from optkit.measure import EvalContext, Metric, Opened
+from optkit.model.memory import return_freed_memory
 
 
 class Configuration(Protocol):
@@ -48,10 +49,7 @@ def measure_each(
         if configuration in failures:  # behind the handler, which would keep alive what the error's frames hold
             context.warn(str(failures[configuration]))
             gc.collect()
-            if session.device != "cpu":
-                import torch
-
-                torch.cuda.empty_cache()
+            return_freed_memory(session.device)
     if len(failures) == len(configurations):
         raise failures[configurations[0]]
     rows = {metric.name: metric for metric in found}

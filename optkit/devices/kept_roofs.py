@@ -10,11 +10,11 @@ from pydantic import ValidationError
 from optkit.common.atomic import write_text_atomically
 from optkit.common.cache import default_store
 from optkit.common.frozen import Frozen, digest
-from optkit.common.out_of_resources import is_out_of_memory
+from optkit.common.out_of_resources import memory_errors
 from optkit.devices.datasheets import Device
 from optkit.devices.roof import Roof
 from optkit.environment import cpu_threads, device_name, driver_version, memory, package_version
-from optkit.errors import ResourceError, UsageError
+from optkit.errors import UsageError
 from optkit.progress import Progress, SilentProgress
 
 VERSION = 3
@@ -51,15 +51,9 @@ def measured_device(
     if kept is None:
         from optkit.devices.measured import measure_roof
 
-        try:
+        what, remedy = "memory ran out while the device was measured", "Close what else uses it"
+        with memory_errors(lambda _: what, device, remedy):
             roof = measure_roof(device, progress or SilentProgress())
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            remedy = "Close what else uses it"
-            raise ResourceError(
-                "memory ran out while the device was measured", where=device, why=str(error), remedy=remedy
-            ) from error
         earlier = _read(place)
         kept = KeptRoof(
             circumstances=circumstances,

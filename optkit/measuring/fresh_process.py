@@ -137,13 +137,9 @@ def _leave_memory() -> bool:
     """Give back what allocators of this process keep; return whether it is on a GPU."""
     gc.collect()
     torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    return_freed_memory()
-    if not torch.cuda.is_initialized():
-        return False
-    torch.cuda.empty_cache()
-    return True
+    on_gpu = torch is not None and bool(torch.cuda.is_initialized())
+    return_freed_memory("cuda" if on_gpu else "cpu")
+    return on_gpu
 
 
 def _ended(error: ChildEndedError, evals: str) -> OptkitError:
