@@ -161,17 +161,17 @@ class ModelWriter:
             entry.key, entry.value = key, str(value)
 
 
-def node_kinds(directory: Path) -> dict[str, int]:
-    """Return how many nodes of each kind the graphs of a directory have, the most frequent first."""
-    found = Counter[str]()
-    for graph in read_graphs(directory):
-        found.update(node.kind for node in graph.nodes)
-    return dict(found.most_common())
-
-
-def size_bytes(directory: Path) -> int:
-    """Return the bytes of a directory's graphs and data files."""
-    return sum(path.stat().st_size for path in {path for graph in read_graphs(directory) for path in graph.files})
+def about_graphs(directory: Path) -> dict[str, Any]:
+    """Return what a report says of the graphs of a directory: the version of ONNX's own operators, how many nodes of
+    each kind there are, the most frequent first, and the bytes of graphs and data files.
+    """
+    graphs = read_graphs(directory)
+    return {
+        "opset": graphs[0].opsets["ai.onnx"],
+        "ir_version": graphs[0].ir_version,
+        "nodes": dict(Counter(node.kind for graph in graphs for node in graph.nodes).most_common()),
+        "size_bytes": sum(path.stat().st_size for path in {path for graph in graphs for path in graph.files}),
+    }
 
 
 def copy_files_beside(source: Path, target: Path, trusted: bool = False) -> None:

@@ -108,11 +108,6 @@ def to_float16_(model: ModelFile, kept_kinds: Sequence[str], kept_nodes: Sequenc
     return before - _float_tensors(model)
 
 
-def opset_of(model: ModelFile) -> int:
-    """Return the version of ONNX's own operators."""
-    return int(next(entry.version for entry in model.proto.opset_import if entry.domain in ("", "ai.onnx")))
-
-
 def _with_types(model: ModelFile) -> Any:
     """Return a copy that names the dtype of every value that onnx or ONNX Runtime can infer."""
     import onnx

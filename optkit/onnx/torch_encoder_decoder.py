@@ -29,7 +29,7 @@ from optkit.model.task import Task, loader_of, task_of
 from optkit.model.writer import copy_companions
 from optkit.onnx.encoder_decoder import CACHES, OnnxParts, past_name
 from optkit.onnx.exporters import OPSET
-from optkit.onnx.model_file import ModelFile, ModelWriter, node_kinds, size_bytes
+from optkit.onnx.model_file import ModelFile, ModelWriter, about_graphs
 from optkit.onnx.prediction import exported_config
 from optkit.onnx.torch_export import LIMIT, load_eager
 from optkit.onnx.tracing import name_by_modules_, trace
@@ -95,10 +95,7 @@ def export_encoder_decoder(source: Path, target: Path, opset: int = OPSET, trust
     copy_companions(source, target, trusted, exported_config(config, "float32"))
     return {
         "architecture": type(model).__name__,
-        "opset": opset,
-        "ir_version": graph.proto.ir_version,
-        "nodes": node_kinds(target),
-        "size_bytes": size_bytes(target),
+        **about_graphs(target),
         **_compare(model, target, features),
     }
 

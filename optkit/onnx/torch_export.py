@@ -22,7 +22,7 @@ from optkit.model.onnx_file import MODEL
 from optkit.model.task import Task, loader_of
 from optkit.model.writer import copy_companions
 from optkit.onnx.exporters import OPSET, traced_task
-from optkit.onnx.model_file import ModelFile, ModelWriter, node_kinds, size_bytes
+from optkit.onnx.model_file import ModelFile, ModelWriter, about_graphs
 from optkit.onnx.opening import open_model, runtime_errors
 from optkit.onnx.prediction import exported_config
 from optkit.onnx.quiet import quiet_tools
@@ -73,15 +73,11 @@ def export_encoder(source: Path, target: Path, opset: int = OPSET, trust_remote_
         name_by_modules_(graph)
         ModelWriter(graph, target).finish()
     copy_companions(source, target, trust_remote_code, exported_config(checkpoint.config, "float32"))
-    written = ModelFile(target)
     return {
         "architecture": type(model).__name__,
         "inputs": list(inputs),
         "outputs": list(outputs),
-        "opset": opset,
-        "ir_version": written.proto.ir_version,
-        "nodes": node_kinds(target),
-        "size_bytes": size_bytes(target),
+        **about_graphs(target),
         **_compare(named, target, positions),
     }
 

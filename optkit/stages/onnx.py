@@ -192,7 +192,7 @@ class Onnx(Transform):
         import torch
 
         from optkit.backends.optimum_export import export_with_optimum
-        from optkit.onnx.model_file import ModelFile, node_kinds, size_bytes
+        from optkit.onnx.model_file import ModelFile, about_graphs
         from optkit.onnx.parity import PARTS, check_parity, comparable
 
         checkpoint = Checkpoint(source)
@@ -208,21 +208,16 @@ class Onnx(Transform):
             text, ids = compared_text(order)
             apart = check_parity(order, torch.tensor(ids), task) if comparable(order) else {}
         disagreement = agree_on_tokens(target, text, ids) if text and (target / GENAI_CONFIG).exists() else ""
-        graph = ModelFile(target)
         details = {
             **choices(order),
-            "opset": next(entry.version for entry in graph.proto.opset_import if entry.domain in ("", "ai.onnx")),
-            "ir_version": graph.proto.ir_version,
-            "nodes": node_kinds(target),
-            "size_bytes": size_bytes(target),
+            **about_graphs(target),
             "export_s": round(exported - started, 1),
             "compare_s": round(time.monotonic() - exported, 1),
             **apart,
             **made,
         }
-        return Report(
-            changed=len(graph.initializers), details=details, notes=notes(order, details, unfit, disagreement)
-        )
+        told = notes(order, details, unfit, disagreement)
+        return Report(changed=len(ModelFile(target).initializers), details=details, notes=told)
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the size of the graph's weights, and the memory.

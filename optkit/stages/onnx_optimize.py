@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -88,37 +89,34 @@ class OnnxOptimize(Transform):
         SourceError for a damaged model or one that ONNX Runtime does not open, ResourceError
         without memory or disk.
         """
-        from optkit.onnx.model_file import ModelFile, ModelWriter, copy_files_beside, node_kinds, size_bytes
-        from optkit.onnx.optimization import opset_of
+        from optkit.onnx.model_file import ModelFile, ModelWriter, about_graphs, copy_files_beside
         from optkit.onnx.proof import run_it
 
-        model = ModelFile(source)
-        before, opset_before = node_kinds(source), opset_of(model)
-        size_before = size_bytes(source)
+        model, before = ModelFile(source), about_graphs(source)
         wanted = run_it(source, "onnx_optimize")
-        rounds = self.float16 or any(kind in before for kind in ROUNDING)
+        rounds = self.float16 or any(kind in before["nodes"] for kind in ROUNDING)
         copy_files_beside(source, target, context.trust_remote_code)
         with TemporaryDirectory(prefix=".optimized-", dir=target) as work:
-            model, converted = self._change(model, Path(work))
+            model, converted = self._change(model, before["opset"], Path(work))
             ModelWriter(model, target).finish()
         if self.float16:
             _say_float16(target)
         written = ModelFile(target)
         notes, difference = self._compare(target, wanted, LIMITS[rounds])
-        after, opset_after = node_kinds(target), opset_of(written)
-        moved = sum(abs(before.get(kind, 0) - after.get(kind, 0)) for kind in {*before, *after})
+        after = about_graphs(target)
+        had, has = Counter(before["nodes"]), Counter(after["nodes"])
         details = {
-            "nodes_before": before,
-            "nodes_after": after,
-            "size_bytes_before": size_before,
-            "size_bytes_after": size_bytes(target),
-            "opset_before": opset_before,
-            "opset": opset_after,
-            "ir_version": written.proto.ir_version,
+            "nodes_before": before["nodes"],
+            "nodes_after": after["nodes"],
+            "size_bytes_before": before["size_bytes"],
+            "size_bytes_after": after["size_bytes"],
+            "opset_before": before["opset"],
+            "opset": after["opset"],
+            "ir_version": after["ir_version"],
             "float16_tensors": converted,
             "difference": difference,
         }
-        changed = moved + converted + (opset_before != opset_after)
+        changed = ((had - has) + (has - had)).total() + converted + (before["opset"] != after["opset"])
         return Report(changed=changed, details=details, notes=(*self._notes(written), *notes))
 
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
@@ -130,12 +128,12 @@ class OnnxOptimize(Transform):
         ram = whole_bytes(shape, FLOAT16_COPIES if self.float16 else FUSION_COPIES)
         return Cost(disk_bytes=left.size_bytes + wide.size_bytes, ram_bytes=ram), left
 
-    def _change(self, model: ModelFile, work: Path) -> tuple[ModelFile, int]:
+    def _change(self, model: ModelFile, opset: int, work: Path) -> tuple[ModelFile, int]:
         """Return the changed model and how many tensors are float16 now."""
         from optkit.onnx.model_file import ModelFile, ModelWriter
-        from optkit.onnx.optimization import convert_opset_, opset_of, optimize_graph, to_float16_
+        from optkit.onnx.optimization import convert_opset_, optimize_graph, to_float16_
 
-        if self.opset is not None and self.opset != opset_of(model):
+        if self.opset is not None and self.opset != opset:
             convert_opset_(model, self.opset)
             (work / "opset").mkdir()
             ModelWriter(model, work / "opset").finish()

@@ -153,11 +153,11 @@ class OnnxQuantize(Transform):
         Raises StageError if nothing is left to quantize and for patterns that match nothing,
         SourceError for a damaged model, ResourceError when the disk is full.
         """
-        from optkit.onnx.model_file import ModelFile, copy_files_beside, node_kinds, size_bytes
+        from optkit.onnx.model_file import ModelFile, about_graphs, copy_files_beside
         from optkit.onnx.proof import run_it
 
         names = graph_names(source)
-        before, size_before = node_kinds(source), size_bytes(source)
+        before = about_graphs(source)
         copy_files_beside(source, target, context.trust_remote_code)
         quantize = self._quantize_weights if self.method == "weights" else self._quantize_int8
         quantized, skipped, notes = dict[str, str](), dict[str, str](), tuple[str, ...]()
@@ -167,18 +167,17 @@ class OnnxQuantize(Transform):
             graph = f"{name}: " if len(names) > 1 else ""  # nodes of two graphs may have one name
             quantized |= {graph + node: form for node, form in found.items()}
             skipped |= {graph + node: reason for node, reason in left.items()}
-        written = ModelFile(target, names[0]).proto
         run_it(target, "onnx_quantize")
-        opset = next(entry.version for entry in written.opset_import if entry.domain in ("", "ai.onnx"))
+        after = about_graphs(target)
         details: dict[str, Any] = {
             "quantized": listed(quantized),
             "kept": listed(skipped),
-            "nodes_before": before,
-            "nodes_after": node_kinds(target),
-            "size_bytes_before": size_before,
-            "size_bytes_after": size_bytes(target),
-            "opset": opset,
-            "ir_version": written.ir_version,
+            "nodes_before": before["nodes"],
+            "nodes_after": after["nodes"],
+            "size_bytes_before": before["size_bytes"],
+            "size_bytes_after": after["size_bytes"],
+            "opset": after["opset"],
+            "ir_version": after["ir_version"],
         }
         texts = (self.calibration.identity(),) if self.calibration else ()
         return Report(changed=len(quantized), skipped=skipped, details=details, notes=notes, calibrated_on=texts)
