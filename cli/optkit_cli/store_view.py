@@ -13,7 +13,7 @@ from rich.text import Text
 from optkit.store.contents import Contents, Pruned, StoredStep
 from optkit.store.exchange import Exchanged
 from optkit.store.work import StoredWork
-from optkit_cli.tables import plain_table, size_text
+from optkit_cli.tables import plain_table, size_text, spaced
 
 AGES = ((86_400, "day"), (3600, "hour"), (60, "minute"))
 
@@ -23,17 +23,13 @@ def contents_view(contents: Contents) -> list[RenderableType]:
     size = f"{size_text(contents.size_bytes)} in " if contents.steps else ""
     told = f"  {size}{_counted(len(contents.steps), 'step')}, {_counted(len(contents.metrics), 'measurement')}"
     linked = sum(step.linked_bytes for step in contents.steps)
-    parts: list[RenderableType] = [Text(""), Text.assemble((str(contents.root), "bold"), told)]
-    if contents.steps:
-        parts += [Text(""), _steps(contents.steps, _moment(contents))]
-    if contents.work:
-        parts += [Text(""), _work(contents.work)]
-    if linked:
-        parts += [
-            Text(""),
-            Text(f"{size_text(linked)} of it are in artifacts too and take no further space", style="dim"),
-        ]
-    return parts
+    shared = f"{size_text(linked)} of it are in artifacts too and take no further space"
+    return spaced(
+        Text.assemble((str(contents.root), "bold"), told),
+        _steps(contents.steps, _moment(contents)) if contents.steps else None,
+        _work(contents.work) if contents.work else None,
+        Text(shared, style="dim") if linked else None,
+    )
 
 
 def pruned_view(pruned: Pruned, *, dry_run: bool) -> list[RenderableType]:
@@ -55,8 +51,8 @@ def pruned_view(pruned: Pruned, *, dry_run: bool) -> list[RenderableType]:
         if pruned.left
         else "",
     ]
-    table: list[RenderableType] = [Text(""), _steps(pruned.steps, _moment(pruned))] if pruned.steps else []
-    return [*table, Text(""), *(Text(line) for line in said if line)]
+    table = _steps(pruned.steps, _moment(pruned)) if pruned.steps else None
+    return [*spaced(table), Text(""), *(Text(line) for line in said if line)]
 
 
 def exchanged_view(done: Exchanged, verb: str) -> list[RenderableType]:

@@ -8,7 +8,7 @@ from rich.text import Text
 from optkit.errors import OptkitError
 from optkit.verification.verify import Verified
 from optkit_cli.scorecard_view import loading_view
-from optkit_cli.tables import indented
+from optkit_cli.tables import indented, spaced
 
 FAIL = ("FAIL", "bold red")
 
@@ -17,8 +17,7 @@ def verified_view(found: Verified) -> list[RenderableType]:
     """Return what to print, top to bottom."""
     marks = {True: Text("ok ", style="green"), False: Text("!! ", style="bold red")}
     checks = indented([(marks[check.ok] + Text(check.name), check.detail) for check in found.checks])
-    sections = [checks, *loading_view(found.loading), _closing(found)]
-    return [part for section in sections if section is not None for part in (Text(""), section)]
+    return spaced(checks, *loading_view(found.loading), _closing(found))
 
 
 def refuse_unasked(found: Verified) -> None:

@@ -17,7 +17,7 @@ from optkit.common.field_types import Amount, BatchSize, Distinct
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
-from optkit.model.calibration_memory import refuse_unchained
+from optkit.model.calibration_memory import float_bytes, refuse_unchained
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import (
     block_count,
@@ -29,10 +29,9 @@ from optkit.model.depth import (
     shallower_tensors,
 )
 from optkit.model.fewer_experts import with_fewer_experts
-from optkit.model.inventory import FLOATS
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.memory import return_freed_memory
-from optkit.model.shape import DTYPE_BITS, ModelShape
+from optkit.model.shape import ModelShape
 from optkit.model.text_config import text_config
 from optkit.model.vllm_heads import notes_on_heads
 from optkit.model.width import Role, axes_of, changing, narrower_config, narrower_tensors
@@ -317,7 +316,7 @@ class PruneStructured(WidthFields, Transform):
         if planned.count and not isinstance(self.remove_layers, tuple):
             run = planned.count if self.layer_search == "contiguous" else 1
             streams += run if self.layer_importance == "block_influence" else blocks + 1 - run
-        element = max(DTYPE_BITS[info.dtype] // 8 for info in shape.tensors.values() if info.dtype in FLOATS)
+        element = float_bytes(shape)
         widest = max(max(info.shape) for name, info in shape.tensors.items() if info.shape and shape.block(name))
         batch = self.batch_size * self.calibration.sequence_length * (6 * width + 3 * widest) * 4
         batch += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
