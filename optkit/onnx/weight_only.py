@@ -102,7 +102,6 @@ def _algorithm(form: BlockForm) -> Any:
 
 
 def _search(weight: NDArray[Any], form: BlockForm) -> BlockCodes:
-
     grid = Grid(
         form.bits, form.block_size, form.symmetric, torch.float16 if weight.dtype == np.float16 else torch.float32
     )

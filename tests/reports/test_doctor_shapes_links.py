@@ -12,7 +12,6 @@ from optkit_cli.main import main
 from optkit_cli.output import plain_text
 
 from optkit.errors import ResourceError, UsageError
-from optkit.kernels.cpu import native
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.reports.doctor import gpu_links as links_module
 from optkit.reports.doctor import usable_kernels as kernel_parts_module
@@ -78,11 +77,12 @@ def test_the_view_shows_shapes_and_links(tiny_model: TinyModel) -> None:
 
 def test_kernels_that_are_missing_say_what_happens_without(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(part.role == "kernel" for part in diagnose().parts[-3:])
-    monkeypatch.setattr(native, "why_not_native", lambda: "g++ does not compile them (bad value 'x' for '-march=')")
+    why_not = "g++ does not compile them (bad value 'x' for '-march=')"
+    monkeypatch.setattr(kernel_parts_module, "why_not_native", lambda: why_not)
     for compiler, remedy in (("g++", ""), (None, "apt install g++")):
         monkeypatch.setattr(kernel_parts_module, "find_compiler", lambda _, found=compiler: found)
         own = {part.name: part for part in kernel_parts()}["optkit's own on cpu (C++)"]
-        said = "g++ does not compile them (bad value 'x' for '-march='); FBGEMM's and torch's take their place"
+        said = f"{why_not}; FBGEMM's and torch's take their place"
         assert (own.works, own.note, own.remedy) == (False, said, remedy)
 
 

@@ -41,7 +41,6 @@ def kernel_parts() -> Iterator[Part]:
 
 
 def _of_cpu() -> Iterator[Part]:
-
     fbgemm = "fbgemm" in torch.backends.quantized.supported_engines
     why = "" if fbgemm else "this torch was built without FBGEMM"
     yield _kernel("int2, int4, int8 on cpu (FBGEMM)", why, "without optkit's own weights are dequantized at each call")
