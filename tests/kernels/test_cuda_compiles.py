@@ -102,9 +102,8 @@ def test_wide(widths: Widths, flags: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 def test_exchange(ranks: int, architecture: str) -> None:
-    for flags in ((), ("BF16", "RESIDUAL")):
-        numbers = {"RANKS": ranks, "RANK": ranks - 1, "PACKETS": 262400}
-        compiles("exchange.cu", numbers | dict.fromkeys(flags, 1), architecture)
+    for flags in ({}, {"BF16": 1, "RESIDUAL": 1}, {"BF16": 1, "SCALED": 512}):
+        compiles("exchange.cu", {"RANKS": ranks, "RANK": ranks - 1, "PACKETS": 262400} | flags, architecture)
 
 
 @pytest.mark.parametrize("numbers", ["", "BF16", "INTEGER", "INTEGER BF16"])

@@ -141,12 +141,14 @@ def _sums(rank: int, folder: Path) -> None:
 
     def check(rows: int, add: bool) -> None:
         x = torch.randn(rows, width, device=device, generator=given_too).bfloat16()
-        each = [torch.empty_like(x) for _ in range(2)]
-        distributed.all_gather(each, x)
-        total = each[0].sin()
-        expected = total.float() * add + each[0].float() + each[1].float()
-        given.sum_into_(total, x, add=add)
-        assert total.equal(expected.bfloat16())
+        scales = torch.linspace(0.5, 2, width, device=device), torch.linspace(1, 3, rows, device=device)
+        for scaled in (x, (x.float() * (scales[1][:, None] * scales[0])).bfloat16()):
+            each = [torch.empty_like(x) for _ in range(2)]
+            distributed.all_gather(each, scaled)
+            total = each[0].sin()
+            expected = total.float() * add + each[0].float() + each[1].float()
+            given.sum_into_(total, x, *(() if scaled is x else scales), add=add)
+            assert total.equal(expected.bfloat16())
 
     one = torch.ones(1, width, device=device, dtype=torch.bfloat16)
     total = torch.zeros_like(one)

@@ -252,6 +252,46 @@ def test_a_session_decodes_by_the_graph(
     assert graph.equal(plain)
 
 
+class OneRank:
+    """Stands in for an exchange; there is nobody to exchange with."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.scaled = most, set[bool]()
+
+    def has_kernel_for(self, rows: int) -> bool:
+        return rows <= self.most
+
+    def sum_into_(self, y: Tensor, x: Tensor, of_outputs: Any, of_rows: Any, *, add: bool) -> None:
+        self.scaled.add(of_rows is not None)
+        total = x if of_rows is None else (x.float() * of_outputs * of_rows[:, None]).to(x.dtype)
+        y.copy_(y + total if add else total)
+
+    def first(self, reason: str | None) -> str | None:
+        return reason
+
+    def agree_(self, best: Tensor, share: int) -> None: ...
+
+    def gathered(self, shares: Tensor) -> Tensor:
+        return shares
+
+
+def test_an_exchange_scales_what_its_kernel_adds_up(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CudaGraphs, "applies", lambda self, device: True)
+    monkeypatch.setattr(float8_linear, "_why_unavailable", lambda device: None)
+    monkeypatch.setattr(layer_pass, "leaves_scales", lambda matrix, rows: matrix.form.bits == 8)  # in float32, too
+    Fp8().run(tiny_model("llama"), tmp_path, Context())
+    written = []
+    for exchange in (None, OneRank(64), OneRank(0)):
+        session: Any = open_session(tmp_path, [CudaGraphs()])
+        session._decoder.exchange = exchange
+        written.append(session.generate(torch.arange(5, 41).view(3, 12), 8))
+        assert exchange is None or exchange.scaled == {exchange.most > 0}
+    assert written[1].equal(written[2])
+    assert written[0].equal(written[1])
+
+
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optkit.kernels.cuda.prompts.MOST_ROWS", 40)
     monkeypatch.setattr("optkit.kernels.cuda.prompts.MOST_CAPTURED", 0)

@@ -73,8 +73,18 @@ def keep(m: Macros, grid: Any, best: Tensor, tokens: Tensor, position: Tensor, b
     tokens[int(position)] = LOW_HALF - (best & LOW_HALF)
 
 
-def sum_of_ranks(m: Macros, grid: Any, memories: Tensor, numbers: Tensor, x: Tensor, y: Tensor, count: int) -> None:
-    total = x.float()
+def sum_of_ranks(
+    m: Macros,
+    grid: Any,
+    memories: Tensor,
+    numbers: Tensor,
+    x: Tensor,
+    y: Tensor,
+    of_outputs: Any,
+    of_rows: Any,
+    count: int,
+) -> None:
+    total = (x.float() * of_outputs * of_rows[: len(x), None]).to(x.dtype).float() if "SCALED" in m else x.float()
     distributed.all_reduce(total)
     y.copy_(total + y if "RESIDUAL" in m else total)
 

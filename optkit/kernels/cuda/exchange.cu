@@ -6,7 +6,8 @@
 // none is left with a number that comes again after 65,536 exchanges. There are two places in turns: whoever sends exchange n + 1 has the
 // others' n, so they have finished reading n - 1.
 //
-// Macros: BF16; RANKS; RANK; PACKETS (of a place and a rank); RESIDUAL (the sum is added to what is there).
+// Macros: BF16; RANKS; RANK; PACKETS (of a place and a rank); RESIDUAL (the sum is added to what is there); SCALED (vectors of a row, whose
+//   numbers are products of codes: they are multiplied first).
 #define MOST_TRIES (1u << 27)  // about a minute: a GPU whose process has ended sends nothing more
 
 __device__ __forceinline__ void send(uint4* place, const uint4& packet) {
@@ -66,14 +67,25 @@ __device__ __forceinline__ void add(float (&sum)[8], const uint4& values) {
 }
 
 // y (RESIDUAL: +)= the ranks' x, each of `count` vectors of 8 numbers. They are added up in the order of ranks, so that all have the same.
-extern "C" __global__ void __launch_bounds__(256) sum(uint4* const* memories, u32* numbers, const uint4* x, uint4* y, int count) {
+extern "C" __global__ void __launch_bounds__(256)
+    sum(uint4* const* memories, u32* numbers, const uint4* x, uint4* y, const float4* of_outputs, const float* of_rows, int count) {
   let_next_start();
   wait_for_previous();
   const u32 number = numbers[blockIdx.x] + 1;
   const int thread = blockIdx.x * 256 + threadIdx.x, lane = thread % 8, i = thread / 8 * 7 + lane;
   const bool there = lane < 7 && i < count;
-  const uint4 mine = there ? x[i] : make_uint4(0, 0, 0, 0);
+  uint4 mine = there ? x[i] : make_uint4(0, 0, 0, 0);
   float sum[8] = {};
+#ifdef SCALED
+  if (there) {
+    const float4 first = __ldg(of_outputs + i % SCALED * 2), second = __ldg(of_outputs + i % SCALED * 2 + 1);
+    const float by = of_rows[i / SCALED];
+    mine = make_uint4(narrow(low(mine.x) * (by * first.x), high(mine.x) * (by * first.y)),
+                      narrow(low(mine.y) * (by * first.z), high(mine.y) * (by * first.w)),
+                      narrow(low(mine.z) * (by * second.x), high(mine.z) * (by * second.y)),
+                      narrow(low(mine.w) * (by * second.z), high(mine.w) * (by * second.w)));
+  }
+#endif
 #ifdef RESIDUAL
   add(sum, there ? y[i] : make_uint4(0, 0, 0, 0));
 #endif

@@ -54,23 +54,35 @@ class Exchange:
         numbers = torch.zeros(packets // THREADS, dtype=torch.int32, device=device)
         return Exchange(rank, ranks, packets, torch.tensor(memories, dtype=torch.int64, device=device), numbers)
 
-    def sum_into_(self, y: Tensor, x: Tensor, *, add: bool) -> None:
+    def has_kernel_for(self, rows: int) -> bool:
+        """Say whether the kernel adds up so many rows; NCCL does others."""
+        return self.ranks == 2 or rows <= MOST_OF_MANY
+
+    def sum_into_(
+        self, y: Tensor, x: Tensor, of_outputs: Tensor | None = None, of_rows: Tensor | None = None, *, add: bool
+    ) -> None:
         """Write the sum of all x, float [rows, width], into y, or add it; x may be overwritten.
         Can be captured in a CUDA graph.
+
+        of_outputs, of_rows: float32 [width] and [rows], by which x is multiplied first if there are any of rows.
         """
-        if self.ranks > 2 and len(x) > MOST_OF_MANY:
+        rows, width = x.shape
+        if not self.has_kernel_for(rows):
             distributed.all_reduce(x)
             (y.add_ if add else y.copy_)(x)
             return
-        kernel = self._kernel("sum", x.dtype, add)
-        for part, total in zip(x.split(MOST_ROWS), y.split(MOST_ROWS), strict=True):
-            arguments = (self.memories, self.numbers, part, total, part.numel() // VECTOR)
+        macros = {"RESIDUAL": add, "SCALED": False if of_rows is None else width // VECTOR}
+        kernel = self._kernel("sum", x.dtype, macros)
+        for first in range(0, rows, MOST_ROWS):
+            part, total = x[first : first + MOST_ROWS], y[first : first + MOST_ROWS]
+            scales = of_outputs, None if of_rows is None else of_rows[first:]
+            arguments = (self.memories, self.numbers, part, total, *scales, part.numel() // VECTOR)
             kernel((_blocks(part.numel()), 1, 1), THREADS, arguments)
 
     def agree_(self, best: Tensor, share: int) -> None:
         """Let `best` of `choose`, each of a share of the vocabulary, be that of all."""
         arguments = (self.memories, self.numbers, best, len(best), share)
-        self._kernel("agree", torch.bfloat16)((1, 1, 1), THREADS, arguments)
+        self._kernel("agree", torch.bfloat16, {})((1, 1, 1), THREADS, arguments)
 
     def gathered(self, shares: Tensor) -> Tensor:
         """Return what all have, float [batch, numbers], side by side."""
@@ -83,10 +95,9 @@ class Exchange:
         """Return the reason of the first that has one."""
         return next(filter(None, _gathered(reason)), None)
 
-    def _kernel(self, name: str, dtype: torch.dtype, add: bool = False) -> Any:
-        macros = {"RANKS": self.ranks, "RANK": self.rank, "PACKETS": self.packets}
-        macros |= {"RESIDUAL": add, "BF16": dtype == torch.bfloat16}
-        return compiled("exchange.cu", name, macros, self.numbers.get_device())
+    def _kernel(self, name: str, dtype: torch.dtype, macros: dict[str, int]) -> Any:
+        macros = macros | {"RANKS": self.ranks, "RANK": self.rank, "PACKETS": self.packets}
+        return compiled("exchange.cu", name, macros | {"BF16": dtype == torch.bfloat16}, self.numbers.get_device())
 
 
 def _blocks(numbers: int) -> int:

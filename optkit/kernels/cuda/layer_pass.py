@@ -118,12 +118,21 @@ class Rows:
                 # the kernel in front of the next product adds it, norms it and rounds it in one
                 self._unadded = code_products(matrix, x)
             return
+        added = self._products(matrix, x)
+        if self.exchange:
+            total = self.hidden if norm is None else added.sums
+            self.exchange.sum_into_(total, added.sums, matrix.scales, added.scales, add=norm is None)
+        if norm is not None:
+            self.hidden += self._normed(added.sums, norm)
+
+    def _products(self, matrix: Matrix, x: Tensor | Lined) -> Products:
+        """Return what a matrix makes of x; who adds up what all GPUs have scales products of codes where it can."""
+        scales = self.exchange and self.exchange.has_kernel_for(len(x)) and leaves_scales(matrix, len(x))
+        if scales and matrix.bias is None and not isinstance(x, Lined):
+            return code_products(matrix, x)
         added = torch.empty_like(self.hidden)
         self.product(matrix, x, added)
-        if self.exchange:
-            self.exchange.sum_into_(self.hidden if norm is None else added, added, add=norm is None)
-        if norm is not None:
-            self.hidden += self._normed(added, norm)
+        return Products(matrix, added)
 
     def _norm_heads_(self, layer: Layer) -> None:
         """Norm queries and keys over all heads (OLMo 2); over each head the attention kernel does it."""
