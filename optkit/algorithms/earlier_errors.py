@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from optkit.algorithms import column_kernels
+from optkit.algorithms.gptq import damped_hessian
 from optkit.algorithms.hessian import Hessian
 from optkit.algorithms.tensor_cores import LONGEST, add_product_, has_tensor_cores
 
@@ -51,9 +52,7 @@ class Mismatch(Hessian):
         damping: as a fraction of the mean of the Hessian's diagonal. A weight whose Hessian is not
         positive definite stays.
         """
-        damped = self.matrix()
-        damped.diagonal().add_(damping * damped.diagonal().mean())
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = torch.linalg.cholesky_ex(damped_hessian(self.matrix(), damping))
         if failed:
             return weight
         pull = weight @ self._of_inputs

@@ -97,7 +97,7 @@ def gptq_together(weights: Tensor, hessians: Sequence[Tensor], grid: Grid, optio
     Raises ValueError as `gptq`.
     """
     prepared = [_prepared(weight, hessian, grid, options) for weight, hessian in zip(weights, hessians, strict=True)]
-    stacks = tuple(map(torch.stack, zip(*(parts for _, parts in prepared), strict=True)))
+    stacks = list(map(torch.stack, zip(*(parts for _, parts in prepared), strict=True)))
     dampings = [damping for damping, _ in prepared]
     prepared.clear()  # matrices of the Hessians' size, which the stacks hold too
     rounded = zip(*_rounded(weights, stacks, grid, options, None), strict=True)
@@ -106,7 +106,7 @@ def gptq_together(weights: Tensor, hessians: Sequence[Tensor], grid: Grid, optio
 
 def _prepared(
     weight: Tensor, hessian: Tensor, grid: Grid, options: GptqOptions, factored: Factored | None = None
-) -> tuple[float, tuple[Tensor, ...]]:
+) -> tuple[float, list[Tensor]]:
     """Return the damping of one layer, and what `_rounded` takes beside the weight."""
     damped, factor, damping = factored or damped_inverse_factor(hessian, options)
     if options.scale_search == "minmax":
@@ -114,20 +114,23 @@ def _prepared(
     else:
         importance = damped.diagonal() if options.scale_search == "hessian" else None
         scales, zeros = search_scales(weight, grid, importance, compiled=True)
-    return damping, (damped, factor, rounding_order(hessian, options), scales, zeros)
+    return damping, [damped, factor, rounding_order(hessian, options), scales, zeros]
 
 
 def _rounded(
-    weight: Tensor, parts: tuple[Tensor, ...], grid: Grid, options: GptqOptions, held: Tensor | None
+    weight: Tensor, parts: list[Tensor], grid: Grid, options: GptqOptions, held: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, float [..., in, out], scales and zeros, [..., out, groups]; parts as `_prepared`."""
+    """Return codes, float [..., in, out], scales and zeros, [..., out, groups]; parts as `_prepared`, used up."""
     damped, factor, order, scales, zeros = parts
+    parts.clear()
     back = order.argsort()
     group_of_input = order // (weight.shape[-1] // scales.shape[-1])
-    target, ordered = taken(weight.mT, order), symmetric_taken(damped, order)
     each_zero = taken(zeros.mT, group_of_input)  # [in, out]
-    codes = _round_in_turn(target.clone(), factor, _steps(scales, group_of_input, order, held), each_zero, grid)
+    steps = _steps(scales, group_of_input, order, held)
+    codes = _round_in_turn(taken(weight.mT, order), factor, steps, each_zero, grid)
+    del factor, steps
     if options.refinements:
+        ordered = symmetric_taken(damped, order)
         pull = product(damped, weight.mT)
 
         def refit() -> Tensor:
@@ -135,7 +138,8 @@ def _rounded(
 
         scales = refit()
         for _ in range(options.refinements):
-            descend_codes_(codes, target, ordered, _steps(scales, group_of_input, order, held), each_zero, grid)
+            steps = _steps(scales, group_of_input, order, held)
+            descend_codes_(codes, taken(weight.mT, order), ordered, steps, each_zero, grid)
             scales = refit()
     return taken(codes, back), scales, zeros
 
@@ -187,7 +191,9 @@ def damped_inverse_factor(hessian: Tensor, options: GptqOptions) -> Factored:
         damped = damped_hessian(hessian, damping)
         lower, failed = torch.linalg.cholesky_ex(damped[last_first][:, last_first])
         if not failed:
-            factor = lower_inverse(lower).flip(0, 1)
+            factor = lower_inverse(lower)
+            del lower
+            factor = factor.flip(0, 1)
             if factor.isfinite().all():
                 return Factored(damped, factor, damping)
         damping = max(10 * damping, 1e-4)

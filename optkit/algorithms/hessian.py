@@ -34,12 +34,14 @@ class Hessian:
         """
         self.equal_tokens, self.rounded = equal_tokens, rounded
         self.tokens = 0
+        self._whole = False
         self._sum = torch.zeros(inputs, inputs, device=device)
 
     def add(self, inputs: Tensor, sizes: Tensor | None = None) -> None:
         """Take float [..., in]; `sizes`: what each x is divided by in place of its mean square,
         float32 [tokens, 1].
         """
+        assert not self._whole
         rows = inputs.flatten(0, -2)
         self.tokens += len(rows)
         equal = sizes is None and self.equal_tokens
@@ -71,9 +73,15 @@ class Hessian:
         together.sum_(self._sum)
 
     def matrix(self) -> Tensor:
-        """Return the mean of x x^T, float32 [in, in]; NaN or Inf if an input was."""
-        lower = self._sum.tril()
-        return (lower + lower.tril(-1).T) / max(1, self.tokens)
+        """Return the mean of x x^T, float32 [in, in]; NaN or Inf if an input was.
+        It takes the place of the sum, so nothing can be added behind it.
+        """
+        if not self._whole:
+            self._sum.tril_()
+            self._sum += self._sum.tril(-1).T
+            self._sum /= max(1, self.tokens)
+            self._whole = True
+        return self._sum
 
 
 def fits_tensor_cores(rows: Tensor) -> bool:

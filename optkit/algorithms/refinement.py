@@ -67,11 +67,9 @@ def _exact_product(hessian: Tensor, groups: int) -> Product:
     rounded.
     """
     multiply, width = torch.mm if hessian.dim() == 2 else torch.bmm, hessian.shape[-1] // groups
-    columns = hessian.new_empty(groups, *hessian.shape[:-1], 3 * width, dtype=torch.bfloat16)
-    for place, part in zip(columns.split(width, -1), bfloat16_parts(hessian, 3), strict=True):
-        place.copy_(part.unflatten(-1, (groups, width)).movedim(-2, 0))
+    columns = hessian.split(width, -1)
     return lambda group, steps: multiply(
-        columns[group][..., : (group + 1) * width, :],
+        torch.cat([*bfloat16_parts(columns[group][..., : (group + 1) * width, :], 3)], dim=-1),
         torch.cat([steps.bfloat16()] * 3, dim=-2),
         out_dtype=torch.float32,
     )
@@ -102,12 +100,12 @@ def _refit_scales(pull: Tensor, normal: Tensor, steps: Tensor, scales: Tensor) -
 
 def descend_codes_(codes: Tensor, target: Tensor, hessian: Tensor, scales: Tensor, zeros: Tensor, grid: Grid) -> None:
     """Move every code, input after input, to the best one while all others stay.
-    This is one sweep of coordinate descent (QuantEase).
+    This is one sweep of coordinate descent (QuantEase). `target`, the weights, is used up.
 
     codes, target, scales, zeros: float [..., in, out] (scales and zeros repeated over their group);
     hessian: float [..., in, in]. arXiv:2309.01885, section 3. The order is that of the given tensors.
     """
-    gradient = product(hessian, target - (codes - zeros) * scales)
+    gradient = product(hessian, target.sub_((codes - zeros).mul_(scales)))
     if column_kernels.walks(codes):
         codes.copy_(column_kernels.descend_columns(gradient, codes, scales, hessian, grid.top))
         return

@@ -49,9 +49,8 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 def bfloat16_parts(tensor: Tensor, count: int) -> Iterator[Tensor]:
     """Yield bfloat16 tensors whose sum is float32 [...] to 8 bits for each; three are exact."""
-    yield (part := tensor.to(torch.bfloat16))
-    rest = tensor - part
-    for _ in range(count - 2):
+    rest = tensor
+    for left in reversed(range(count - 1)):
         yield (part := rest.to(torch.bfloat16))
-        rest -= part
-    yield rest.to(torch.bfloat16)
+        rest = rest - part if left else torch.sub(rest, part, out=torch.empty_like(part))
+    yield rest

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from optkit.common.field_types import Amount
+from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.kernels.cpu.families import why_not_config
 from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes, waiting_bytes
 from optkit.model.linear_layers import Layer, by_block
 from optkit.model.linear_layers import stacks as sharing_input
 from optkit.model.output_layer import HEAD
-from optkit.model.shape import ModelShape
+from optkit.model.shape import ModelShape, without_indices
 from optkit.model.task import GENERATING, Task
 from optkit.packed_tensors.integers import PackedFormat, PackQuantized
 from optkit.source.calibration import Calibration
@@ -279,19 +280,21 @@ class Gptq(GptqFields, SharedText, Backed):
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         refuse_encoder_decoder(shape.config, self._beside_unmodified)
-        named = [sharing_input(block) for block in by_block(shape, layers)]
         kind = device.partition(":")[0]
         room = EXPERTS_AT_ONCE["cuda" if self.calibration.experts == "all" else kind]
+        once = self._in_one_pass and device == "cpu" and _is_known(shape)  # then each layer's Hessian is there alone
         work = code_bytes(shape, layers) + max(
-            work_bytes([layers[name] for name in stack], len(stacks), kind, room)
-            for stacks in named
-            for stack in stacks
+            work_bytes([layers[name] for name in same[0]], len(same), kind, room)
+            + 4 * once * layers[same[0][0]].inputs ** 2
+            for block in by_block(shape, layers)
+            for same in grouped(sharing_input(block), lambda stack: tuple(map(without_indices, stack))).values()
         )
         copies = 0 if self.calibration.images else self.copies or 0
         text = self.calibration.model_copy(update={"samples": self.calibration.samples * (1 + copies)})
-        sums = hessian_bytes(shape, layers, at_once=text.experts == "all")
-        if self._in_one_pass and device == "cpu" and _is_known(shape):
-            sums += waiting_bytes(shape, layers, text) // self.devices
+        if once:
+            sums = waiting_bytes(shape, layers, text) // self.devices
+        else:
+            sums = hessian_bytes(shape, layers, at_once=text.experts == "all")
         found = calibrated_work(shape, layers, text, self.batch_size, sums, work, self.devices)
         if self.earlier_errors:
             found = with_unmodified(found, shape, layers, text, self.batch_size)

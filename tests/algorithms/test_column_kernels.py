@@ -64,7 +64,7 @@ def test_weights_are_rounded_and_codes_descend_as_by_the_loops(loops, inputs, ou
 
     def descended():
         codes = expected.clone()
-        descend_codes_(codes, values, hessian, scales, zeros, grid)
+        descend_codes_(codes, values.clone(), hessian, scales, zeros, grid)
         return codes
 
     assert same_but_for_ties(descended(), loops(descended))

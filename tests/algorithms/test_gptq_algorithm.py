@@ -221,7 +221,7 @@ def test_descent_leaves_no_code_that_a_single_move_improves() -> None:
 
     before = errors()
     for _ in range(50):
-        descend_codes_(codes, weight.T, hessian, each_scale, each_zero, grid)
+        descend_codes_(codes, weight.T.clone(), hessian, each_scale, each_zero, grid)
     settled = errors()
     assert (settled < before).all()
     for column in range(40):

@@ -13,6 +13,8 @@ from optkit.kernels.cuda.nvrtc import Kernel, compiled
 INPUTS, LANES, WARPS = 128, 32, 4
 SHARED_BYTES = 4 * (INPUTS * (INPUTS + LANES) + 16 * LANES)
 """For a block's part of a factor, its values, and what 16 inputs changed."""
+AT_ONCE = 8
+"""Blocks of a factor that are in parts: all of them are one and a half times as large as the factor."""
 
 
 def walk(descend: bool, rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int | None) -> Tensor:
@@ -25,7 +27,7 @@ def walk(descend: bool, rest: Tensor, scales: Tensor, zeros: Tensor, factor: Ten
     *layers, inputs, outputs = rest.shape
     codes = torch.empty_like(rest)
     changed = rest.new_empty(*layers, 3 * INPUTS, outputs, dtype=torch.bfloat16)
-    pulls = _in_parts(factor)
+    pulls = rest.new_empty(*layers, AT_ONCE, 3 * INPUTS, inputs, dtype=torch.bfloat16)
     grid = (-(-outputs // LANES), layers[0] if layers else 1, 1)
     arguments = (rest, scales, zeros, factor, codes, changed, inputs, outputs, float(top or 0), 0)
     kernel = _kernel(descend, top is None, rest.get_device())
@@ -34,20 +36,19 @@ def walk(descend: bool, rest: Tensor, scales: Tensor, zeros: Tensor, factor: Ten
         for block, start in enumerate(range(0, inputs, INPUTS)):
             from_input(start)
             if (stop := start + INPUTS) < inputs:
-                add_product_(rest[..., stop:, :], pulls[..., block, :, stop:].mT, changed)
+                if not block % AT_ONCE:
+                    _put_parts_(pulls, factor[..., start : (inputs - 1) // INPUTS * INPUTS, :])
+                add_product_(rest[..., stop:, :], pulls[..., block % AT_ONCE, :, stop:].mT, changed)
     return codes
 
 
-def _in_parts(factor: Tensor) -> Tensor:
-    """Return what follows each block of inputs but the last, bfloat16 [..., blocks, 3 * INPUTS, in], so that its
+def _put_parts_(pulls: Tensor, factor: Tensor) -> None:
+    """Put what follows each of the next blocks of inputs, bfloat16 [..., blocks, 3 * INPUTS, in], so that its
     product with the three parts that `columns.cu` writes is that of float32 numbers to 16 bits.
     """
-    blocks = (factor.shape[-1] - 1) // INPUTS
-    rows = factor[..., : blocks * INPUTS, :].unflatten(-2, (blocks, INPUTS))
-    parts = factor.new_empty(*rows.shape[:-2], 3 * INPUTS, rows.shape[-1], dtype=torch.bfloat16)
-    high, again, low = parts.split(INPUTS, -2)
+    rows = factor[..., : AT_ONCE * INPUTS, :].unflatten(-2, (-1, INPUTS))
+    high, again, low = pulls[..., : rows.shape[-3], :, :].split(INPUTS, -2)
     torch.sub(rows, again.copy_(high.copy_(rows)), out=low)
-    return parts
 
 
 @cache

@@ -79,5 +79,5 @@ def pruning_memory(
         return Work(shape.block_bytes + max(work, shape.block_bytes))
     if method == "sparsegpt":
         sums = hessian_bytes(shape, layers, at_once=text.experts == "all")
-        work += 4 * FLOAT_BYTES * max(layer.inputs for layer in layers.values()) ** 2
+        work += 3 * FLOAT_BYTES * max(layer.inputs for layer in layers.values()) ** 2
     return calibrated_work(shape, layers, text, batch, sums, max(work, shape.block_bytes), devices)

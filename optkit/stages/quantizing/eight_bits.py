@@ -39,7 +39,7 @@ block, layer -> range of its inputs; returns the tensors of the checkpoint that 
 now and are not rounded."""
 FLOAT_COPIES = {"cpu": 3, "cuda": 4}
 """Float32 copies of a layer's weights that rounding holds at once."""
-HESSIAN_COPIES = 5
+HESSIAN_COPIES = 3
 """Matrices of the size of its Hessian that GPTQ holds for a layer."""
 
 

@@ -87,7 +87,7 @@ class InputRange:
         if self._hessian is None:
             return None
         matrix = self._hessian.matrix()
-        return matrix if self._scales is None else matrix.div_(self._scales).div_(self._scales[:, None])
+        return matrix if self._scales is None else (matrix / self._scales).div_(self._scales[:, None])
 
     def variances(self) -> Tensor:
         """Return what an error of 1 in each input's weight adds to the squared error of an output.

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from optkit.model.skeleton import Skeleton
     from optkit.model.wiring import FoldGroup
 
-MEAN_COPIES = 3
+MEAN_COPIES = 1
 """Matrices of the size of a Hessian that making its mean takes."""
-HESSIAN_COPIES = {"nearest": 0, "gptq": 6}
+HESSIAN_COPIES = {"nearest": 0, "gptq": 5}
 """The same of trying the scales of one input, by how candidates are rounded."""
 SAMPLE_BYTES = 4 * 4 * 256
 """What trying them on some rows of a layer's weights takes for each of its inputs."""

@@ -13,9 +13,9 @@ HEAD_ROWS = 1 << 14
 """Rows of lm_head that are quantized at a time."""
 EXPERTS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Weights of experts of one shape that are quantized at a time."""
-HELD = {"cpu": (4.0, 9.0), "cuda": (6.5, 10.5)}
-"""Matrices of the Hessian's size, and of the weight's, that are held at once while codes improve. GPUs
-older than Hopper hold 7.5 of the first while they cut it up for their tensor cores.
+HELD = {"cpu": ((4.0, 1.5), (2.0, 8.5)), "cuda": ((4.0, 1.5), (2.6, 8.2))}
+"""Matrices of the Hessian's size, and of the weight's, that are held at once beside the sum: while it is factored,
+and while codes improve.
 """
 
 
@@ -56,11 +56,11 @@ def parts_of(layers: Mapping[str, Layer]) -> list[list[str]]:
 
 def work_bytes(stack: Sequence[Layer], stacks: int, device: str, room: int) -> int:
     """Return the bytes that GPTQ works with on layers that share their input, of a block with so many
-    `stacks`; experts of one shape come together up to `room` weights.
+    `stacks` of their shapes; experts come together up to `room` weights.
     """
     outputs, inputs = sum(layer.outputs for layer in stack), stack[0].inputs
     if stack[0].name == HEAD:
         outputs = min(outputs, HEAD_ROWS)
     most = room // (outputs * inputs) if EXPERTS in stack[0].name else 1
-    hessians, weights = HELD[device]
-    return int(4 * (hessians * inputs**2 + weights * outputs * inputs)) * max(1, min(stacks, most))
+    held = max(hessians * inputs**2 + weights * outputs * inputs for hessians, weights in HELD[device])
+    return int(4 * held) * max(1, min(stacks, most))
