@@ -31,13 +31,11 @@ class KeptRoof(Frozen):
     """How often it was measured again: shares of another roof are other numbers."""
 
 
-def measured_device(
-    device: str, cache: Path | None = None, progress: Progress | None = None, again: bool = False
-) -> tuple[Device, Roof]:
+def measured_device(device: str, progress: Progress | None = None, again: bool = False) -> tuple[Device, Roof]:
     """Return the roof of a device here (`cpu`, `cuda:1`), kept from before or measured now.
+    `again` measures whatever is kept.
 
-    `cache` is optkit's own directory if None; `again` measures whatever is kept. Raises
-    UsageError for a GPU that torch does not see, ResourceError without memory.
+    Raises UsageError for a GPU that torch does not see, ResourceError without memory.
     """
     import torch
 
@@ -46,22 +44,21 @@ def measured_device(
         remedy = "Use cpu, or the name of a device that is not here, e.g. h200"
         raise UsageError(f"torch sees {count} GPUs here", where=f"device {device}", remedy=remedy)
     circumstances = _circumstances(device, torch.get_num_threads())
-    place = _place(cache, circumstances)
-    kept = None if again else _read(place)
+    kept = None if again else _kept(circumstances)
     if kept is None:
         from optkit.devices.measured import measure_roof
 
         what, remedy = "memory ran out while the device was measured", "Close what else uses it"
         with memory_errors(lambda _: what, device, remedy):
             roof = measure_roof(device, progress or SilentProgress())
-        earlier = _read(place)
+        earlier = _kept(circumstances)
         kept = KeptRoof(
             circumstances=circumstances,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             roof=roof,
             generation=earlier.generation + 1 if earlier else 0,
         )
-        write_text_atomically(place, kept.model_dump_json(indent=1))
+        write_text_atomically(_place(circumstances), kept.model_dump_json(indent=1))
     return _device(device, kept), kept.roof
 
 
@@ -69,21 +66,20 @@ def kept_device(device: str) -> Device | None:
     """Return the roof of a device as measured before; None if it was not, under these conditions."""
     import torch
 
-    circumstances = _circumstances(device, torch.get_num_threads())
-    kept = _read(_place(None, circumstances))
+    kept = _kept(_circumstances(device, torch.get_num_threads()))
     return _device(device, kept) if kept else None
 
 
-def roof_generation(device: str, cache: Path | None = None) -> int:
+def roof_generation(device: str) -> int:
     """Return how often the roof of a device that is here was measured again, without torch.
     It is 0 before the first measurement.
     """
-    kept = _read(_place(cache, _circumstances(device, cpu_threads())))
+    kept = _kept(_circumstances(device, cpu_threads()))
     return kept.generation if kept else 0
 
 
-def _place(cache: Path | None, circumstances: dict[str, str | int | None]) -> Path:
-    return (cache or default_store()) / "roofs" / f"{digest(circumstances)}.json"
+def _place(circumstances: dict[str, str | int | None]) -> Path:
+    return default_store() / "roofs" / f"{digest(circumstances)}.json"
 
 
 def _circumstances(device: str, threads: int) -> dict[str, str | int | None]:
@@ -96,10 +92,10 @@ def _circumstances(device: str, threads: int) -> dict[str, str | int | None]:
     return found | ({"threads": threads} if device == "cpu" else {"driver": driver_version()})
 
 
-def _read(place: Path) -> KeptRoof | None:
+def _kept(circumstances: dict[str, str | int | None]) -> KeptRoof | None:
     """Return what is kept; a file that was damaged is measured anew."""
     try:
-        return KeptRoof.model_validate_json(place.read_text(encoding="utf-8"))
+        return KeptRoof.model_validate_json(_place(circumstances).read_text(encoding="utf-8"))
     except (OSError, ValidationError):
         return None
 

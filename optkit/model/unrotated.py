@@ -22,11 +22,11 @@ OWN_PARTS = {
 WHY = "It does not commute with a rotation of the residual stream"
 
 
-def refuse_unrotated(shape: ModelShape, stage: str) -> None:
+def refuse_unrotated(shape: ModelShape) -> None:
     """Raise StageError if blocks have a part that a rotated residual stream would make compute something else."""
     for name, what in _parts(shape):
-        remedy = f"Set {stage}.residual to false for this architecture"
-        raise StageError(f"the blocks have {what}", where=f"{stage}: {name}", why=WHY, remedy=remedy)
+        remedy = "Set rotate.residual to false for this architecture"
+        raise StageError(f"the blocks have {what}", where=f"rotate: {name}", why=WHY, remedy=remedy)
 
 
 def _parts(shape: ModelShape) -> Iterator[tuple[str, str]]:

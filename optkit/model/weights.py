@@ -54,7 +54,12 @@ def weights_of(shape: ModelShape) -> list[Weights]:
 
     Raises SourceError if packed weights lie in a layout that is not known here.
     """
-    modules = by_module({name: info for name, info in shape.tensors.items() if _is_text(shape, name)})
+    text = {
+        name: info
+        for name, info in shape.tensors.items()
+        if shape.block(name) or (place_in_list(name) is None and not shape.in_tower(name))
+    }
+    modules = by_module(text)
     scheme_of, routers = _schemes(shape), routers_of(shape)
     found = {name: _weights(name, leaves, shape, scheme_of, name in routers) for name, leaves in modules.items()}
     if not any(each.role == "head" for each in found.values()):
@@ -68,12 +73,6 @@ def expert_counts(config: Mapping[str, Any]) -> tuple[int, int]:
     count = next((value for key, value in numbers if COUNTS.fullmatch(key)), 0)
     chosen = next((value for key, value in numbers if CHOSEN.fullmatch(key) or key == "top_k"), 0)
     return (count, chosen) if count and chosen else (0, 0)
-
-
-def _is_text(shape: ModelShape, name: str) -> bool:
-    if shape.block(name):
-        return True
-    return place_in_list(name) is None and not shape.in_tower(name)
 
 
 def _schemes(shape: ModelShape) -> Any:

@@ -35,11 +35,13 @@ def sections(scorecard: Scorecard) -> dict[str, str]:
         for row in table_rows(scorecard)
     ]
     verdict = f"**{scorecard.verdict}**" if any(row.gates for row in scorecard.rows) else "No gates"
+    found = scorecard.previous
+    of_previous = f" Of previous: {found.name} of {found.created}, `{found.artifact_key[:12]}`." if found else ""
     return {
         f"# {scorecard.name}": f"{verdict} · {scorecard.created} · artifact `{scorecard.artifact_key[:12]}`",
         "## Numbers": f"{markdown_table(('metric', 'baseline', 'artifact', 'ratio [95%]', 'gate'), rows)}\n\n"
         "Baseline: the unmodified model, measured by the same protocol. ±: half of the 95% interval; "
-        f"[ ]: its ends. [n]: protocol.{_previous(scorecard)}"
+        f"[ ]: its ends. [n]: protocol.{of_previous}"
         if rows
         else "Nothing was measured.",
         "## To act on": _bullets(to_act_on(scorecard)),
@@ -55,11 +57,6 @@ def sections(scorecard: Scorecard) -> dict[str, str]:
         "## Environment": _bullets([f"{name}: {value}" for name, value in scorecard.environment.items()]),
         "## Recipe": fenced(yaml_text(scorecard.recipe), "yaml") if scorecard.recipe else "",
     }
-
-
-def _previous(scorecard: Scorecard) -> str:
-    found = scorecard.previous
-    return f" Of previous: {found.name} of {found.created}, `{found.artifact_key[:12]}`." if found else ""
 
 
 def _speed(scorecard: Scorecard) -> str:

@@ -36,7 +36,10 @@ def training_line(training: Training) -> str:
     parts.append(f"{record.steps:,} steps, {record.tokens:,} tokens")
     if record.devices > 1:
         parts[-1] += f" on {record.devices} devices ({record.parallel})"
-    parts += [text for text in (_speed(record), _memory(record), _energy(record)) if text]
+    parts += filter(None, (_speed(record), _memory(record)))
+    if record.energy_j is not None:
+        each = significant(record.energy_j / record.tokens * 1000, 3)
+        parts.append(f"{significant(record.energy_j / 1000, 3)} kJ, {each} mJ a token")
     return f"{training.kind}: {'; '.join(parts)}"
 
 
@@ -61,15 +64,6 @@ def _memory(record: TrainingRecord) -> str:
     kinds = ", ".join(f"{name} {format_value(size, 'bytes')}" for name, size in record.predicted.by_kind().items())
     predicted = f"{format_value(record.predicted.total, 'bytes')} predicted ({kinds})"
     return f"{measured}, {predicted}" if measured else f"peak memory {predicted}"
-
-
-def _energy(record: TrainingRecord) -> str:
-    if record.energy_j is None:
-        return ""
-    return (
-        f"{significant(record.energy_j / 1000, 3)} kJ, {significant(record.energy_j / record.tokens * 1000, 3)} "
-        "mJ a token"
-    )
 
 
 def _loss(value: float) -> str:

@@ -160,7 +160,7 @@ class Rotate(Transform):
         tensors, config = dict(shape.tensors), shape.config
         if self.residual:
             refuse_multi_modal(config, "rotate.residual", STREAM, "Set rotate.residual to false")
-            refuse_unrotated(shape, "rotate")
+            refuse_unrotated(shape)
         if self.residual and LM_HEAD not in tensors:
             embedding = tied_embedding(shape)
             if not embedding:

@@ -69,12 +69,12 @@ def shape_of(kind: str, *names: str, info: TensorInfo = NORM, **config: Any) -> 
 )
 def test_parts_that_do_not_commute_with_a_rotation(shape: ModelShape, what: str) -> None:
     with pytest.raises(OptkitError, match=rf"^rotate: model.layers\S*: .*{what}.*Set rotate.residual to false"):
-        refuse_unrotated(shape, "rotate")
+        refuse_unrotated(shape)
 
 
 def test_what_commutes_is_rotated() -> None:
-    refuse_unrotated(shape_of("llama", "input_layernorm.weight", "post_attention_layernorm.weight"), "rotate")
-    refuse_unrotated(shape_of("mamba2", "norm.weight", "mixer.conv1d.weight"), "rotate")
+    refuse_unrotated(shape_of("llama", "input_layernorm.weight", "post_attention_layernorm.weight"))
+    refuse_unrotated(shape_of("mamba2", "norm.weight", "mixer.conv1d.weight"))
 
 
 def test_blocks_that_cannot_be_run_one_by_one() -> None:

@@ -259,17 +259,18 @@ def test_a_device_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
         )
 
     monkeypatch.setattr(measured_module, "measure_roof", measure)
-    device, roof = measured_device("cpu", tmp_path)
+    monkeypatch.setenv("OPTKIT_STORE", str(tmp_path))
+    device, roof = measured_device("cpu")
     assert (device.bandwidth, device.rates) == (3e9, {"fp32": 2e9})
     assert device.source.startswith("measured here with torch ")
     assert roof.unsteady == "reading by 55%, fp32 by 55%"
-    assert measured_device("cpu", tmp_path)[1] == roof
+    assert measured_device("cpu")[1] == roof
     assert calls == ["cpu"]
-    assert roof_generation("cpu", tmp_path) == 0
-    measured_device("cpu", tmp_path, again=True)
-    assert roof_generation("cpu", tmp_path) == 1
+    assert roof_generation("cpu") == 0
+    measured_device("cpu", again=True)
+    assert roof_generation("cpu") == 1
     next((tmp_path / "roofs").iterdir()).write_text("{}")
-    measured_device("cpu", tmp_path)
+    measured_device("cpu")
     assert calls == ["cpu"] * 3
 
     def fail(_device: str, _progress: object) -> Roof:
@@ -279,7 +280,7 @@ def test_a_device_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(
         ResourceError, match=r"cpu: memory ran out while the device was measured\. no memory\. Close what else uses it"
     ):
-        measured_device("cpu", tmp_path, again=True)
+        measured_device("cpu", again=True)
 
 
 def test_a_cpu_is_really_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -291,8 +292,9 @@ def test_a_cpu_is_really_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "GROUP_S": {"cpu": 1e-4},
     }.items():
         monkeypatch.setattr(measured_module, name, value)
+    monkeypatch.setenv("OPTKIT_STORE", str(tmp_path))
     monkeypatch.setattr(measured_module, "last_cache_bytes", lambda: 0)
-    device, roof = measured_device("cpu", tmp_path)
+    device, roof = measured_device("cpu")
     assert {"fp32", "bf16"} <= set(device.rates)
     for rate in (roof.reading, roof.copying, *roof.products.values()):
         assert 1e7 < rate.low <= rate.value <= rate.high < 1e14
@@ -311,8 +313,9 @@ def test_buffers_are_larger_than_the_last_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_really_measured(tmp_path: Path) -> None:
-    device, roof = measured_device("cuda", tmp_path)
+def test_a_gpu_is_really_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OPTKIT_STORE", str(tmp_path))
+    device, roof = measured_device("cuda")
     assert 0.1e12 < device.bandwidth < 20e12
     assert {"fp32", "fp16"} <= set(device.rates)
     assert all(rate.value > 1e12 for rate in roof.products.values())

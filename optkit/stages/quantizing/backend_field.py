@@ -134,15 +134,8 @@ class Backed(WeightQuantizer):
 def run_with(stage: Backed, offer: Offer, source: Path, target: Path, context: Context) -> Report:
     """Let a library quantize, and take over what it wrote."""
     started = time.monotonic()
-    _refuse_device(offer, context.device, stage.kind)
     checkpoint = Checkpoint(source)
-    _refuse_own_code(checkpoint.config, stage.kind)
-    refuse_multi_modal(
-        checkpoint.config,
-        f"{stage.kind}.backend",
-        "Libraries name its layers in their own ways, which optkit cannot hold against the checkpoint's",
-        f"Take backend: {OWN}",
-    )
+    _refuse(offer, checkpoint.config, context.device, f"{stage.kind}.backend", f"Take backend: {OWN}")
     selection = stage.select_layers(layers_of(checkpoint.shape), outside_of(checkpoint.shape))
     formats = stage.layer_formats(selection)
     _refuse_shapes(offer, selection, stage.kind)
@@ -231,14 +224,15 @@ def _scheme(form: LayerFormat) -> dict[str, Any]:
     }
 
 
-def _refuse_device(offer: Offer, device: str, kind: str) -> None:
+def _refuse(offer: Offer, config: Mapping[str, Any], device: str, where: str, remedy: str) -> None:
     if offer.needs_gpu and device == "cpu":
-        raise StageError(
-            f"{offer.library} needs a GPU for it",
-            where=f"{kind}.backend",
-            why=offer.needs_gpu,
-            remedy=f"Take backend: {OWN}",
-        )
+        raise StageError(f"{offer.library} needs a GPU for it", where=where, why=offer.needs_gpu, remedy=remedy)
+    if "auto_map" in config and not is_built_in(str(config.get("model_type", ""))):
+        what = f"the model needs code of its own ({', '.join(sorted(map(str, dict(config['auto_map']).values())))})"
+        why = "It was written for one version of transformers, and the library has another"
+        raise StageError(what, where=where, why=why, remedy=remedy)
+    why = "Libraries name its layers in their own ways, which optkit cannot hold against the checkpoint's"
+    refuse_multi_modal(config, where, why, remedy)
 
 
 def _refuse_shapes(offer: Offer, selection: Selection, kind: str) -> None:
@@ -249,16 +243,6 @@ def _refuse_shapes(offer: Offer, selection: Selection, kind: str) -> None:
             where=odd.name,
             why=f"{offer.library} searches the clipping of so many at once",
             remedy=f"Take {kind}.backend: {OWN}",
-        )
-
-
-def _refuse_own_code(config: Mapping[str, Any], kind: str) -> None:
-    if "auto_map" in config and not is_built_in(str(config.get("model_type", ""))):
-        raise StageError(
-            f"the model needs code of its own ({', '.join(sorted(map(str, dict(config['auto_map']).values())))})",
-            where=f"{kind}.backend",
-            why="It was written for one version of transformers, and the library has another",
-            remedy=f"Take backend: {OWN}",
         )
 
 
