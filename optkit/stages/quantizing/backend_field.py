@@ -37,7 +37,7 @@ from optkit.packed_tensors.integers import PackedFormat
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.backend_support import OFFERS, Offer
-from optkit.stages.quantizing.fitting import either, refuse_unknown
+from optkit.stages.quantizing.fitting import either, unknown_architecture
 from optkit.stages.quantizing.integers import WeightQuantizer
 from optkit.stages.quantizing.recounting import recount
 
@@ -122,7 +122,7 @@ class Backed(WeightQuantizer):
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return what it leaves; a library holds the whole model in memory."""
         if self._offer and shape.task is Task.UNKNOWN:
-            raise refuse_unknown(f"{self.kind}.backend", f"{self._offer.library} opens", f"Take backend: {OWN}")
+            raise unknown_architecture(f"{self.kind}.backend", f"{self._offer.library} opens", f"Take backend: {OWN}")
         cost, left = super().predict(shape, device)
         if self._offer is None:
             return cost, left

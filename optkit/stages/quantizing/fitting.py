@@ -56,7 +56,7 @@ def refuse_unfit(selection: Selection, formats: Mapping[str, LayerFormat], stage
         refuse_uneven_groups([layer for layer in layers if sizes[layer.name] == size], size, stage)
 
 
-def refuse_unknown(where: str, who: str, remedy: str) -> StageError:
+def unknown_architecture(where: str, who: str, remedy: str) -> StageError:
     """Return the error of who runs a model whose code transformers does not have."""
     return StageError(
         "transformers does not have the code of this model's architecture",

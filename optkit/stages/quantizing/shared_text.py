@@ -13,7 +13,7 @@ from optkit.model.shape import ModelShape
 from optkit.model.task import Task
 from optkit.model.together import together
 from optkit.stage import Context, Cost, Report, Transform
-from optkit.stages.quantizing.fitting import refuse_unknown
+from optkit.stages.quantizing.fitting import unknown_architecture
 
 
 class SharedText(Transform):
@@ -59,5 +59,5 @@ class SharedText(Transform):
         """
         refuse_devices(self.devices, device, self.kind)
         if getattr(self, "calibration", None) and shape.task is Task.UNKNOWN:
-            raise refuse_unknown(f"{self.kind}.calibration", "Calibration opens", "Leave calibration out")
+            raise unknown_architecture(f"{self.kind}.calibration", "Calibration opens", "Leave calibration out")
         return super().predict(shape, device)
