@@ -7,7 +7,7 @@ that hand their input on unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from optkit.errors import SourceError
+from optkit.model.memory import room_for_states
+from optkit.model.passage import Passage
 from optkit.model.replaced_forward import replaced_forward
 from optkit.model.together import ALONE, Together
 
@@ -98,6 +100,45 @@ class BlockInputs:
     """Waits until nobody reads the hidden states any more; called before they change."""
     together: Together = ALONE
     """The processes that have a share of the sequences each."""
+    passage: Passage | None = None
+    """Brings hidden states to a GPU that has no room for all of them; None if they lie where they are worked on."""
+
+    @property
+    def device(self) -> torch.device:
+        """What the blocks compute on."""
+        return self.passage.device if self.passage else self.hidden.device
+
+    def copied(self) -> Tensor:
+        """Return hidden states of their own, that wait where these do."""
+        return room_for_states(self.hidden, self.hidden.shape, self.passage is not None).copy_(self.hidden)
+
+    def at(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        """Return the hidden states of a batch on the device. Here and below they are this text's; None: these."""
+        return self._begin((self.hidden if hidden is None else hidden)[batch.rows])()
+
+    def each(self, hidden: Tensor | None = None) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield batches and their hidden states on the device; the next ones come meanwhile."""
+        states = self.hidden if hidden is None else hidden
+        begun = (self._begin(states[batch.rows]) for batch in self.batches)
+        following = next(begun, None)
+        for batch in self.batches:
+            given, following = following, next(begun, None)
+            assert given
+            yield batch, given()
+
+    def replace_(self, made: Callable[[Batch, Tensor], Tensor], hidden: Tensor | None = None) -> None:
+        """Put what is made of the hidden states of each batch in their place."""
+        states = self.hidden if hidden is None else hidden
+        for batch, given in self.each(states):
+            if self.passage:
+                self.passage.put_(states[batch.rows], made(batch, given))
+            else:
+                states[batch.rows] = made(batch, given)
+        if self.passage:
+            self.passage.end()
+
+    def _begin(self, held: Tensor) -> Callable[[], Tensor]:
+        return self.passage.begin(held) if self.passage else lambda: held
 
 
 def find_chains(model: PreTrainedModel) -> tuple[tuple[Block, ...], ...]:
@@ -294,33 +335,3 @@ def _checked(compute: Compute, beside: Beside, decoder: int, between: Between) -
         return passed[-1] if beside is None else (passed[-1], *(made if isinstance(beside, Mapping) else beside))
 
     return forward
-
-
-def shared_with(call: Call, reference: Call, equal: Callable[[Tensor, Tensor], bool]) -> Call:
-    """Return the call with tensors equal to the reference's replaced by those: batches share them.
-    It is the reference itself if nothing differs.
-    """
-    arguments = _shared(call.arguments, reference.arguments, equal)
-    keywords = {name: _shared(value, reference.keywords.get(name), equal) for name, value in call.keywords.items()}
-    shared = replace(call, arguments=arguments, keywords=keywords)
-    return reference if _same(vars(shared), vars(reference)) else shared
-
-
-def _shared(value: Any, reference: Any, equal: Callable[[Tensor, Tensor], bool]) -> Any:
-    if isinstance(value, Tensor) and isinstance(reference, Tensor):
-        same = value.dtype == reference.dtype and value.shape == reference.shape and equal(value, reference)
-        return reference if same else value
-    if type(value) is tuple and type(reference) is tuple and len(value) == len(reference):
-        return tuple(_shared(item, other, equal) for item, other in zip(value, reference, strict=True))
-    return value
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Say whether values are the same, tensors and objects by identity."""
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, dict):
-        return value.keys() == other.keys() and all(_same(value[name], other[name]) for name in value)
-    if isinstance(value, tuple):
-        return len(value) == len(other) and all(map(_same, value, other))
-    return value is other or (isinstance(value, int | float | str) and value == other)

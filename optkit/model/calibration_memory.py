@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from optkit.common.grouping import grouped
+from optkit.environment import gpu_memory_bytes
 from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
 from optkit.model.cost import Cost
 from optkit.model.expected_tensors import FLOATS
 from optkit.model.kept_blocks import writes_states
 from optkit.model.linear_layers import EXPERTS, Layer, by_block, layers_of, stacks
+from optkit.model.memory import is_little_of_gpu
 from optkit.model.output_layer import HEAD
 from optkit.model.read_weights import Read, reads_of
 from optkit.model.reading_ahead import AHEAD_BYTES
@@ -65,7 +67,11 @@ class Work:
     entering: int = 0
     """In front of the first block."""
     states: int = 0
-    """Those of the hidden states of a text, which are kept on the disk with finished blocks if `writes_states`."""
+    """Those of the hidden states of a text, which are kept on the disk with finished blocks if `writes_states`, and
+    are in main memory if they are no little part of a GPU.
+    """
+    streams: int = 1
+    """Models that have hidden states of it."""
     held: int = 0
     """In main memory, whatever computes."""
     streamed: bool = False
@@ -83,10 +89,14 @@ class Work:
             max((info.size_bytes for name, info in shape.tensors.items() if bool(shape.block(name)) is here), default=0)
             for here in (True, False)
         )
-        entering, block, gpu = self.entering, self.block, 0
+        entering, block, held, gpu = self.entering, self.block, self.held, 0
+        share = self.states // self.processes
         if device.startswith("cuda"):
             copied = min(AHEAD_BYTES, made) if self.streamed and not self.alone else 0
-            entering, block, gpu = 0, 0, max(self.entering, self.block) + copied
+            moved = 0 if is_little_of_gpu(share, gpu_memory_bytes(device)) else share
+            held += moved * self.streams * self.processes
+            gpu = max(entering - moved, block - moved * self.streams) + copied
+            entering, block = 0, 0
             # a shard is written while the next one is made; blocks are copied behind each other
             beside, outside = SHARD_BYTES if self.streamed else 2 * left.block_bytes, left.outside_bytes
             waiting = min(outside + SHARD_BYTES + beside, made)
@@ -95,11 +105,11 @@ class Work:
             inside += 0 if self.alone else ahead
         needed = max(
             outside + self.processes * max(entering, beyond),
-            waiting + self.held + self.processes * max(block, inside, 0 if outside else beyond),
+            waiting + held + self.processes * max(block, inside, 0 if outside else beyond),
             min(SHARD_BYTES, left.size_bytes),
         )
         # states behind a block are written before those behind the one before it go
-        states = 2 * self.states if writes_states(self.states // self.processes, device.startswith("cuda")) else 0
+        states = 2 * self.states if writes_states(share, device.startswith("cuda")) else 0
         kept = 0 if self.streamed else left.size_bytes - left.outside_bytes + states
         return Cost(disk_bytes=left.size_bytes, kept_bytes=kept, ram_bytes=needed, gpu_bytes=gpu)
 

@@ -4,17 +4,20 @@ Of an encoder-decoder the encoder's blocks come first, and what they leave goes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from optkit.errors import StageError
-from optkit.model.blocks import Batch, BlockInputs, Encoded, record_calls, shared_with
-from optkit.model.memory import room_for_states
+from optkit.model.blocks import Batch, BlockInputs, Call, Encoded, record_calls
+from optkit.model.memory import is_little_of_gpu, room_for_states, usable_gpu_bytes
+from optkit.model.passage import Passage
 from optkit.model.prompts import Prompts, in_batches, longest_of, placed
 from optkit.model.together import Together
 
@@ -54,7 +57,7 @@ def _enter_decoder_(
 ) -> None:
     behind = _entered(skeleton, prompts, device, 1, inputs)
     inputs.encoded, inputs.following = inputs.hidden, None
-    inputs.hidden, inputs.batches = behind.hidden, behind.batches
+    inputs.hidden, inputs.batches, inputs.passage = behind.hidden, behind.batches, behind.passage
 
 
 def _entered(
@@ -65,17 +68,20 @@ def _entered(
     encoder: BlockInputs | None,
 ) -> BlockInputs:
     """Return what goes into the first list of blocks; behind an encoder's, into the second."""
-    chain, hidden = skeleton.chains[1 if encoder else 0], None
+    chain, hidden, passage = skeleton.chains[1 if encoder else 0], None, None
     batches: list[Batch] = []
     with skeleton.outside_but_head(device), _firsts(skeleton, 2 if encoder else 1, device):
         for number, (rows, given) in enumerate(in_batches(prompts, batch_size)):
             left = encoder.batches[number] if encoder else None
-            encoded = Encoded(skeleton.chains[0], encoder.hidden[left.rows]) if encoder and left else None
+            encoded = Encoded(skeleton.chains[0], encoder.at(left)) if encoder and left else None
             entered, calls = record_calls(skeleton.model, chain, placed(given, device, skeleton.dtype), encoded)
             length = entered.shape[1]
             if hidden is None:
                 longest = length if len(prompts) == 1 else max(longest_of(prompts), length)
-                hidden = room_for_states(entered, (len(prompts), longest, *entered.shape[2:]))
+                shape = (len(prompts), longest, *entered.shape[2:])
+                if not is_little_of_gpu(math.prod(shape) * entered.itemsize, usable_gpu_bytes(entered.device)):
+                    passage = Passage(entered.device)
+                hidden = room_for_states(entered.cpu() if passage else entered, shape, passage is not None)
             else:
                 first = batches[0].calls[-len(calls) :]
                 equal = cache(torch.equal)  # most blocks are called with the same tensors
@@ -85,4 +91,34 @@ def _entered(
             batches.append(Batch(here, (*(left.calls if left else ()), *calls)))
     if hidden is None:
         raise StageError("there are no calibration tokens", where=str(skeleton.checkpoint.directory))
-    return BlockInputs(hidden, tuple(batches))
+    return BlockInputs(hidden, tuple(batches), passage=passage)
+
+
+def shared_with(call: Call, reference: Call, equal: Callable[[Tensor, Tensor], bool]) -> Call:
+    """Return the call with tensors equal to the reference's replaced by those: batches share them.
+    It is the reference itself if nothing differs.
+    """
+    arguments = _shared(call.arguments, reference.arguments, equal)
+    keywords = {name: _shared(value, reference.keywords.get(name), equal) for name, value in call.keywords.items()}
+    shared = replace(call, arguments=arguments, keywords=keywords)
+    return reference if _same(vars(shared), vars(reference)) else shared
+
+
+def _shared(value: Any, reference: Any, equal: Callable[[Tensor, Tensor], bool]) -> Any:
+    if isinstance(value, Tensor) and isinstance(reference, Tensor):
+        same = value.dtype == reference.dtype and value.shape == reference.shape and equal(value, reference)
+        return reference if same else value
+    if type(value) is tuple and type(reference) is tuple and len(value) == len(reference):
+        return tuple(_shared(item, other, equal) for item, other in zip(value, reference, strict=True))
+    return value
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Say whether values are the same, tensors and objects by identity."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_same(value[name], other[name]) for name in value)
+    if isinstance(value, tuple):
+        return len(value) == len(other) and all(map(_same, value, other))
+    return value is other or (isinstance(value, int | float | str) and value == other)

@@ -112,10 +112,13 @@ class KeptBlocks:
         found in the others. Without `replay` hidden states are written, however long it takes.
         """
         self._inputs, self._facts, self._read = inputs, facts, total if last_is_read else total - 1
-        hidden = inputs.hidden if inputs else None
-        self._replay = None if hidden is None or writes_states(hidden.nbytes, hidden.is_cuda) else replay
+        written = inputs is None or writes_states(inputs.hidden.nbytes, inputs.device.type != "cpu")
+        self._replay = None if written else replay
         if self._place and inputs:
             inputs.settle = self._settle
+        if inputs and inputs.passage:
+            size = size_text(inputs.hidden.nbytes)
+            self._progress.say(f"{self._label}: the GPU is small, so hidden states ({size}) wait in main memory")
         if self.done:
             self._progress.say(f"{self._label}: resumed at block {min(self.done + 1, total)} of {total}")
             for name, container in facts.items():

@@ -1,4 +1,4 @@
-"""Giving memory that was freed back to the system or keeping it, and room on disk for what does not fit."""
+"""Giving memory that was freed back to the system or keeping it, and room elsewhere for what does not fit."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ import ctypes
 import os
 import sys
 import tempfile
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit.environment import memory
+from optkit.model.main_memory import own_bytes
 from optkit.model.writer import disk_space_for
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 SHARE = 0.5
 """Of the free main memory: larger states than this lie in a file."""
+GPU_SHARE, LITTLE_BYTES = 1 / 8, 1 << 26
+"""Of a GPU's memory: larger states than this wait in main memory. What works on them takes several times
+as much, and copies are made beside it.
+"""
 
 KEPT_BYTES = 256 << 20
 LARGEST_IN_HEAP = 32 << 20
@@ -26,8 +34,25 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
 
 
-def room_for_states(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return room for hidden states on the device and in the dtype of some.
+def is_little_of_gpu(size: int, gpu_bytes: int | None) -> bool:
+    """Whether hidden states of so many bytes stay on a GPU with so much memory; None: nobody knows how much."""
+    return gpu_bytes is None or size <= max(LITTLE_BYTES, GPU_SHARE * gpu_bytes)
+
+
+def usable_gpu_bytes(device: torch.device) -> int | None:
+    """Return what this process may take of a GPU, with what it took; None for a CPU."""
+    if device.type == "cpu":
+        return None
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    most = torch.cuda.get_per_process_memory_fraction(device) * total
+    return min(free + torch.cuda.memory_reserved(device), int(most))
+
+
+def room_for_states(like: Tensor, shape: Sequence[int], for_gpu: bool = False) -> Tensor:
+    """Return room for hidden states on the device and in the dtype of some; `for_gpu`: of main memory, where a GPU
+    reads and writes them by itself.
     If they would take most of the free main memory, it is a file of TMPDIR that is gone when they are.
 
     Raises ResourceError if that disk is full.
@@ -35,13 +60,31 @@ def room_for_states(like: Tensor, shape: Sequence[int]) -> Tensor:
     import torch
 
     states = like.new_empty(shape, device="meta")
-    if like.device.type != "cpu" or states.nbytes <= SHARE * memory().available_bytes:
+    if like.device.type != "cpu":
         return like.new_empty(shape)
+    if states.nbytes <= SHARE * memory().available_bytes:
+        return _registered(states) if for_gpu else like.new_empty(shape)
     with tempfile.NamedTemporaryFile(prefix="optkit-states-") as file:
         with disk_space_for(Path(file.name), states.nbytes):
             if sys.platform == "linux":  # a full disk would kill the process later
                 os.posix_fallocate(file.fileno(), 0, states.nbytes)
         return torch.from_file(file.name, shared=True, size=states.numel(), dtype=like.dtype).view(*shape)
+
+
+def _registered(states: Tensor) -> Tensor:
+    """Return room in main memory that CUDA knows, without which it copies while nothing else runs. Where it takes
+    no more memory, as often under WSL, the room serves all the same.
+    """
+    import torch
+
+    room = torch.frombuffer(own_bytes(states.nbytes), dtype=states.dtype).view(states.shape)
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(room.data_ptr(), room.nbytes, 0)):
+        with suppress(RuntimeError):  # what torch launches next raises what CUDA said here
+            torch.zeros(1, device="cuda")
+    else:
+        weakref.finalize(room.untyped_storage(), runtime.cudaHostUnregister, room.data_ptr()).atexit = False
+    return room
 
 
 def return_freed_memory(device: str = "cpu") -> None:

@@ -216,11 +216,9 @@ class Skeleton:
         """Replace hidden states by what a loaded block makes of them.
         They are float [sequences, sequence_length, hidden]; None: those of the inputs.
         """
-        states = inputs.hidden if hidden is None else hidden
         if hidden is None and inputs.settle:
             inputs.settle()
-        for batch in inputs.batches:
-            states[batch.rows] = self.run_block(index, states[batch.rows], batch.calls[index])
+        inputs.replace_(lambda batch, given: self.run_block(index, given, batch.calls[index]), hidden)
         if hidden is None and inputs.following and index == len(self.chains[0]) - 1:
             inputs.following()
 
@@ -234,8 +232,8 @@ class Skeleton:
         SourceError if it cannot be run alone.
         """
         with self.outside_but_head(device):
-            for batch in inputs.batches:
-                yield given_to_head(self.model, self.blocks, inputs.hidden[batch.rows])
+            for _, hidden in inputs.each():
+                yield given_to_head(self.model, self.blocks, hidden)
 
     @contextmanager
     def outside_but_head(self, device: str | torch.device) -> Iterator[None]:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from optkit.algorithms.grid import Grid, QuantizedWeight
 from optkit.common.tensor_float32 import tensor_float32
 from optkit.model.blocks import Batch, BlockInputs, Call
-from optkit.model.memory import room_for_states
 from optkit.model.readings import readings
 from optkit.model.replaced_forward import replaced_forward
 from optkit.model.skeleton import Skeleton
@@ -48,7 +47,7 @@ class BlockLearner:
     def __init__(self, skeleton: Skeleton, inputs: BlockInputs, steps: int, seed: int) -> None:
         """`inputs`: what goes into the first block of both."""
         self.skeleton, self.steps, self.seed = skeleton, steps, seed
-        self.wanted = room_for_states(inputs.hidden, inputs.hidden.shape).copy_(inputs.hidden)
+        self.wanted = inputs.copied()
         """What the unmodified model has behind the blocks that were entered."""
         self.weights: dict[str, Tensor] = {}
         """Of the layers of the block that was entered last, float32 [out, in]."""
@@ -60,7 +59,7 @@ class BlockLearner:
         Blocks before it that a run before this one finished are run again.
         """
         for finished in range(self._entered, index):
-            with self.skeleton.loaded(self.skeleton.blocks[finished], str(self.wanted.device), ""):
+            with self.skeleton.loaded(self.skeleton.blocks[finished], str(inputs.device), ""):
                 self.skeleton.advance_(finished, inputs, self.wanted)
         self.skeleton.advance_(index, inputs, self.wanted)
         self.weights = {name: float_weight(module).clone() for name, module in modules.items()}
@@ -88,7 +87,7 @@ class BlockLearner:
         for name in zeros_stay:
             layers[name].weight.register_hook(ZerosStay(layers[name].weight))
         first = inputs.batches[0]
-        self._readings = readings(self.skeleton, index, inputs.hidden[first.rows], first.calls[index])
+        self._readings = readings(self.skeleton, index, inputs.at(first), first.calls[index])
         with replaced_forward({modules[name]: layer.forward for name, layer in layers.items()}):
             before = self._mean_loss(index, inputs)
             self._train_(index, inputs, layers)
@@ -121,9 +120,9 @@ class BlockLearner:
         steps: dict[tuple[int, torch.Size], RecordedStep] = {}  # each distinct call has its own
         for step, batch in enumerate(drawn(inputs.batches, self.steps, self.seed + index)):
             set_rates(learning_rate(step / self.steps, 1.0, WARMUP))
-            call, hidden = batch.calls[index], inputs.hidden[batch.rows]
+            call, hidden = batch.calls[index], inputs.at(batch)
             recorded = steps.setdefault((id(call), hidden.shape), RecordedStep(partial(descend, call)))
-            recorded(hidden, self.wanted[batch.rows])
+            recorded(hidden, inputs.at(batch, self.wanted))
         for mean, each in zip(means, learning, strict=True):
             each.detach().copy_(mean)
 
@@ -137,8 +136,8 @@ class BlockLearner:
     @torch.no_grad()
     def _mean_loss(self, index: int, inputs: BlockInputs) -> float:
         losses = [
-            self._loss(index, batch.calls[index], inputs.hidden[batch.rows], self.wanted[batch.rows])
-            for batch in inputs.batches
+            self._loss(index, batch.calls[index], hidden, wanted)
+            for (batch, hidden), (_, wanted) in zip(inputs.each(), inputs.each(self.wanted), strict=True)
         ]
         return float(torch.stack(losses).mean())
 

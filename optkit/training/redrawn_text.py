@@ -33,7 +33,7 @@ def redrawn(
     vocabulary = skeleton.model.get_output_embeddings().weight.shape[0]
     at_once = logits_at_once(device, vocabulary)
     for sequences in inputs.hidden.split(batch_size):  # as many at once as learn at once: the plan counts their logits
-        for hidden in sequences.flatten(0, 1).split(at_once):
+        for hidden in sequences.to(device).flatten(0, 1).split(at_once):
             expected = logits_of_tokens(skeleton.model, skeleton.blocks, hidden).float().softmax(-1)
             drawn.append(torch.multinomial(expected, copies, replacement=True, generator=generator).cpu())
     skeleton.release_outside_()

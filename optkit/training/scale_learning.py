@@ -21,7 +21,6 @@ from optkit.algorithms.grid import Grid, QuantizedWeight
 from optkit.common.tensor_float32 import tensor_float32
 from optkit.model.blocks import Batch, BlockInputs
 from optkit.model.head import logits_of_tokens
-from optkit.model.memory import room_for_states
 from optkit.model.replaced_forward import replaced_forward
 from optkit.model.skeleton import Skeleton
 from optkit.training.block_learning import drawn
@@ -76,14 +75,14 @@ class ScaleLearner:
     def __init__(self, skeleton: Skeleton, inputs: BlockInputs) -> None:
         """`inputs`: what goes into the first block, which stays as it is."""
         self.skeleton, self.inputs = skeleton, inputs
-        self.wanted = room_for_states(inputs.hidden, inputs.hidden.shape).copy_(inputs.hidden)
+        self.wanted = inputs.copied()
         """What the unmodified model has behind the blocks that were put."""
         self.layers: list[dict[str, ScaledCodes]] = []
         """Of each block."""
         self._forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
 
     def __enter__(self) -> Self:
-        self.skeleton.load_outside_(self.wanted.device)
+        self.skeleton.load_outside_(self.inputs.device)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +94,7 @@ class ScaleLearner:
         self, coded: Mapping[str, QuantizedWeight], grids: Mapping[str, Grid], fixed: Callable[[str], bool]
     ) -> None:
         """Add the next block, with codes in the place of the weights of layers; scales of `fixed` ones stay."""
-        index, device = len(self.layers), self.wanted.device
+        index, device = len(self.layers), self.inputs.device
         block = self.skeleton.blocks[index]
         self.skeleton.load_(block.name, device)
         self.skeleton.advance_(index, self.inputs, self.wanted)
@@ -138,7 +137,7 @@ class ScaleLearner:
 
     def _descend(self, batch: Batch) -> None:
         """Add the gradient of a batch to those of the scales."""
-        states = [self.inputs.hidden[batch.rows]]
+        states = [self.inputs.at(batch)]
         with torch.no_grad():
             for index in range(len(self.layers)):
                 states.append(self._run(index, states[-1], batch))
@@ -160,7 +159,7 @@ class ScaleLearner:
     def _divergence(self, hidden: Tensor, batch: Batch) -> Tensor:
         """Return the mean over the tokens of a batch, by what left the last block."""
         model, blocks = self.skeleton.model, self.skeleton.blocks
-        wanted = self.wanted[batch.rows].flatten(0, 1)
+        wanted = self.inputs.at(batch, self.wanted).flatten(0, 1)
 
         def compute(part: Tensor, positions: slice) -> tuple[Tensor, Tensor]:
             with torch.no_grad():
@@ -174,8 +173,7 @@ class ScaleLearner:
     @torch.no_grad()
     def _mean_divergence(self) -> float:
         found = []
-        for batch in self.inputs.batches:
-            hidden = self.inputs.hidden[batch.rows]
+        for batch, hidden in self.inputs.each():
             for index in range(len(self.layers)):
                 hidden = self._run(index, hidden, batch)
             found.append(self._divergence(hidden, batch))

@@ -91,11 +91,11 @@ class BlockImportance:
         with self.progress.task("block influence", len(left), "blocks") as task:
             for index in left:
                 self.skeleton.load_(self.skeleton.blocks[index].name, self.device)
-                entering.append(inputs.hidden.clone())
+                entering.append(inputs.copied())
                 self.skeleton.advance_(index, inputs)
                 self.skeleton.release_(self.skeleton.blocks[index].name)
                 if len(entering) == length:
-                    pairs = zip(entering[0], inputs.hidden, strict=True)
+                    pairs = zip(*(map(self._on_device, each) for each in (entering[0], inputs.hidden)), strict=True)
                     found.append(sum(block_influence(*pair) for pair in pairs) / self.tokens.numel())
                 task.advance(note=self.skeleton.blocks[index].name)
         return found
@@ -112,7 +112,7 @@ class BlockImportance:
             for place, index in enumerate(left):
                 self.skeleton.load_(self.skeleton.blocks[index].name, self.device)
                 if place + length <= len(left):
-                    streams.append(inputs.hidden.clone())
+                    streams.append(inputs.copied())
                 for stream in streams[: max(0, place - length + 1)]:
                     self.skeleton.advance_(index, inputs, stream)
                 self.skeleton.advance_(index, inputs)
@@ -125,6 +125,9 @@ class BlockImportance:
         self.skeleton.release_outside_()
         return found
 
+    def _on_device(self, sequence: Tensor) -> Tensor:
+        return sequence.to(self.device)
+
     def _inputs(self) -> BlockInputs:
         return self.skeleton.capture_inputs(self.tokens, self.device, self.batch_size)
 
@@ -134,7 +137,7 @@ class BlockImportance:
         Every token but the first of a sequence is predicted.
         """
         total = 0.0
-        for row, tokens in zip(hidden, self.tokens.to(self.device), strict=True):
+        for row, tokens in zip(map(self._on_device, hidden), self.tokens.to(self.device), strict=True):
             parts = zip(row[:-1].split(self.positions_at_once), tokens[1:].split(self.positions_at_once), strict=True)
             for part, next_tokens in parts:
                 logits = logits_behind(self.skeleton.model, self.skeleton.blocks, part[None])[0].float()

@@ -72,7 +72,7 @@ def is_prompt(skeleton: Skeleton, index: int, inputs: BlockInputs) -> bool:
     """Whether a block on a CPU computes what the C++ of prompts does: one of the Llama family, in float32,
     without a mask of its own.
     """
-    known = inputs.hidden.device.type == "cpu" and inputs.hidden.dtype == torch.float32
+    known = inputs.device.type == "cpu" and inputs.hidden.dtype == torch.float32
     return (
         known and not why_not_step(skeleton.model) and all(_is_plain_call(each.calls[index]) for each in inputs.batches)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.algorithms.hessian import Hessian, mean_square
 from optkit.model.blocks import Batch, BlockInputs, Call
 from optkit.model.linear_layers import EXPERTS
-from optkit.model.memory import room_for_states
 from optkit.model.replaced_forward import hooked, replaced_forward
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_, weight_of
@@ -47,10 +47,10 @@ class EarlierErrors:
         """`inputs`: what goes into the first block of both models; `stays`: whether a layer is to be
         rounded to nearest, as it is.
         """
-        load_kernels(inputs.hidden.device.type)
+        load_kernels(inputs.device.type)
         self.skeleton, self.share, self.damping = skeleton, share, damping
         self.equal_tokens, self.keep_zeros, self.stays = equal_tokens, keep_zeros, stays
-        self.hidden = room_for_states(inputs.hidden, inputs.hidden.shape).copy_(inputs.hidden)
+        self.hidden = inputs.copied()
         """What the unmodified model has in front of the block that was entered, or behind it once it was left."""
         self._weights: dict[nn.Module, Tensor] = {}
         self._forwards: Forwards = {}
@@ -63,12 +63,12 @@ class EarlierErrors:
     def enter_(self, index: int, inputs: BlockInputs, modules: Mapping[str, nn.Module]) -> None:
         """Keep the float weights of a loaded block. Blocks that a run before this one finished run again."""
         for finished in range(self._left, index):
-            with self.skeleton.loaded(self.skeleton.blocks[finished], str(self.hidden.device), ""):
+            with self.skeleton.loaded(self.skeleton.blocks[finished], str(inputs.device), ""):
                 self._begin(finished, {})
                 self.leave_(finished, inputs)
         self._begin(index, modules)
         batch = inputs.batches[0]
-        self._sums = added_to(self.skeleton, index, self.hidden[batch.rows], batch.calls[index], modules)
+        self._sums = added_to(self.skeleton, index, inputs.at(batch, self.hidden), batch.calls[index], modules)
 
     def _begin(self, index: int, modules: Mapping[str, nn.Module]) -> None:
         block = self.skeleton.blocks[index]
@@ -92,11 +92,13 @@ class EarlierErrors:
         moving = {name: module for name, module in layers.items() if name not in alone}
         found: dict[str, Mismatch] = {}
         forwards = self._now(index)
-        for number, batch in enumerate(inputs.batches if moving else ()):
+        both = zip(inputs.each(), inputs.each(self.hidden), strict=True) if moving else ()
+        for number, ((batch, hidden), (_, unmodified)) in enumerate(both):
+            call = batch.calls[index]
             with replaced_forward(forwards):
-                given, sums = self._seen(index, number, inputs.hidden, batch, moving)
+                given, sums = self._seen(index, number, hidden, call, moving)
             with self._unmodified():
-                wanted, wanted_sums = self._seen(index, number, self.hidden, batch, moving)
+                wanted, wanted_sums = self._seen(index, number, unmodified, call, moving, unmodified=True)
             first: dict[int, str] = {}
             for name, rows in given.items():
                 added = name in self._sums
@@ -122,11 +124,14 @@ class EarlierErrors:
 
     def leave_(self, index: int, inputs: BlockInputs) -> None:
         """Run what is left to run of the unmodified block. The modules have to compute with plain weights meanwhile."""
+        numbers = count()
+
+        def run(batch: Batch, hidden: Tensor) -> Tensor:
+            with self._skipping(next(numbers), unmodified=True):
+                return self.skeleton.run_block(index, hidden, batch.calls[index])
+
         with self._unmodified():
-            for number, batch in enumerate(inputs.batches):
-                with self._skipping(number, unmodified=True):
-                    left = self.skeleton.run_block(index, self.hidden[batch.rows], batch.calls[index])
-                self.hidden[batch.rows] = left
+            inputs.replace_(run, self.hidden)
         self._ran = {}
         self._left = index + 1
 
@@ -138,14 +143,19 @@ class EarlierErrors:
         return EXPERTS in name or self.stays(name)
 
     def _seen(
-        self, index: int, number: int, states: Tensor, batch: Batch, layers: Mapping[str, nn.Module]
+        self,
+        index: int,
+        number: int,
+        hidden: Tensor,
+        call: Call,
+        layers: Mapping[str, nn.Module],
+        unmodified: bool = False,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return what each layer is given of a batch with a number, and what its outputs are added to.
 
         Nothing behind that runs, and no part of the block runs again whose layers do not change any more:
         in the unmodified model those of this turn neither.
         """
-        hidden, unmodified = states[batch.rows], states is self.hidden
         sources = {name: self._sums[name] for name in layers if name in self._sums}
         given: dict[nn.Module, Tensor] = {}
         watched = {*layers.values(), *(source for source in sources.values() if source)}
@@ -170,7 +180,7 @@ class EarlierErrors:
         handles = [module.register_forward_pre_hook(enter) for module in watched]
         handles += [part.register_forward_hook(end) for part in ending]
         with self._skipping(number, unmodified), hooked(handles), suppress(AllSeenError):
-            self.skeleton.run_block(index, hidden, batch.calls[index])
+            self.skeleton.run_block(index, hidden, call)
         sums = {name: given[source] if source else hidden for name, source in sources.items()}
         return {name: given[module] for name, module in layers.items() if module in given}, sums
 

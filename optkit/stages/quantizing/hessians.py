@@ -84,7 +84,7 @@ def collect_hessians(
     The very same Hessian is returned for layers that were given the same tensor (q, k and v;
     gate and up).
     """
-    load_kernels(inputs.hidden.device.type)
+    load_kernels(inputs.device.type)
 
     def start(given: Tensor) -> Hessian:
         return Hessian(given.shape[-1], given.device, equal_tokens, rounded=True)
@@ -176,8 +176,8 @@ def watch_inputs(
     sums: dict[str, S] = {}
     experts = experts_in(skeleton.blocks[index].module)
     with seeing_all(experts if skeleton.experts_see_all else ()):
-        for batch in inputs.batches if layers else ():
-            run = partial(skeleton.run_block, index, inputs.hidden[batch.rows], batch.calls[index])
+        for batch, hidden in inputs.each() if layers else ():
+            run = partial(skeleton.run_block, index, hidden, batch.calls[index])
             _watch_run(run, layers, sums, start, others_are_zero=not experts)
     return sums if inputs.together.count == 1 else _added_up(sums, layers, start, inputs)
 

@@ -133,7 +133,7 @@ def with_unmodified(work: Work, shape: ModelShape, layers: Mapping[str, Layer], 
     hidden, _ = calibration_bytes(shape, layers, text, batch)
     largest = max(layer.outputs * layer.inputs for layer in layers.values())
     kept = 4 * hidden + shape.block_bytes + 2 * hessian_bytes(shape, moved, at_once=True) + 4 * 3 * largest
-    return replace(work, block=work.block + kept)
+    return replace(work, block=work.block + kept, streams=2)
 
 
 def with_learning(
@@ -150,7 +150,7 @@ def with_learning(
     logits = logit_tensors(shape.config) * min(LOGIT_BYTES[device.partition(":")[0]], positions)
     whole = shape.outside_bytes + shape.block_bytes + SCALING_BYTES * max(counts) + SCALE_BYTES * scales
     learning = max(block, whole + states + running + logits)
-    return replace(work, block=hidden + max(work.block, hidden + learning), held=sum(counts))
+    return replace(work, block=hidden + max(work.block, hidden + learning), streams=2, held=sum(counts))
 
 
 def logit_tensors(config: Mapping[str, Any]) -> int:

@@ -53,22 +53,22 @@ class BlockGradients:
         """Draw the probes from the predictions.
         Take them back through the head to the output of the last block.
         """
-        skeleton, leaving = self.skeleton, self.entering.pop().to(self.device)
+        skeleton, leaving = self.skeleton, self.entering.pop()
         skeleton.load_outside_(self.device)
         for batch in self.inputs.batches:
-            parts = [self._through_head(part) for part in leaving[batch.rows].split(POSITIONS_AT_ONCE, dim=1)]
-            self.behind.append(torch.cat(parts, dim=1))
+            parts = leaving[batch.rows].to(self.device).split(POSITIONS_AT_ONCE, dim=1)
+            self.behind.append(torch.cat([self._through_head(part) for part in parts], dim=1))
         skeleton.release_outside_()
 
     def backward_(self, index: int, layers: Mapping[str, nn.Module]) -> dict[str, list[Seen]]:
         """Return what the layers of a loaded block saw, sequence by sequence.
         Then the block in front of it is next.
         """
-        entering = self.entering.pop().to(self.device)
+        entering = self.entering.pop()
         found: dict[str, list[Seen]] = {name: [] for name in layers}
         for number, batch in enumerate(self.inputs.batches):
             seen, self.behind[number] = self._backward(
-                index, entering[batch.rows], batch.calls[index], self.behind[number], layers
+                index, entering[batch.rows].to(self.device), batch.calls[index], self.behind[number], layers
             )
             for name, each in seen.items():
                 found[name].append(each)

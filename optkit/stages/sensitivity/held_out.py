@@ -36,7 +36,7 @@ def mean_divergences(
     """
     quantized = [quantized_layers(copy) or {} for copy in copies]
     inputs = skeleton.capture_inputs(tokens, device, batch_size=1)
-    streams = [inputs.hidden, *(inputs.hidden.clone() for _ in copies)]
+    streams = [inputs.hidden, *(inputs.copied() for _ in copies)]
     with progress.task("compare", len(skeleton.blocks), "blocks") as task:
         for index, block in enumerate(skeleton.blocks):
             skeleton.load_(block.name, device)
@@ -48,7 +48,10 @@ def mean_divergences(
             task.advance(note=block.name)
     skeleton.load_outside_(device)
     totals = [
-        sum(_divergence(skeleton, streams[0][batch.rows], stream[batch.rows]) for batch in inputs.batches)
+        sum(
+            _divergence(skeleton, ours, theirs)
+            for (_, ours), (_, theirs) in zip(inputs.each(), inputs.each(stream), strict=True)
+        )
         for stream in streams[1:]
     ]
     skeleton.release_outside_()

@@ -15,7 +15,7 @@ PROBES = 2
 """Random probes of the predictions for each sequence: the bands of a layer's outputs make many
 samples of each.
 """
-COPIES = 8
+COPIES = 6
 """Matrices of the size of a layer's weight that are held beside those of its forms: its Hessian,
 GPTQ's work.
 """

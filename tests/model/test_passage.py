@@ -1,0 +1,155 @@
+"""Hidden states that wait in main memory give the bytes of those that lie on the device."""
+
+import re
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from optkit.model import calibration_memory, entering, memory
+from optkit.model.checkpoint import Checkpoint
+from optkit.model.passage import Passage
+from optkit.source.calibration import Calibration
+from optkit.stage import Transform
+from optkit.stages.awq import Awq
+from optkit.stages.cast import Cast
+from optkit.stages.gptq import Gptq
+from tests.conftest import TinyModel
+from tests.model.test_blocks_that_run_again import FORMS
+from tests.model.test_kept_blocks import STAGES, Lines, few, files, interrupted, run
+
+__all__ = ["few"]
+STREAMING = {name: made for name, made in (STAGES | FORMS).items() if name != "rotate"}  # that has 32 tokens
+QUICK = ("balanced", "learning", "nvfp4", "auto_bits", "prune", "prune_structured")
+"""Between them they take hidden states in all ways: in turn, at random, several models' together."""
+
+
+class Late(Passage):
+    """Copies on a CPU, one behind the other, and none before somebody waits for it."""
+
+    carried = 0
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._left: deque[tuple[Tensor, Tensor]] = deque()
+
+    def begin(self, waiting: Tensor) -> Callable[[], Tensor]:
+        brought = torch.full_like(waiting, torch.nan)
+        self._left.append((brought, waiting))
+
+        def given() -> Tensor:
+            while any(to is brought for to, _ in self._left):
+                self._copy()
+            return brought
+
+        return given
+
+    def put_(self, waiting: Tensor, made: Tensor) -> None:
+        self._left.append((waiting, made))
+
+    def end(self) -> None:
+        while self._left:
+            self._copy()
+
+    def _copy(self) -> None:
+        Late.carried += 1
+        to, given = self._left.popleft()
+        to.copy_(given)
+
+
+def in_batches(stage: Transform) -> Transform:
+    """Return a stage to which each sequence is a batch."""
+    return stage.model_copy(update={"batch_size": 1} if "batch_size" in type(stage).model_fields else {})
+
+
+@pytest.fixture
+def in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the CPU for a GPU without room for hidden states."""
+    monkeypatch.setattr(entering, "is_little_of_gpu", lambda *_: False)
+    monkeypatch.setattr(entering, "Passage", Late)
+    monkeypatch.setattr(memory, "_registered", lambda states: torch.empty_like(states, device="cpu"))
+    monkeypatch.setattr(Late, "carried", 0)
+
+
+@pytest.mark.parametrize(
+    "kind", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STREAMING]
+)
+def test_stages_leave_the_same_bytes(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, request: pytest.FixtureRequest
+) -> None:
+    stage, source = in_batches(STREAMING[kind](few)), tmp_path / "source"
+    run(Cast(dtype="bfloat16"), tiny_model("llama"), source, None)
+    run(stage, source, tmp_path / "whole", None)
+    request.getfixturevalue("in_main_memory")
+    work, lines = interrupted(stage, source, tmp_path, 1), Lines()
+    run(stage, source, tmp_path / "resumed", work, lines)
+    assert Late.carried > 2
+    assert re.search(r"the GPU is small, so hidden states \([\d.]+ kB\) wait", " ".join(lines.lines))
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", STREAMING)
+def test_a_gpu_leaves_the_same_bytes(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, source = in_batches(STREAMING[kind](few)), tmp_path / "source"
+    run(Cast(dtype="bfloat16"), tiny_model("llama"), source, None)
+    run(stage, source, tmp_path / "whole", None, device="cuda")
+    monkeypatch.setattr(memory, "LITTLE_BYTES", 0)
+    monkeypatch.setattr(memory, "GPU_SHARE", 0)
+    work = interrupted(stage, source, tmp_path, 1, "cuda")
+    lines = Lines()
+    run(stage, source, tmp_path / "resumed", work, lines, device="cuda")
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+    assert "wait in main memory" in " ".join(lines.lines)
+
+
+def test_a_plan_has_states_where_they_will_be(
+    tiny_model: TinyModel, few: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Checkpoint(tiny_model("llama")).shape
+    text = few.model_copy(update={"samples": 1 << 14})
+    states = (1 << 14) * 64 * shape.config["hidden_size"] * 4
+    for stage, streams in ((Gptq(group_size=32), 1), (Gptq(group_size=32, effort="balanced"), 2), (Awq(), 1)):
+        whole, part = (
+            (monkeypatch.setattr(calibration_memory, "gpu_memory_bytes", lambda _, size=size: size), None)[1]
+            or stage.model_copy(update={"calibration": text}).predict(shape, "cuda")[0]
+            for size in (8 * states, 8 * states - 1)
+        )
+        assert (whole.gpu_bytes - part.gpu_bytes, part.ram_bytes - whole.ram_bytes) == (streams * states,) * 2
+
+
+def test_a_limit_of_torch_is_all_that_a_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)
+    for share, expected in ((1.0, 90), (0.5, 50)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _, share=share: share)
+        assert memory.usable_gpu_bytes(torch.device("cuda")) == expected
+    assert memory.usable_gpu_bytes(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("refused", [0, 2])
+def test_memory_is_known_to_cuda_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
+    known: list[int] = []
+
+    def register(place: int, size: int, flags: int) -> int:
+        assert (size, flags) == (24, 0)
+        known.append(place)
+        return refused
+
+    monkeypatch.setattr(
+        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=known.remove)
+    )
+    like, launched = torch.ones(2, dtype=torch.bfloat16), Mock(side_effect=RuntimeError)
+    monkeypatch.setattr(torch, "zeros", launched)  # which raises what CUDA said before
+    room = memory.room_for_states(like, (3, 4), for_gpu=True)
+    assert launched.called == bool(refused)
+    assert (room.shape, room.dtype, known) == ((3, 4), torch.bfloat16, [room.data_ptr()])
+    del room
+    assert len(known) == (1 if refused else 0)
