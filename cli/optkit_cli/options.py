@@ -87,9 +87,12 @@ class Group(click.Group):
         words = list(args)
         for word in words:
             try:
-                os.fsencode(word).decode()
-            except UnicodeDecodeError as error:
-                what = f"{os.fsencode(word)!r} is not UTF-8 text. Names are kept in JSON, which is. Rename it."
+                word.encode()
+            except UnicodeEncodeError as error:
+                shown: str | bytes = word
+                with suppress(UnicodeEncodeError):  # of surrogates that stand for no byte
+                    shown = word.encode(errors="surrogateescape")
+                what = f"{shown!a} is not UTF-8 text. Names are kept in JSON, which is. Rename it."
                 raise click.UsageError(what, ctx) from error
         try:
             return super().parse_args(ctx, args)

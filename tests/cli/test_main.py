@@ -3,6 +3,7 @@
 import ast
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -99,6 +100,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["run", "x", "--out", "\udcff"],
             "error: b'\\xff' is not UTF-8 text. Names are kept in JSON, which is. Rename it.",
         ),
+        (["run", "\ud800"], "error: '\\ud800' is not UTF-8 text."),
         (["list", "models?"], "is not one of 'stages', 'evals', 'recipes', 'datasets', 'models'"),
         (["eval", "m"], "error: Missing option '--evals'. It is: A recipe, shipped (e.g. llama_int4) or yours,"),
         (["compare"], "error: Missing argument 'ARTIFACT...'."),
@@ -111,6 +113,15 @@ def test_usage_errors_say_what_to_type(words: list[str], said: str, capsys: pyte
     assert said in err
     assert err.splitlines()[-1].startswith("Try: optkit")
     assert "Traceback" not in err
+
+
+def test_words_that_a_narrow_locale_cannot_hold_are_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsencode", lambda word: word.encode("latin-1", "surrogateescape"))
+    for name in ("é", "→"):
+        assert main(["validate", f"{name}.yaml"]) == 2
+        assert f"{name}.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
