@@ -53,12 +53,32 @@ def test_help_answers_at_once_because_it_imports_little() -> None:
     assert len(modules_of("from optkit_cli.main import main; main(['--help'])") - nothing) < 190
 
 
-def test_listing_and_validating_import_no_torch() -> None:
+def test_commands_that_only_read_import_no_torch(
+    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_STORE", f"{tiny_run}/store")
     lists = [["list", each] for each in ("stages", "evals", "datasets", "models", "recipes")]
-    commands = [*lists, ["schema"], ["explain", "gptq"], ["validate", *map(str, (ROOT / "recipes").glob("*.yaml"))]]
-    code = f"from optkit_cli.main import main; import sys; print([main(each) for each in {commands}], file=sys.stderr)"
-    _, err = python(f"{code}; print({{'torch', 'transformers'}} & {{*sys.modules}}, file=sys.stderr)").communicate()
-    assert err.splitlines() == [str([0] * len(commands)), "set()"]
+    commands = [
+        *lists,
+        ["explain", "gptq"],
+        ["schema"],
+        ["validate", *map(str, (ROOT / "recipes").glob("*.yaml"))],
+        ["plan", f"{tiny_run}/tiny.yaml"],
+        ["init", "new.yaml", "--model", "smollm2-135m"],
+        *[[each, f"{tiny_run}/out"] for each in ("show", "compare", "card")],
+        ["report", f"{tiny_run}/out", "--out", "page.html"],
+        ["history", "--where", "size_bytes<=2x"],
+        ["store", "show"],
+    ]
+    code = f"""
+import sys
+from optkit_cli.main import main
+for words in {commands}:
+    status = main(words)
+    print(words[:2], status, {{"torch", "transformers"}} & {{*sys.modules}}, file=sys.stderr)
+"""
+    _, err = python(code, cwd=tmp_path).communicate()
+    assert err.splitlines() == [f"{words[:2]} 0 set()" for words in commands]
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

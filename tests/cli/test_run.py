@@ -189,17 +189,6 @@ def test_a_gpu_that_is_not_there(words: list[str], desk: Path, capsys: pytest.Ca
         pipeline.open_artifact(desk, device="cuda:99")
 
 
-def test_plan_imports_no_torch(desk: Path) -> None:
-    done = python(
-        "-c",
-        "import sys; from optkit_cli.main import main; main(['plan', 'tiny.yaml']); print('torch' in sys.modules)",
-        cwd=desk,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "cast" in done.stdout
-    assert done.stdout.splitlines()[-1] == "False"
-
-
 def test_sequences_longer_than_the_model_are_refused_before_anything_runs(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,6 @@ import pytest
 from optkit.artifact import Artifact, ArtifactRecord
 from optkit.comparison.history import history, remember_artifact
 from tests.support.command_line import desk_with, spoken
-from tests.support.fresh_python import imported_by
 from tests.support.scorecards import card, perplexity, size
 
 LOSSES = [3.0 + 0.1 * (index % 4) for index in range(12)]
@@ -144,8 +143,3 @@ def test_what_runs_made_and_what_became_of_it(
 
     spoken(capsys, "run", "two.yaml", "--device", "cpu", "--out", "artifacts/one", "--set", "seed=1", status=3)
     assert "artifacts/one  (replaced)" in spoken(capsys, "history", "--recipe", "one")[0]
-
-
-def test_neither_torch_nor_transformers_is_imported(store: Path) -> None:
-    words = ["history", "--store", str(store), "--where", "perplexity<=1.02x"]
-    assert not {"torch", "transformers"} & imported_by(f"from optkit_cli.main import main; main({words})")
