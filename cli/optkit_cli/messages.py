@@ -59,9 +59,8 @@ def error_classes(base: type[OptkitError] = OptkitError) -> Iterator[type[Optkit
             yield from error_classes(derived)
 
 
-@cache
 def read_sources() -> Sources:
-    """Return what optkit is made of."""
+    """Return what optkit is made of: a million objects, for which a process that keeps them collects garbage slowly."""
     roots = [Path(str(package.__file__)).parent for package in (optkit, optkit_cli, optkit_evals)]
     return Sources(
         {str(path): path.read_text(encoding="utf-8") for root in roots for path in sorted(root.rglob("*.py"))}

@@ -1,6 +1,7 @@
 """The site's pages about commands, errors and the environment say what is there."""
 
 import ast
+import gc
 import re
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,7 @@ from optkit_cli.explain import found_by
 from optkit_cli.main import COMMANDS
 from optkit_cli.messages import Message, error_classes, errors_of, messages, messages_of, read_sources
 from optkit_cli.reference import reference_pages
+from optkit_cli.sources import Sources
 
 from optkit.devices.datasheets import DEVICES
 from optkit.scorecard.scorecard import Measured, Scorecard
@@ -62,6 +64,12 @@ WORDS_OF_ANOTHER = {
     "super().__init__('\\n'.join((str(problem) for problem in self.problems)))": "of the problems",
 }
 """Errors whose words are another's, which is known by itself."""
+
+
+def test_no_source_is_kept_once_its_messages_are_known() -> None:
+    assert messages()
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, Sources)]
 
 
 def test_no_error_is_made_of_words_that_are_unknown() -> None:
