@@ -105,6 +105,7 @@ def test_experts_have_the_sizes_of_the_file(tmp_path: Path, told: bool) -> None:
     assert near(plain_logits(target), plain_logits(source))
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(("key", "value"), [("router_logit_softcapping", 30.0), ("rope__scaling__type", "yarn")])
 def test_metadata_that_nobody_looks_at_is_refused(
     tmp_path: Path, tiny_model: TinyModel, key: str, value: object
