@@ -21,7 +21,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
 # Two processes of one thread each: the models of the tests are tiny, and threads that wait for each other cost minutes on a busy machine.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
-COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/|/transformers/models/' .venv/lib >/dev/null || true
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|databricks|fontTools|matplotlib|mypyc?|nltk|pip|setuptools)/|/transformers/models/' .venv/lib >/dev/null || true
 
 .PHONY: run dist test slow bench docs coverage storm zoo vendor clean
 .DELETE_ON_ERROR:
