@@ -63,9 +63,9 @@ OTHER_WEIGHTS = "transformers_weights"
 HEAD_WIDTHS = ("head_dim", "kv_channels", "d_kv", "attention_head_size")
 """How keys end that say how wide a head is; without any, the heads divide the hidden size."""
 TEXTS = ("quant_method", "format", "version", "checkpoint_format", "bnb_4bit_quant_type")
-NAMES = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules", "targets")
+LAYER_NAMES = ("ignore", "modules_to_not_convert", "llm_int8_skip_modules", "targets")
 """Lists of the names of layers, or of patterns `re:...`."""
-NUMBERS = ("bits", "num_bits", "w_bit", "group_size", "q_group_size")
+WIDTHS = ("bits", "num_bits", "w_bit", "group_size", "q_group_size")
 """Not 0; -1 stands for all."""
 SCHEMES = ("weights", "input_activations", "output_activations", "kv_cache_scheme")
 GROUPS = "config_groups"
@@ -208,9 +208,9 @@ def wrong_in_quantization(config: Mapping[str, Any], way: str = "quantization_co
             continue
         if key in TEXTS and not isinstance(value, str):
             yield f"{place} text"
-        elif key in NAMES and not (isinstance(value, list) and all(map(_is_name, value))):
+        elif key in LAYER_NAMES and not (isinstance(value, list) and all(map(_is_name, value))):
             yield f"{place} a list of names and patterns"
-        elif key in NUMBERS and (
+        elif key in WIDTHS and (
             isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**31 or not value
         ):
             yield f"{place} a number other than 0"
