@@ -157,8 +157,9 @@ def test_forms_are_read_as_they_are_written_and_as_recipes_say_them() -> None:
     [
         (
             "4g64,7",
-            "--choices: choices.1: '7' is no form of a layer. A form is 2 to 6 or 8 bits, g and a group size of at "
-            "least 8 (64 if left out), and a for zero points. Write it as 4g64, 3g32a or {bits: 3, group_size: 32}.",
+            "--choices: choices.1: '7' is no form of a layer. A form is 2 to 6 or 8 bits, g and a group size, "
+            "and a for zero points. A group has at least 8 weights, and 64 if nothing is said. Write it as 4g64, 3g32a "
+            "or {bits: 3, group_size: 32}.",
         ),
         ("4g4", "--choices: choices.0: '4g4' is no form of a layer."),
         ("4.5", "--choices: choices.0: '4.5' is no form of a layer."),

@@ -44,8 +44,9 @@ class Choice(Frozen):
             return value
         if not (match := WORD.fullmatch(str(value))):
             raise ValueError(
-                f"'{value}' is no form of a layer. A form is 2 to 6 or 8 bits, g and a group size of at least 8 (64 if "
-                "left out), and a for zero points. Write it as 4g64, 3g32a or {bits: 3, group_size: 32}"
+                f"'{value}' is no form of a layer. A form is 2 to 6 or 8 bits, g and a group size, and a for zero "
+                "points. A group has at least 8 weights, and 64 if nothing is said. Write it as 4g64, 3g32a or "
+                "{bits: 3, group_size: 32}"
             )
         group = {"group_size": int(match[2])} if match[2] else {}
         return {"bits": int(match[1]), "symmetric": not match[3], **group}
