@@ -60,6 +60,7 @@ WORDS_OF_ANOTHER = {
     "place.problem(str(error))": "of an error that gets a place",
     "recipe.value_place(steps).problem(str(error))": "of an error that gets a place",
     "PushError(what, where=where, why=why, remedy=remedy)": "of an error without its secrets",
+    "UsageError(found[0].message, where='--choices')": "of a fault",
     "place((*steps, *fault.steps)).problem(fault.message)": "of a fault",
     "super().__init__('\\n'.join((str(problem) for problem in self.problems)))": "of the problems",
 }
