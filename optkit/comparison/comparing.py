@@ -15,6 +15,7 @@ from optkit.comparison.noise import floors_of
 from optkit.comparison.ranking import Ranking, axis_of, groups_of, usual_axes
 from optkit.comparison.reading import read_scorecards
 from optkit.comparison.result import Comparison, Entry, Group, LeftOut
+from optkit.comparison.table import short_digests
 from optkit.scorecard.scorecard import Scorecard
 
 
@@ -83,5 +84,7 @@ def several_models(entries: Sequence[Entry], groups: Iterable[Sequence[int]]) ->
     for members in groups:
         models = grouped((entries[index] for index in members), lambda entry: entry.model)
         if len(models) > 1:
-            said = some(f"{', '.join(entry.label for entry in its)} of {model}" for model, its in models.items())
+            said = some(
+                f"{', '.join(entry.label for entry in its)} of {short_digests(model)}" for model, its in models.items()
+            )
             yield f"ratios are to {len(models)} unmodified models: {said}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +40,15 @@ class CellText:
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.value, self.ratio, self.interval) if part)
+
+
+def field_text(value: object) -> str:
+    """Return a recipe's value as its YAML says it, digests by their first digits."""
+    return short_digests(value if isinstance(value, str) else json.dumps(value))
+
+
+def short_digests(text: str) -> str:
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,52}\b", r"\1", text)
 
 
 def shown_columns(comparison: Comparison, group: Group) -> list[Column]:

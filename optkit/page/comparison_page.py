@@ -156,8 +156,8 @@ def _setting_names(entries: Sequence[Entry]) -> dict[str, str]:
 
 
 def _row(comparison: Comparison, entry: Entry, metrics: list[Metric], names: Mapping[str, str]) -> TableRow:
-    own = {names[path]: value for path, value in entry.fields.items()}
-    said = ", ".join(str(own.get(name, "-")) for name in dict.fromkeys(names.values()))
+    own = {names[path]: tables.field_text(value) for path, value in entry.fields.items()}
+    said = ", ".join(own.get(name, "-") for name in dict.fromkeys(names.values()))
     cells = [
         Cell(f"{entry.rank}. {entry.label}" if entry.rank else entry.label, small=said),
         Cell(tables.standing(entry, lambda better: str(comparison.entry(better).rank)), kind="words"),

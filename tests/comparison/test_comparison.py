@@ -40,8 +40,10 @@ def test_one_is_dominated_only_by_what_is_measurably_better_and_nowhere_worse() 
 
 
 def test_ratios_to_several_unmodified_models_are_told() -> None:
-    others = [made(name, 0.03, model="large") for name in ("big", "huge")]
-    assert compared(GOOD, *others).notes == ("ratios are to 2 unmodified models: good of small; big, huge of large",)
+    others = [made(name, 0.03, model=f"large@sha256:{'0a' * 32}") for name in ("big", "huge")]
+    assert compared(GOOD, *others).notes == (
+        "ratios are to 2 unmodified models: good of small; big, huge of large@sha256:0a0a0a0a0a0a",
+    )
     assert compared(*others).notes == ()
 
 

@@ -208,15 +208,15 @@ def test_fields_of_two_stages_are_told_apart(cards: Cards) -> None:
         (
             place,
             card.model_copy(
-                update={"recipe": {**card.recipe, "stages": [{"prune": {"bits": at}}, *card.recipe["stages"]]}}
+                update={"recipe": {**card.recipe, "stages": [{"prune": {"bits": at > 0}}, *card.recipe["stages"]]}}
             ),
         )
         for at, (place, card) in enumerate(cards[:2])
     ]
     text = " ".join(Page(comparison_page(compare_scorecards(pruned))).text.split())
     assert "stages.0.bits, stage, stages.1.bits" in text
-    assert "0, rtn, 8" in text
-    assert "1, gptq, 4" in text
+    assert "false, rtn, 8" in text
+    assert "true, gptq, 4" in text
 
 
 def test_any_number_of_scorecards_fits() -> None:

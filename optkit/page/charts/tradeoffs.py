@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from optkit.comparison import Column, Comparison, Entry, Floor, Group
-from optkit.comparison.table import heading, standing
+from optkit.comparison.table import field_text, heading, standing
 from optkit.page.charts.chart import Chart, Colour, Key, Mark, log_scale, paint
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import format_ratio, format_value
@@ -155,7 +155,7 @@ def recipe_lines(entry: Entry) -> list[str]:
     def short(path: str) -> str:
         return re.sub(r"^stages\.\d+\.?", "", path)
 
-    return [f"{short(path)} {value}".strip() for path, value in entry.fields.items()]
+    return [f"{short(path)} {field_text(value)}".strip() for path, value in entry.fields.items()]
 
 
 def _scale(points: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
