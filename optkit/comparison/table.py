@@ -48,6 +48,7 @@ def field_text(value: object) -> str:
 
 
 def short_digests(text: str) -> str:
+    """Return a text with the first digits of each commit and SHA-256 in it."""
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28,52}\b", r"\1", text)
 
 
