@@ -66,8 +66,11 @@ def _view(found: History, root: Path) -> Iterator[RenderableType]:
     if found.made:
         named = {row.metric.name for made in found.made for row in made.rows}
         metrics = [name for name in FIRST if name in named][:MOST_METRICS]
-        rows: list[tuple[Text | str, ...]] = [
-            (
+        table = plain_table("made (UTC)", "recipe", "model", *(f">{name}" for name in metrics), "", "artifact")
+        for place in (0, -2, -1):
+            table.columns[place].no_wrap = True
+        for made in found.made:
+            table.add_row(
                 made.created[:16].replace("T", " "),
                 made.name,
                 made.model.partition("@")[0],
@@ -75,13 +78,6 @@ def _view(found: History, root: Path) -> Iterator[RenderableType]:
                 verdict_text(made.verdict) if any(row.gates for row in made.rows) else "no gates",
                 Text.assemble(_shown(made), (SAID[made.state], "dim")),
             )
-            for made in found.made
-        ]
-        table = plain_table(
-            "made (UTC)", "recipe", "model", *(f">{name}" for name in metrics), "", "artifact", rows=rows
-        )
-        for column in (table.columns[place] for place in (0, -2, -1)):
-            column.min_width = max(cell.cell_len for cell in column.cells if isinstance(cell, Text))
         yield table
     else:
         yield Text(f"nothing of this was made with the store {root}")

@@ -94,13 +94,11 @@ def show(*parts: RenderableType) -> None:
 def _print(console: Console, parts: Iterable[RenderableType]) -> None:
     """Print parts without breaking or cutting a word: a path of which a piece is missing cannot be copied."""
     from rich.measure import Measurement
-    from rich.table import Table
     from rich.text import Text
 
     wide, unbounded = console.width, console.options.update(width=UNBOUNDED)
     for part in parts:
-        least = Measurement.get(console, unbounded, part).minimum if isinstance(part, Table | Text) else 0
-        console.width = max(wide, least)
+        console.width = max(wide, Measurement.get(console, unbounded, part).minimum if isinstance(part, Text) else 0)
         console.print(part, crop=False)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from optkit.common import byte_sizes
@@ -16,25 +17,44 @@ from optkit_cli.output import UNBOUNDED
 VERDICT_STYLES = {"PASS": "green", "FAIL": "bold red", "INCONCLUSIVE": "yellow", "SKIPPED": "dim"}
 
 
+class WholeWords(Table):
+    """A table that neither breaks nor cuts a word, nor a cell of a column that is not wrapped: it is wider then."""
+
+    def add_column(self, header: Text | str = "", **settings: Any) -> None:  # type: ignore[override]
+        super().add_column(_text(header), **settings)
+        _make_room(self.columns[-1], _text(header))
+
+    def add_row(self, *cells: Any, **settings: Any) -> None:
+        texts = [_text(cell) for cell in cells]
+        super().add_row(*texts, **settings)
+        for column, text in zip(self.columns, texts, strict=False):
+            _make_room(column, text)
+
+
+def _make_room(column: Column, text: Text) -> None:
+    parts = text.plain.splitlines() if column.no_wrap else text.plain.split()
+    column.min_width = max(column.min_width or 0, *map(cell_len, parts), 0)
+
+
 def plain_table(*heads: str, rows: Iterable[Iterable[Text | str]] = (), space: int = 2) -> Table:
     """Return a table with `space` columns after each of its own.
     A head that begins with `>` is that of numbers, which stand to the right.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, space, 0, 0), header_style="dim")
+    table = WholeWords(box=None, pad_edge=False, padding=(0, space, 0, 0), header_style="dim")
     for head in heads:
-        table.add_column(Text(head.removeprefix(">")), justify="right" if head.startswith(">") else "left")
+        table.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left")
     for row in rows:
-        table.add_row(*map(_text, row))
+        table.add_row(*row)
     return table
 
 
 def definition_list(pairs: Sequence[tuple[Text | str, Text | str]]) -> Table:
     """Return two columns without a head: a word, and its meaning wrapped below itself."""
-    grid = Table.grid(padding=(0, 2))
+    grid = WholeWords(box=None, padding=(0, 2), collapse_padding=True, show_header=False, pad_edge=False)
     grid.add_column(no_wrap=True)
     grid.add_column()
     for word, meaning in pairs:
-        grid.add_row(_text(word), _text(meaning))
+        grid.add_row(word, meaning)
     return grid
 
 

@@ -120,6 +120,10 @@ def test_a_path_is_neither_cut_nor_broken() -> None:
         assert path in plain_text(part, width=80)
 
 
+def test_at_30_columns_lines_are_longer_and_nothing_is_cut() -> None:
+    assert "…" not in "".join(lines_of(card(), 30))
+
+
 @pytest.mark.parametrize("render", [short_scorecard, whole_scorecard])
 def test_at_80_columns_no_verdict_is_broken(render: Callable[..., Any]) -> None:
     (timed,) = [row for row in card().rows if row.gates and row.gates[0].verdict == "INCONCLUSIVE"]
