@@ -22,14 +22,20 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
             remedy="Copy tokenizer.json and tokenizer_config.json into it",
         )
     with quiet_transformers():
-        from transformers import AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
-        remedy = "Take tokenizer.json, tokenizer_config.json and config.json from the model's source again"
-        with reading(directory, "the tokenizer cannot be loaded", remedy):
-            tokenizer = AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-            tokenizer("a", verbose=False)  # some of what is damaged is only found so
+        options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+        remedy = "Take {} from the model's source again"
+        files = remedy.format("tokenizer.json, tokenizer_config.json and config.json")
+        with reading(directory, "the tokenizer cannot be loaded", files):
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(directory, **options)
+                tokenizer("a", verbose=False)  # some of what is damaged is only found so
+            except Exception:
+                if (config := directory / "config.json").is_file():
+                    with reading(config, "transformers cannot read it", remedy.format("config.json")):
+                        AutoConfig.from_pretrained(directory, **options)
+                raise
             return tokenizer
 
 
