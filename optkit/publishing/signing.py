@@ -164,7 +164,9 @@ def _opened(use: Callable[[], T], file: Path, what: str, remedy: str) -> T:
     """Return what `use` returns; a key or certificate that it cannot take is the user's mistake."""
     try:
         return use()
-    except Exception as error:  # an OSError, a ValueError, or an AttributeError for a key of another kind
+    except AttributeError as error:  # a key without a curve
+        raise UsageError(what, where=str(file), why="It is of another kind", remedy=remedy) from error
+    except Exception as error:  # an OSError or a ValueError
         why = getattr(error, "strerror", None) or first_line(error)
         raise UsageError(what, where=str(file), why=why, remedy=remedy) from error
 

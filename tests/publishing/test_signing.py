@@ -137,6 +137,7 @@ def test_keys_that_will_not_do(
         said = refused("sign", "--key", str(key))
         assert f"{key.name}: is no private key of the curves P-256, P-384 or P-521 in PEM that can be opened." in said
         assert "openssl ecparam" in said
+        assert ("It is of another kind." in said) == (key == private)
     monkeypatch.setenv("OPTKIT_KEY_PASSWORD", "secret")
     spoken(capsys, "sign", str(artifact), "--key", str(locked))
     assert "secret" not in (artifact / "model.sig").read_text(encoding="utf-8")
