@@ -162,7 +162,7 @@ class Transform(Stage):
         return self.predict(shape, device)
 
     def check_texts(self, place: TextPlace) -> None:
-        """Refuse, before any stage runs, texts that are too short for it.
+        """Refuse, before any stage runs, texts that are too short for it, and sequences that are too long.
 
         Without a method of its own: its calibration, and those of the stages among its fields.
         Raises StageError, SourceError.
@@ -178,7 +178,8 @@ class Transform(Stage):
                     part.first_examples(place.data, part.samples)
             elif isinstance(part, Calibration):
                 part.check_task(place)
-                TokenCounts(place.tokenizer, place.data, place.counts, place.trust_remote_code).check_calibration(part)
+                counts = TokenCounts(place.tokenizer, place.data, place.counts, place.trust_remote_code)
+                counts.check_calibration(part, place.positions)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from optkit.common.field_types import Count, Name, Several
-from optkit.common.files import object_if_any, read_text, sha256_of
+from optkit.common.files import read_text, sha256_of
 from optkit.common.grouping import common_prefix
 from optkit.common.statistics import Estimate, mean, mean_estimate, share_estimate
 from optkit.errors import EvalError, SourceError
 from optkit.measure import Attachment, Eval, EvalContext, Found, Metric, Session
 from optkit.model.session_memory import SessionMemory
-from optkit.model.task import positions_of
 from optkit.source.digests import PREFIX, require_revision
 from optkit.source.text_files import read_records
 from optkit.source.text_place import TextPlace
@@ -83,11 +82,10 @@ class Generation(Eval):
         if not place.transformers:
             return
         tokenizer = load_tokenizer(place.tokenizer, place.trust_remote_code)
-        positions = positions_of(object_if_any(place.tokenizer / "config.json"))
         for index, prompt in enumerate(self._read()):
             tokens = self._tokens(tokenizer, tokenizer.encode, prompt)
-            if positions:
-                self._check_room(index, tokens, positions)
+            if place.positions:
+                self._check_room(index, tokens, place.positions)
 
     def working_bytes(self, model: SessionMemory) -> int:
         return model.forward(1, USUAL_PROMPT) + 2 * model.logits(1) + model.cache(1, USUAL_PROMPT + self.new_tokens)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optkit.common.files import object_if_any
+from optkit.model.task import positions_of
 from optkit.model.text_config import text_config
 
 
@@ -22,6 +23,11 @@ class TextPlace:
     trust_remote_code: bool = False
     transformers: bool = False
     """transformers may be imported, to open the tokenizer as the run will."""
+
+    @property
+    def positions(self) -> int | None:
+        """Longest sequence that the model was built for, in tokens; None if its config.json does not say."""
+        return positions_of(object_if_any(self.tokenizer / "config.json"))
 
     @property
     def vocabulary(self) -> int | None:

@@ -94,8 +94,16 @@ class TokenCounts:
                 return found
         return sum(self._sequences(text, length) for text in texts) if len(local) == len(texts) else None
 
-    def check_calibration(self, text: Calibration) -> None:
-        """Raise SourceError if a text on this machine is too short for the windows of a calibration."""
+    def check_calibration(self, text: Calibration, positions: int | None) -> None:
+        """Raise SourceError for windows longer than the model was built for.
+        The same goes for a text on this machine that is too short for them.
+        """
+        if positions and text.sequence_length > positions:
+            raise SourceError(
+                f"sequences of {text.sequence_length:,} tokens, and the model was built for {positions:,}",
+                where=f"calibration on {text.where}",
+                remedy=f"Use a sequence_length of at most {positions:,}",
+            )
         if not text.is_local(self.data) or not (self.directory / TOKENIZER).is_file() or self._seems_enough(text):
             return
         text.windows(self.directory, self.data, self.trust_remote_code)

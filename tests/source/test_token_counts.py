@@ -191,6 +191,11 @@ def test_a_stage_within_a_stage_is_asked(texts, tiny_model, tmp_path):
         (0, {"packing": "joined"}, None),
         (0, {"sequence_length": 4}, None),
         (1, {}, None),
+        (
+            1,
+            {"sequence_length": 513},
+            "sequences of 513 tokens, and the model was built for 512. Use a sequence_length",
+        ),
         (1, {"samples": 99}, "the text has .* tokens and 99 x 64 = 6,336 are needed. Lower `samples` to"),
     ],
 )
