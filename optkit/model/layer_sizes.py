@@ -14,6 +14,7 @@ from optkit.errors import EvalError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.packed_floats import BLOCKS, METHODS, SCALES
 from optkit.model.packed_names import BESIDE, CODED, CODES, FOUR_BIT_STATE, by_module
+from optkit.model.quantization_config import of_weights
 from optkit.model.shape import TensorInfo
 
 
@@ -37,10 +38,10 @@ def module_sizes(checkpoint: Checkpoint) -> dict[str, LayerSize]:
     """
     modules = by_module(checkpoint.tensors).items()
     layers = {module: _module_size(checkpoint, module, tensors) for module, tensors in modules}
-    if checkpoint.quantization is not None and not any(layer.quantized for layer in layers.values()):
+    said = checkpoint.quantization or {}
+    if of_weights(said) and not any(layer.quantized for layer in layers.values()):
         raise EvalError(
-            "no quantized layer is recognised in a checkpoint of quant_method "
-            f"{checkpoint.quantization.get('quant_method')}",
+            f"no quantized layer is recognised in a checkpoint of quant_method {said.get('quant_method')}",
             where=str(checkpoint.directory),
             why=f"Bits per weight can be recounted for the layouts of {', '.join(METHODS)}",
             remedy="Take footprint out of the evals",

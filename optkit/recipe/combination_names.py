@@ -66,5 +66,5 @@ def _slug(value: Any) -> str:
         return "none"
     if isinstance(value, Mapping | list):
         return digest(value)[:6]
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else re.sub(r"^-(?=\d)", "minus", str(value))
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")

@@ -11,6 +11,9 @@ from optkit.common.own_files import OWN_FILES
 from optkit.errors import EvalError, SourceError
 from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
+from optkit.source.calibration import Calibration
+from optkit.stage import Context
+from optkit.stages.kv_scales import KvScales
 from tests.support.bigram_session import BigramSession
 
 
@@ -39,6 +42,14 @@ def test_a_float_checkpoint(tiny_model):
     assert "bits_per_quantized_weight" not in found
     assert found["weights_bytes"] == (directory / "model.safetensors").stat().st_size
     assert found["size_bytes"] == sum(path.stat().st_size for path in directory.iterdir())
+
+
+def test_float_weights_with_a_quantized_cache(tiny_model, tmp_path):
+    stage = KvScales(calibration=Calibration(dataset="python-reference", samples=8, sequence_length=16))
+    stage.run(tiny_model("llama"), tmp_path, Context())
+    found = measure(tmp_path)
+    assert found["bits_per_weight"] == 32
+    assert "bits_per_quantized_weight" not in found
 
 
 def test_compressed_tensors(tmp_path):

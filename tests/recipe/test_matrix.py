@@ -103,6 +103,7 @@ def test_names_are_unique_and_valid_for_directories() -> None:
     two = BASE.replace("  - rtn\n", "  - bf16\n  - rtn\n")
     assert [*named(two, "stages.0={rotate: {residual: false}},bf16")] == ["rotate", "bf16"]
     assert [*named(BASE, "model.name=./a b,./a/b")] == ["namea-b-1", "namea-b-2"]
+    assert [*named(BASE, "stages.0.rtn.group_size=-1,16")] == ["group_sizeminus1", "group_size16"]
     long = combination_name(["a" * 60, "b" * 60], {"a": 1})
     assert len(long) == 80
     assert long != combination_name(["a" * 60, "b" * 60], {"a": 2})
