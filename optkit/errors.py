@@ -76,6 +76,10 @@ class Problem:
     line: int = 0
     column: int = 0
 
+    def __post_init__(self) -> None:
+        if self.message[-1:].isalnum():  # a sentence of a field's own check
+            object.__setattr__(self, "message", f"{self.message}.")
+
     def __str__(self) -> str:
         place = ":".join(str(part) for part in (self.file, self.line, self.column) if part)
         return f"{place}: {self.message}" if place else self.message

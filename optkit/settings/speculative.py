@@ -143,5 +143,5 @@ def check_layers(layers: int, count: int) -> None:
             f"early_exit: {layers} leaves nothing out: the model has {count} layers",
             where="speculative",
             why="The first layers propose, and all of them check",
-            remedy=f"Set early_exit to 1 to {count - 1}" if count > 1 else "Take a draft model, or prompt_lookup",
+            remedy=f"Set early_exit to at most {count - 1}" if count > 1 else "Take a draft model, or prompt_lookup",
         )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from optkit.errors import RecipeError
+from optkit.errors import Problem, RecipeError
 from optkit.recipe.recipe import load_recipe
 from tests.support.recipe_stand_ins import GOOD, one_problem, problems_of, register_stand_ins
 
@@ -229,3 +229,8 @@ def test_a_gate_beside_a_bad_eval_still_names_the_eval_that_is_not_listed() -> N
 
 def test_two_bad_evals_are_not_called_the_same() -> None:
     assert len(problems_of("model: x/y\nevals: [speed: {a: 1}, speed: {b: 2}]\n")) == 2
+
+
+@pytest.mark.parametrize(("said", "shown"), [("raise it, or add one", "raise it, or add one."), ("why?", "why?")])
+def test_what_a_field_says_ends_as_a_sentence(said: str, shown: str) -> None:
+    assert str(Problem(said, "recipe", 3)) == f"recipe:3: {shown}"
