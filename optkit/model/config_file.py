@@ -200,6 +200,11 @@ def check_against_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[
         raise SourceError(f"config.json asks for {wrong}", where=where, remedy=AGAIN)
 
 
+def of_weights(quantization: Mapping[str, Any]) -> bool:
+    """Say whether a `quantization_config` is of weights, and not of a KV cache alone."""
+    return bool(quantization) and quantization.get(GROUPS) != {}
+
+
 def wrong_in_quantization(config: Mapping[str, Any], way: str = "quantization_config") -> Iterator[str]:
     """Yield what is wrong with a `quantization_config` or its group; null and missing keys pass."""
     for key, value in config.items():

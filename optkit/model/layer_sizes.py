@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from optkit.errors import EvalError
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.config_file import of_weights
 from optkit.model.packed_floats import BLOCKS, METHODS, SCALES
 from optkit.model.packed_names import BESIDE, CODED, CODES, FOUR_BIT_STATE, by_module
-from optkit.model.quantization_config import of_weights
 from optkit.model.shape import TensorInfo
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from optkit.common.byte_sizes import size_text
+from optkit.model.config_file import of_weights
 from optkit.model.inventory import FLOATS
 from optkit.model.linear_layers import matrices_of
 from optkit.model.packed_floats import stacked_experts
@@ -18,7 +19,7 @@ def notes_on_size(origin: ModelShape, before: ModelShape, after: ModelShape) -> 
     """Yield what asks to act: most weights stayed float because they are no linear layers, or the
     model is larger than the one that the recipe starts from.
     """
-    if not after.config.get("quantization_config"):
+    if not of_weights(after.config.get("quantization_config") or {}):
         return
     layers = matrices_of(before)
     blocks = {name: info for name, info in before.tensors.items() if before.block(name) and len(info.shape) > 1}

@@ -11,6 +11,7 @@ from optkit.common.own_files import OWN_FILES
 from optkit.errors import EvalError, SourceError
 from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.size_notes import notes_on_size
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.kv_scales import KvScales
@@ -50,6 +51,8 @@ def test_float_weights_with_a_quantized_cache(tiny_model, tmp_path):
     found = measure(tmp_path)
     assert found["bits_per_weight"] == 32
     assert "bits_per_quantized_weight" not in found
+    before, after = (Checkpoint(each).shape for each in (tiny_model("llama"), tmp_path))
+    assert not [*notes_on_size(before, before, after)]
 
 
 def test_compressed_tensors(tmp_path):
