@@ -90,7 +90,7 @@ class Numbers:
 
     def _narrow(self) -> Table:
         table = plain_table("", *map(self._head, self._columns))
-        table.columns[0].max_width = WIDEST_NAME
+        table.columns[0].max_width, table.columns[0].overflow = WIDEST_NAME, "fold"
         for name, entry, cells in self._lines():
             if entry:
                 name.append(f"\n{tables.standing(entry)}", style="dim")

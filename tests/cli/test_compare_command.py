@@ -126,3 +126,10 @@ def test_what_an_encoding_lacks_is_escaped(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stdout, encoding="latin-1", write_through=True))
     assert main(["compare", str(folder)]) == 0
     assert b"perplexity \\u2193" in stdout.getvalue()
+
+
+def test_a_long_name_is_broken_and_not_cut() -> None:
+    name = "bits4-group_size32-symmetrictrue-seed1"
+    lines = shown(80, made(name, 0.1, 2.0, 1e6), made("rtn", 0.1, 2.0, 2e6))
+    assert name in "".join(line[:24].rstrip() for line in lines)
+    assert "…" not in "".join(lines)
