@@ -152,7 +152,7 @@ def test_words_that_a_narrow_locale_cannot_hold_are_words(
         (
             RecipeError([Problem("bad", "r.yaml", 3, 5), Problem("worse", "r.yaml", 4, 1)]),
             2,
-            "error: r.yaml:3:5: bad\nerror: r.yaml:4:1: worse\n",
+            "error: r.yaml:3:5: bad.\nerror: r.yaml:4:1: worse.\n",
         ),
         (
             MissingPackageError("onnx", where="export"),
