@@ -14,6 +14,7 @@ from optkit.reports.sensitivity import LayerRow, SensitivityReport, measured, pa
 from optkit.reports.sensitivity.report import order_layers
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
+from optkit.stages.auto_bits import AutoBits
 from optkit.stages.dequantize import Dequantize
 from optkit.store.store import Store
 from tests.conftest import TinyModel
@@ -148,7 +149,9 @@ def test_forms_are_read_as_they_are_written_and_as_recipes_say_them() -> None:
         {"bits": 8, "group_size": -1},
     ]
     recipe = load_recipe({"model": "m", "stages": [{"auto_bits": {"average_bits": 5, "choices": listed}}]})
-    assert recipe.transforms[0].value.choices == read
+    stage = recipe.transforms[0].value
+    assert isinstance(stage, AutoBits)
+    assert stage.choices == read
     assert parse_choices(",".join(choice.word for choice in read)) == read
 
 
