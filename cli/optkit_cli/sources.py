@@ -233,8 +233,6 @@ def has_words(text: str) -> bool:
 
 
 def _value(node: ast.expr) -> str:
-    if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Constant):
-        return str(node.value.value)
     return f"‹{name}›" if (name := name_of(node)) else "…"
 
 
