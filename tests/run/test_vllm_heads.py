@@ -79,7 +79,12 @@ def test_widths_that_keep_the_size_of_a_head_and_what_is_read_have_no_note(tmp_p
 
 
 def test_the_table_of_a_plan_has_it(tmp_path: Path) -> None:
-    stage = {"prune_structured": {"attention_heads": 2, "calibration": {"dataset": "python-reference"}}}
+    stage = {
+        "prune_structured": {
+            "attention_heads": 2,
+            "calibration": {"dataset": "python-reference", "sequence_length": 64},
+        }
+    }
     recipe = {"model": str(made_model("qwen2", **SMALL)), "stages": [stage], "evals": ["footprint"]}
     planned = pipeline.plan(load_recipe(recipe), device="cpu", store=tmp_path / "store", data=None)
     told = " ".join(plain_text(plan_view(planned)).split())
