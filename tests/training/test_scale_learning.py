@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div
 from torch.nn.utils import parametrize
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from optkit.algorithms.grid import Grid, QuantizedWeight, minmax_scales, round_to_nearest
 from optkit.model.checkpoint import Checkpoint
@@ -26,6 +27,7 @@ from optkit.training.scale_learning import ScaleLearner
 from tests.conftest import TinyModel
 from tests.stages.test_gptq_stage import outputs, weights
 from tests.support.live_memory import LiveBytes
+from tests.support.tiny_models import CONFIGS, save_tokenizer
 
 GRID = Grid(2, 32, symmetric=False)
 
@@ -146,3 +148,19 @@ def test_layers_that_are_all_rounded_to_nearest_learn_nothing(
     few, nearest = text.model_copy(update={"samples": 2}), {"*": Override(method="rtn")}
     before, after = quantize(tiny_model("llama"), tmp_path / "kept", few, 3, overrides=nearest).details["divergence"]
     assert after == before > 0
+
+
+def test_one_block_is_in_training_memory(tmp_path: Path, text: Calibration) -> None:
+    peaks = []
+    for layers in (2, 6):
+        config = {**CONFIGS["llama"], "num_hidden_layers": layers}
+        (source := tmp_path / f"{layers}").mkdir()
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+        weights_of_block = sum(each.numel() for each in model.model.layers[0].parameters())
+        model.save_pretrained(source)
+        save_tokenizer(source)
+        del model
+        with LiveBytes() as live:
+            quantize(source, tmp_path / f"{layers} learned", text.model_copy(update={"samples": 2}), 1, copies=1)
+        peaks.append(live.peak)
+    assert (peaks[1] - peaks[0]) / 4 < 4 * weights_of_block  # less than another block's weights in float32
