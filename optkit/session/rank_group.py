@@ -67,7 +67,7 @@ class Ranks:
                 remedy="Open it again",
             )
         if tokens is not None:
-            os.pwrite(self.memory, tokens.to("cpu", torch.int64).contiguous().numpy().tobytes(), 0)
+            os.pwrite(self.memory, tokens.to("cpu", torch.int64).numpy().tobytes(), 0)
             arguments["shape"] = list(tokens.shape)
         try:
             for child in self._children:

@@ -1,4 +1,4 @@
-"""How long the GPUs of a host take to add up the partial sums of a decode step, in CUDA graphs.
+"""How long the GPUs of a host take to add up the partial sums of a split model, in CUDA graphs.
 
     python tests/benchmarks/exchange_gpu.py [--width 4096] [--rows 1,32,256] [--out DIRECTORY]
 
@@ -24,6 +24,7 @@ from torch import Tensor, distributed, multiprocessing
 from optkit.devices.process_group import join
 from optkit.environment import describe_environment
 from optkit.kernels.cuda.exchange import Exchange
+from optkit.kernels.cuda.graph_capture import captured
 
 CHAIN, REPLAYS, TIMEOUT_S = 64, 20, 60.0
 
@@ -84,12 +85,7 @@ def _check(exchange: Exchange, x: Tensor) -> None:
 
 def _timed(call: Callable[[], Any]) -> float:
     """Return the microseconds of a call in a graph."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(CHAIN):
-            call()
+    graph = captured(lambda: [call() for _ in range(CHAIN)])
     for _ in range(3):
         graph.replay()
     distributed.barrier()

@@ -271,7 +271,7 @@ class Steps:
         self._small("embed", (self.batch, 1, 1), embedding)
         for index, layer in enumerate(decoder.layers):
             rows.through(layer, partial(self._attend, index, layer))
-        rows.product(decoder.head, rows.hidden, self.logits, decoder.norm)
+        rows.product(decoder.head, self.logits, decoder.norm)
         self._small("choose", (CHOOSING_BLOCKS, self.batch, 1), (self.logits, self.best))
         if decoder.exchange:
             decoder.exchange.agree_(self.best, decoder.head.outputs)

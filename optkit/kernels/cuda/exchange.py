@@ -1,5 +1,5 @@
-"""What the GPUs of a split model give each other in a decode step: sums of partial products, and the
-likeliest token. Each process writes into the memory of the others, see `exchange.cu`.
+"""What the GPUs of a split model give each other: sums of partial products, and the likeliest token.
+Each process writes into the memory of the others, see `exchange.cu`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Exchange:
     def gathered(self, shares: Tensor) -> Tensor:
         """Return what all have, float [batch, numbers], side by side."""
         found = [torch.empty_like(shares) for _ in range(self.ranks)]
-        distributed.all_gather(found, shares.contiguous())
+        distributed.all_gather(found, shares)
         return torch.cat(found, -1)
 
     @staticmethod

@@ -27,8 +27,8 @@ def captured(launch: Callable[[], object], beside: torch.cuda.CUDAGraph | None =
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # NCCL's thread asks CUDA meanwhile
     pool = beside.pool() if beside else None
+    # NCCL's thread asks CUDA meanwhile
     with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
         launch()
     return graph

@@ -76,19 +76,19 @@ class Rows:
 
     def _attends_to(self, layer: Layer) -> None:
         """Make q, k and v; of codes what is left to do, too, which who turns them does."""
-        x, norm = self._ready(layer.qkv, layer.input_norm)
         if leaves_scales(layer.qkv, len(self.hidden)) and not norms_all_heads(layer):
+            x, norm = self._ready(layer.qkv, layer.input_norm)
             products = code_products(layer.qkv, x, norm, self.epsilon)
             self.qkv, self.scaled = products.sums, (products.scales, layer.qkv.scales, layer.qkv.bias)
             return
         self.qkv, self.scaled = self._qkv, UNSCALED
-        step_product(layer.qkv, x, self.qkv, norm=norm, epsilon=self.epsilon, ordered=self.ordered)
+        self.product(layer.qkv, self.qkv, layer.input_norm)
         self._norm_heads_(layer)
 
-    def product(self, matrix: Matrix, x: Tensor | Lined, y: Tensor, norm: Tensor | None = None) -> None:
-        """Write x W^T into y, x normed before if there is a norm."""
-        ready, norm = self._ready(matrix, norm) if x is self.hidden else (x, norm)
-        step_product(matrix, ready, y, norm=norm, epsilon=self.epsilon, ordered=self.ordered)
+    def product(self, matrix: Matrix, y: Tensor, norm: Tensor | None) -> None:
+        """Write x W^T into y, where x are the hidden states, normed if there is a norm."""
+        x, norm = self._ready(matrix, norm)
+        step_product(matrix, x, y, norm=norm, epsilon=self.epsilon, ordered=self.ordered)
 
     def keep_rows(self, which: Tensor) -> None:
         """Go on with these rows alone; which: int64 [rows]."""
@@ -131,7 +131,7 @@ class Rows:
         if scales and matrix.bias is None and not isinstance(x, Lined):
             return code_products(matrix, x)
         added = torch.empty_like(self.hidden)
-        self.product(matrix, x, added)
+        step_product(matrix, x, added, ordered=self.ordered)
         return Products(matrix, added)
 
     def _norm_heads_(self, layer: Layer) -> None:

@@ -49,7 +49,7 @@ def takes_coded(matrix: Matrix, behind: Matrix, rows: int) -> bool:
 
 
 def leaves_scales(matrix: Matrix, rows: int) -> bool:
-    """Say whether products of codes are of 16 bits and to be scaled, which the attention kernels do."""
+    """Say whether products of codes are of 16 bits and to be scaled, which kernels of attention and exchanges do."""
     unscaled = is_coded(matrix, rows) and not is_scaled(matrix, rows)
     return unscaled and not matrix.form.integer and matrix.dtype == torch.bfloat16
 
