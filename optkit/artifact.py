@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, model_validator
 
 from optkit.common.atomic import drafted
+from optkit.common.field_types import Form
 from optkit.common.files import check_name_inside, read_object, reading
 from optkit.common.frozen import Frozen, digest
 from optkit.common.own_files import (
@@ -46,7 +47,7 @@ FACTS = {"size_bytes": int, "mtime_ns": int, "sha256": str}
 """What is known of each file."""
 
 
-Key = Annotated[str, Field(pattern="^[0-9a-z]{1,64}$")]
+Key = Annotated[str, Form("^[0-9a-z]{1,64}$", "a key: digits and small letters, 64 at most")]
 
 
 class _Step(BaseModel):

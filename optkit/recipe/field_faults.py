@@ -148,13 +148,12 @@ def _sentence(model: type[BaseModel], steps: tuple[str | int, ...], details: lis
         return f"unknown field '{name}'.{hint}"
     if first["type"] == "missing":
         owner = fields_model(model, steps[:-1])
-        return f"the field '{name}' is missing.{_meaning(owner, steps)}"
+        about = described(owner)[str(steps[-1])].description if owner else None
+        return f"the field '{name}' is missing." + (f" It is: {' '.join(about.split())}" if about else "")
     for detail in details:
         if detail["type"] in ("value_error", "assertion_error"):
             text = str(detail["ctx"]["error"]).strip()
             return f"{name}: {text}" if name else text
-    if first["type"] == "string_pattern_mismatch":
-        return f"{name}: {shown(first['input'])} is not allowed.{_meaning(fields_model(model, steps[:-1]), steps)}"
     allowed = list(dict.fromkeys(_allowed(detail) for detail in details))
     value = first["input"]
     sentence = f"{name}: {shown(value)} is not {' or '.join(allowed)}."
@@ -165,11 +164,6 @@ def _sentence(model: type[BaseModel], steps: tuple[str | int, ...], details: lis
         near = did_you_mean(value, choices)
         sentence += near if near.startswith(" Did") else ""
     return sentence
-
-
-def _meaning(owner: type[BaseModel] | None, steps: tuple[str | int, ...]) -> str:
-    about = described(owner)[str(steps[-1])].description if owner else None
-    return f" It is: {' '.join(about.split())}" if about else ""
 
 
 def _choices(detail: ErrorDetails) -> list[str]:
@@ -201,6 +195,7 @@ _PHRASES = {
     "dict_type": "a mapping",
     "finite_number": "a finite number",
     "float_type": "a number",
+    "form": "{words}",
     "greater_than": "greater than {gt}",
     "greater_than_equal": "at least {ge}",
     "int_from_float": "a whole number",
@@ -211,7 +206,6 @@ _PHRASES = {
     "model_type": "a mapping of fields",
     "multiple_of": "a multiple of {multiple_of}",
     "none_required": "left empty",
-    "string_pattern_mismatch": "text of the form {pattern}",
     "string_too_long": "at most {max_length} characters long",
     "string_too_short": "at least {min_length} characters long",
     "string_type": "text",

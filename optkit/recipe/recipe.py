@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, SerializeAsAny
 
+from optkit.common.field_types import Form
 from optkit.common.frozen import Frozen, replaced
 from optkit.errors import RecipeError
 from optkit.measure import Eval
@@ -64,15 +65,22 @@ class EvalEntry(Entry):
     value: SerializeAsAny[Eval]
 
 
-DirectoryName = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+DirectoryName = Annotated[
+    str,
+    Field(max_length=LONGEST_NAME),
+    Form(
+        r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        "the name of a directory: a letter or a digit first, then letters, digits, dots, dashes and underscores",
+    ),
+]
 
 
 class Heading(Frozen):
     """The part of a recipe that is no list."""
 
     name: DirectoryName
-    """The name of the artifact's directory: letters, digits, dot, dash and underscore, 100 of them
-    at most. The file's own name if it is left out."""
+    """The name of the artifact's directory: a letter or a digit first, then letters, digits, dots,
+    dashes and underscores, 100 in all at most. The file's own name if it is left out."""
     description: str = Field(default="", max_length=10_000)
     """What the recipe is for, in a sentence."""
     model: ModelSource
@@ -226,7 +234,7 @@ def _heading(data: Mapping[str, Any], name: str) -> dict[str, Any]:
     given = {key: value for key, value in data.items() if key in Heading.model_fields}
     if isinstance(given.get("model"), str):
         given["model"] = {"name": given["model"]}
-    return {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:LONGEST_NAME] or "recipe", **given}
+    return {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:LONGEST_NAME] or "recipe", **given}
 
 
 def _from_floats(

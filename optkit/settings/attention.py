@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from optkit.common.field_types import Form
 from optkit.environment import compute_capability
 from optkit.errors import MissingPackageError, StageError
 from optkit.model.attention_choice import asked_of_attention, caps_scores, why_not_attention
@@ -24,7 +25,7 @@ FLASH_3_COMMAND = (
     "git clone https://github.com/Dao-AILab/flash-attention && cd flash-attention/hopper && python setup.py install"
 )
 HOPPER = 9
-KernelName = Annotated[str, Field(pattern=NAME, max_length=1000)]
+KernelName = Annotated[str, Field(max_length=1000), Form(NAME, "a kernel of the hub, as kernels-community/flash-attn2")]
 
 
 class Attention(Setting):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,6 +117,8 @@ class ModelSource(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:
+        if not isinstance(value, str | Mapping | cls):
+            raise ValueError("a model is a name, as smollm2-135m, or a mapping of name, revision and trust_remote_code")
         return {"name": value} if isinstance(value, str) else value
 
 

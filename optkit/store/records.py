@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, field_validator
 
+from optkit.common.field_types import Form
 from optkit.common.files import check_name_inside, shown
 from optkit.devices.memory_watch import MemoryTrace
 from optkit.errors import EvalError
@@ -29,7 +30,7 @@ class Machine(BaseModel):
 
 class _File(BaseModel):
     size_bytes: int = Field(ge=0, strict=True)
-    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    sha256: Annotated[str, Form("^[0-9a-f]{64}$", "64 hexadecimal digits")]
 
 
 class _Report(BaseModel):

@@ -76,10 +76,10 @@ description: 4
         ("- a\n- b\n", "recipe:1:1: a recipe is a mapping of name, description, model, seed, attribution, stages, "
                        "evals, gates, not [\"a\", \"b\"]."),
         ("model: x/y\n", "recipe:1:1: the recipe has no stages and no evals: there is nothing to do. List some."),
-        ("model: 5\nevals: [speed]\n", "recipe:1:8: model: 5 is not a mapping of fields."),
-        ("model:\nevals: [speed]\n", "recipe:1:1: model: nothing is not a mapping of fields."),
+        ("model: 5\nevals: [speed]\n", "recipe:1:8: model: a model is a name, as smollm2-135m, or a mapping of "),
+        ("model:\nevals: [speed]\n", "recipe:1:1: model: a model is a name, as smollm2-135m, or a mapping of "),
         ("model: x/y\nname: "
-         "a/b\nevals: [speed]\n", "recipe:2:7: name: 'a/b' is not allowed. It is: The name of the artifact's "),
+         "a/b\nevals: [speed]\n", "recipe:2:7: name: 'a/b' is not the name of a directory: "),
         ("model: x/y\nevals: 4\n", "recipe:2:8: evals are a list: begin each with `- `. This is 4."),
         ("model: x/y\nevals: "
          "[speed]\ngates: [a]\n", "recipe:3:8: gates are a mapping like `perplexity: \"<= 1.10x\"`, not [\"a\"]."),

@@ -37,8 +37,8 @@ def test_short_forms_are_the_long_forms() -> None:
 
 
 def test_the_name_is_the_file_name_where_none_is_given(tmp_path: Path) -> None:
-    (tmp_path / "my recipe (2).yaml").write_text(GOOD, encoding="utf-8")
-    assert load_recipe(tmp_path / "my recipe (2).yaml").name == "my-recipe-2"
+    (tmp_path / "_my recipe (2).yaml").write_text(GOOD, encoding="utf-8")
+    assert load_recipe(tmp_path / "_my recipe (2).yaml").name == "my-recipe-2"
     (tmp_path / "b.yml").write_text(GOOD + "name: other\n", encoding="utf-8-sig")
     assert load_recipe(str(tmp_path / "b.yml")).name == "other"
 

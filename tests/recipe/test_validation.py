@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field, field_validator, model_validator
 
+from optkit.common.field_types import Form
 from optkit.common.frozen import Frozen
 from optkit.recipe.field_faults import Fault, shown, validate
 
@@ -26,8 +27,7 @@ class Outer(Frozen):
     even: int = Field(default=2, multiple_of=2)
     flag: bool = False
     text: str = Field(default="ab", min_length=1, max_length=3)
-    code: str = Field(default="a1", pattern=r"^[a-z]\d$")
-    """A letter and a digit."""
+    code: Annotated[str, Form(r"^[a-z]\d$", "a letter and a digit")] = "a1"
     colour: Colour = Colour.RED
     path: Path = Path("here")
     either: int | Literal["all"] = "all"
@@ -85,7 +85,7 @@ def test_what_fits_is_taken_as_it_is_meant() -> None:
         ({"text": "abcd"}, "text: 'abcd' is not at most 3 characters long."),
         ({"text": "z"}, "text: z is not a letter here."),
         ({"text": None}, "text: nothing is not text."),
-        ({"code": "11"}, "code: '11' is not allowed. It is: A letter and a digit."),
+        ({"code": "11"}, "code: '11' is not a letter and a digit."),
         ({"colour": "blu"}, "colour: 'blu' is not one of 'red', 'blue'. Did you mean 'blue'?"),
         ({"colour": "zzz"}, "colour: 'zzz' is not one of 'red', 'blue'."),
         ({"path": 4}, "path: 4 is not text."),

@@ -98,7 +98,7 @@ def test_names_are_those_that_transformers_takes() -> None:
         assert kernel.repository == NAME
         assert hub_kernels.is_kernel(name)
     for name in ("flash-attn", "a/b/c", "a/b@", "a/b:", "paged|a/b", "a/b@x/y"):
-        with pytest.raises(RecipeError, match=r"implementation: .* is not one of 'eager', .* or text of the form "):
+        with pytest.raises(RecipeError, match=r"implementation: .* is not one of 'eager', .* or a kernel of the hub"):
             load_recipe({"model": "smollm2-135m", "stages": [{"attention": {"implementation": name}}]})
 
 
