@@ -18,17 +18,26 @@ from optkit.algorithms.grid import Grid, round_to_nearest
 from optkit.algorithms.microscaling import round_to_e2m1
 from optkit.algorithms.refinement import _equations, _product, descend_codes_
 from optkit.algorithms.scale_search import search_scales
+from tests.support.eager_kernels import walk_on_cpu
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="there is no triton")
 
 
-def block(inputs, outputs):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """Return where `columns.cu` is launched, on a CPU in torch."""
+    if request.param == "cpu":
+        walk_on_cpu(monkeypatch)
+    return request.param
+
+
+def block(inputs, outputs, device):
     generator = torch.Generator().manual_seed(inputs)
     random = torch.randn(inputs + 2, outputs, generator=generator)
     values, scales, zeros = random[:inputs], random[:inputs].abs() * 0.1 + 0.05, torch.full((inputs, outputs), 8.0)
     square = torch.randn(inputs, 4 * inputs, generator=generator)
     hessian = square @ square.T / inputs
-    return [each.to(DEVICE) for each in (values, scales, zeros, hessian)]
+    return [each.to(device) for each in (values, scales, zeros, hessian)]
 
 
 @pytest.fixture
@@ -47,13 +56,12 @@ def same_but_for_ties(found, expected):
     return (found != expected).float().mean() < 0.01  # codes may differ where a value lies between two
 
 
-SIZES = [(300, 40), (256, 16), (96, 7), (1, 3)]
+SIZES = [(1200, 9), (300, 40), (256, 16), (96, 7), (1, 3)]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-def test_weights_are_rounded_and_codes_descend_as_by_the_loops(loops, inputs, outputs):
-    values, scales, zeros, hessian = block(inputs, outputs)
+def test_weights_are_rounded_and_codes_descend_as_by_the_loops(loops, inputs, outputs, device):
+    values, scales, zeros, hessian = block(inputs, outputs, device)
     factor, grid = torch.linalg.cholesky(hessian, upper=True), Grid(4, None, True)
 
     def rounded():
@@ -70,10 +78,9 @@ def test_weights_are_rounded_and_codes_descend_as_by_the_loops(loops, inputs, ou
     assert same_but_for_ties(descended(), loops(descended))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-def test_floats_are_rounded_as_by_the_loop(inputs, outputs):
-    values, scales, _, hessian = block(inputs, outputs)
+def test_floats_are_rounded_as_by_the_loop(inputs, outputs, device):
+    values, scales, _, hessian = block(inputs, outputs, device)
     values *= 3  # beyond 6 steps too
     weight, tile = values.T.contiguous(), (1, inputs)
     given = weight, hessian, scales.T.amax(1, keepdim=True).contiguous(), tile, round_to_e2m1
@@ -81,9 +88,8 @@ def test_floats_are_rounded_as_by_the_loop(inputs, outputs):
     assert same_but_for_ties(scaled_gptq.compensated_codes(*given, microscaling._round_columns), expected)
 
 
-@pytest.mark.gpu
-def test_layers_are_rounded_side_by_side():
-    several = [torch.stack(each) for each in zip(*(block(inputs, 40) for inputs in (300, 300)), strict=True)]
+def test_layers_are_rounded_side_by_side(device):
+    several = [torch.stack(each) for each in zip(*(block(inputs, 40, device) for inputs in (300, 300)), strict=True)]
     several[0][1] *= 2
     values, scales, zeros, hessian = several
     factor = torch.linalg.cholesky(hessian, upper=True)
@@ -143,7 +149,7 @@ def test_equations_of_scales_are_those_of_the_loop(groups, width, outputs, layer
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU at most")
 def test_kernels_run_where_their_tensors_are():
-    values, scales, zeros, hessian = (each.to("cuda:1") for each in block(128, 40))
+    values, scales, zeros, hessian = (each.to("cuda:1") for each in block(128, 40, "cuda"))
     factor = torch.linalg.cholesky(hessian, upper=True)
     first, second, third, fourth = (each.to("cuda:0") for each in (values, scales, zeros, factor))
     expected = column_kernels.round_columns(first, second, third, fourth, 15)

@@ -1,11 +1,12 @@
-"""The kernels of attention.cu, tokens.cu, exchange.cu, experts.cu and a part of linear.cu in torch, so that a
-decode step runs on a CPU. Each takes what the kernel takes; `linear` is here for experts in floats alone, since
-dense products say the same of other matrices.
+"""The kernels of attention.cu, tokens.cu, exchange.cu, experts.cu, columns.cu and a part of linear.cu in torch, so
+that a decode step and GPTQ run on a CPU. Each takes what the kernel takes; `linear` is here for experts in floats
+alone, since dense products say the same of other matrices.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
+from optkit.algorithms import column_kernels
 from optkit.algorithms.eight_bit import FLOAT8, INT8, round_inputs
-from optkit.kernels.cuda import decoding, exchange, experts, finishing, matrix, prompts, step_layers, step_products
+from optkit.algorithms.microscaling import round_to_e2m1
+from optkit.kernels.cuda import (
+    columns,
+    decoding,
+    exchange,
+    experts,
+    finishing,
+    matrix,
+    prompts,
+    step_layers,
+    step_products,
+)
 from optkit.kernels.cuda.nvrtc import defined
+from tests.support.signatures import check_launch
 
 Macros = dict[str, int]
-WANTED = {
+WANTED: dict[str, set[str]] = {
+    "columns.cu": set(),
     "attention.cu": {"HEADS", "KV_HEADS", "SIZE", "ROTARY", "SHARES", "STAGES"},
     "tokens.cu": {"WIDTH", "VOCABULARY"},
     "experts.cu": {"EXPERTS", "CHOICES", "MOST"},
@@ -28,6 +43,27 @@ WANTED = {
     "finish.cu": {"BITS"},
 }
 LOW_HALF, TOP_BIT = (1 << 32) - 1, -1 << 63
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel of a source, compiled with some macros."""
+
+    source: str
+    name: str
+    macros: Macros
+    compute: Callable[..., None]
+
+    def __call__(
+        self, grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0
+    ) -> None:
+        check_launch(self.source, self.name, self.macros, arguments)
+        self.compute(self.macros, grid, *arguments)
+
+    def again(
+        self, grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0
+    ) -> Callable[[int], None]:
+        return lambda last: self(grid, threads, (*arguments[:-1], last), shared_bytes)
 
 
 def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,15 +81,21 @@ def run_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "captured", lambda launch, beside=None: SimpleNamespace(replay=launch))
 
 
-def kernel(source: str, name: str, macros: Mapping[str, int], device: int) -> Callable[..., None]:
+def kernel(source: str, name: str, macros: Mapping[str, int], device: int) -> Launch:
     """Return what `compiled` would."""
-    function, named = KERNELS[name], defined(macros)
+    named = defined(macros)
     assert WANTED[source] <= set(named), "NVRTC compiles the whole file, whichever kernel is asked for"
+    return Launch(source, name, named, KERNELS[name])
 
-    def launch(grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], shared_bytes: int = 0) -> None:
-        function(named, grid, *arguments)
 
-    return launch
+def walk_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the launches of columns.cu run on CPU tensors."""
+    monkeypatch.setattr(columns, "compiled", kernel)
+    monkeypatch.setattr(
+        columns, "add_product_", lambda total, *parts: total.add_(torch.matmul(*map(Tensor.float, parts)))
+    )
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
+    monkeypatch.setattr(column_kernels, "walks", lambda tensor: True)
 
 
 def embed(
@@ -237,10 +279,32 @@ def weighted(m: Macros, grid: Any, made: Tensor, shares: Tensor, chosen: Tensor,
     total.copy_(values + total if "RESIDUAL" in m else values)
 
 
+def block_of_columns(
+    m: Macros, grid: Any, values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, codes: Tensor, changed: Tensor,
+    inputs: int, outputs: int, top: float, start: int,
+) -> None:  # fmt: skip
+    stop = min(start + columns.INPUTS, inputs)
+    rest = values[..., start:stop, :].clone()
+    high, again, low = changed.split(columns.INPUTS, -2)
+    for i, at in enumerate(range(start, stop)):
+        scale, zero, own, left = scales[..., at, :], zeros[..., at, :], factor[..., at, at, None], rest[..., i, :]
+        if "DESCEND" in m:
+            code = (left / (scale * own) + zero).round().clamp(0, top)
+            off = (code - zero) * scale
+        else:
+            floats = "FLOATS" in m
+            code = round_to_e2m1(left / scale) if floats else (left / scale + zero).round().clamp(0, top)
+            off = (left - (code if floats else code - zero) * scale) / own
+        rest[..., i + 1 :, :] -= factor[..., at, at + 1 : stop, None] * off[..., None, :]
+        codes[..., at, :] = code
+        high[..., i, :] = low[..., i, :] = -off
+        again[..., i, :] = -off - high[..., i, :]
+
+
 KERNELS: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
         *(embed, choose, keep, agree, arrange, finish, finish_coded, turn_prompt, attend),
         *(group, route, linear, weighted),
     )
-} | {"sum": sum_of_ranks}
+} | {"sum": sum_of_ranks, "columns": block_of_columns}
