@@ -176,8 +176,7 @@ def _title(scorecard: Scorecard) -> Text:
 
 
 def _step(step: StepLine) -> str:
-    changed = step.report.get("changed")
-    said = [f"{changed} changed" if changed else "", step.skipped]
+    said = [step.changed, step.skipped]
     said.append(
         f"from the store (it took {clock_text(step.seconds)})" if step.cached else f"in {clock_text(step.seconds)}"
     )

@@ -61,6 +61,16 @@ class StepLine(Frozen):
         return report
 
     @property
+    def changed(self) -> str:
+        """How many it changed, and into what forms if there are several; empty for none."""
+        if not (count := self.report.get("changed")):
+            return ""
+        forms = (self.report.get("details") or {}).get("formats")
+        if not isinstance(forms, Mapping) or len(forms) < 2:
+            return f"{count} changed"
+        return f"{count} changed ({'; '.join(f'{each} to {form}' for form, each in forms.items())})"
+
+    @property
     def skipped(self) -> str:
         """What the stage left alone and why; empty for nothing.
         It is told by name if it is little, else counted for each reason.
@@ -77,10 +87,9 @@ class StepLine(Frozen):
     @property
     def did(self) -> str:
         """What it changed, what it skipped and what it was calibrated on, in one line."""
-        changed = [f"{self.report['changed']} changed"] if "changed" in self.report else []
         texts = self.report.get("calibrated_on", ())
         read = [f"calibrated on {text.get('dataset')} {text.get('split')}" for text in texts]
-        return ", ".join(filter(None, [*changed, self.skipped, *read]))
+        return ", ".join(filter(None, [self.changed, self.skipped, *read]))
 
 
 class GateResult(Frozen):

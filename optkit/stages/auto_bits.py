@@ -164,7 +164,6 @@ class AutoBits(Transform):
         details: dict[str, Any] = {
             "choices": {name: choice.form.label for name, choice in mixed.items()},
             "not_offered": problem.unfit(self.choices),
-            "counts": dict(Counter(choice.form.label for choice in mixed.values()).most_common()),
             "predicted_divergence": {
                 "chosen": sum(row[index] for row, index in zip(costs, picked, strict=True)),
                 "uniform": {choice.form.label: cost for choice, cost in uniform.items()},
@@ -284,6 +283,10 @@ class AutoBits(Transform):
             )
             details["held_out_divergence"] = {"chosen": chosen, label: single, "tokens": tokens_in(windows)}
             if chosen <= single:
+                context.progress.say(
+                    f"{KIND}: the choice is kept: on held-out text it diverges by {chosen:.4g} nats, "
+                    f"{label} throughout by {single:.4g}"
+                )
                 return report
             context.progress.warn(
                 f"{KIND}: {label} throughout is kept: on held-out text it diverges by {single:.4g} "

@@ -178,6 +178,18 @@ def test_what_was_skipped_and_why(skipped: dict[str, str], text: str) -> None:
     )
 
 
+def test_forms_are_told_if_they_differ() -> None:
+    forms = {"3 bits, groups of 64": 7, "4 bits, groups of 64": 5}
+    for told, text in (
+        (forms, "12 changed (7 to 3 bits, groups of 64; 5 to 4 bits, groups of 64)"),
+        ({"4 bits": 12}, "12 changed"),
+        ("damaged", "12 changed"),
+    ):
+        report = {"changed": 12, "details": {"formats": told}}
+        step = StepLine(kind="gptq", key="k", cached=False, seconds=1, report=report)
+        assert step.changed == step.did == text
+
+
 def told(scorecard: Scorecard, directory: Path | None = Path("artifacts/llama_int4")) -> list[str]:
     return [" ".join(line.split()) for line in plain_text(*short_scorecard(scorecard, directory)).splitlines()]
 

@@ -51,7 +51,7 @@ def test_the_budget_is_kept_and_the_choice_is_better_than_any_single_one(
     predicted = report.details["predicted_divergence"]
     assert predicted["uniform"]
     assert all(predicted["chosen"] <= nats for nats in predicted["uniform"].values())
-    assert sum(report.details["counts"].values()) == len(report.details["choices"]) == report.changed
+    assert sum(report.details["formats"].values()) == len(report.details["choices"]) == report.changed
     assert report.calibrated_on == (text.identity(),)
     compared = dict(report.details["held_out_divergence"])
     assert compared.pop("tokens") == 4 * 64
@@ -97,7 +97,7 @@ def test_the_chosen_forms_learn(
     monkeypatch.setattr(gptq, "STEPS", {"learning_steps": 16, "scale_steps": 16, "copies": 1})
     fields = {"average_bits": 5.0, "choices": (SMALL, LARGE), "calibration": text, "held_out_samples": 0}
     report = quantize(tiny_model("llama"), tmp_path / "out", effort="best", **fields)
-    assert set(report.details["counts"]) == {SMALL.form.label, LARGE.form.label}
+    assert set(report.details["formats"]) == {SMALL.form.label, LARGE.form.label}
     before, after = map(sum, zip(*report.details["block_losses"].values(), strict=True))
     assert after < before
     assert report.details["divergence"][1] < report.details["divergence"][0]
@@ -178,6 +178,20 @@ def test_held_out_divergence_is_that_of_the_opened_models(tiny_model: TinyModel,
             assert divergence == pytest.approx(
                 float(kl_div(after, before, log_target=True, reduction="none").sum(-1).mean()), rel=1e-3
             )
+
+
+def test_what_held_out_text_says_is_told(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optkit.stages.sensitivity.held_out.mean_divergences", lambda *_: [0.1, 0.2])
+    said: list[str] = []
+    monkeypatch.setattr(SilentProgress, "say", lambda _, text: said.append(text))
+    fields = {"average_bits": 6, "choices": (SMALL, MIDDLE, LARGE), "calibration": text, "method": "rtn"}
+    quantize(tiny_model("qwen2"), tmp_path / "out", **fields)
+    assert said[-1] == (
+        "auto_bits: the choice is kept: on held-out text it diverges by 0.1 nats, 4 bits, groups of 32 "
+        "throughout by 0.2"
+    )
 
 
 def test_a_single_form_is_kept_where_it_diverges_less(
