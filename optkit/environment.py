@@ -129,13 +129,17 @@ def compute_capability(device: str) -> tuple[int, int] | None:
 
 
 def gpu_memory_bytes(device: str) -> int | None:
-    """Return the memory of a GPU, from NVIDIA's driver and without torch.
+    """Return what torch may take of a GPU's memory, from NVIDIA's driver and torch's variable, without torch.
     None for a CPU or without a driver.
     """
     if (found := _driver_of(device)) is None:
         return None
     (driver, number), size = found, ctypes.c_size_t()
-    return size.value if driver.cuDeviceTotalMem_v2(ctypes.byref(size), number) == 0 else None
+    if driver.cuDeviceTotalMem_v2(ctypes.byref(size), number):
+        return None
+    asked = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF", "")
+    limit = re.search(r"per_process_memory_fraction:\s*(\d*\.?\d+)", asked)
+    return int(size.value * float(limit[1])) if limit else size.value
 
 
 def offline_on(device: str) -> dict[str, str]:
@@ -250,13 +254,15 @@ def _physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 
 def memory(device: str = "cpu") -> Memory:
     """Return the memory of a device.
-    Main memory is what the container's limit (cgroup v2) leaves of it.
+    Main memory is what the container's limit (cgroup v2) leaves of it; of a GPU what torch's limit leaves is available.
     """
     if device != "cpu":
         import torch
 
         free, total = torch.cuda.mem_get_info(device)
-        return Memory(total_bytes=int(total), available_bytes=int(free))
+        most = int(torch.cuda.get_per_process_memory_fraction(torch.device(device).index) * total)
+        left = max(0, most - torch.cuda.memory_reserved(device))
+        return Memory(total_bytes=int(total), available_bytes=min(int(free), left))
     import psutil
 
     main = psutil.virtual_memory()

@@ -110,7 +110,8 @@ class BlockInputs:
 
     def copied(self) -> Tensor:
         """Return hidden states of their own, that wait where these do."""
-        return room_for_states(self.hidden, self.hidden.shape, self.passage is not None).copy_(self.hidden)
+        gpu = self.passage.device if self.passage else None
+        return room_for_states(self.hidden, self.hidden.shape, gpu).copy_(self.hidden)
 
     def at(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """Return the hidden states of a batch on the device. Here and below they are this text's; None: these."""

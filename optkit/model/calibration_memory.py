@@ -93,7 +93,7 @@ class Work:
         share = self.states // self.processes
         if device.startswith("cuda"):
             copied = min(AHEAD_BYTES, made) if self.streamed and not self.alone else 0
-            moved = 0 if is_little_of_gpu(share, gpu_memory_bytes(device)) else share
+            moved = waiting_in_main_memory(share, device)
             held += moved * self.streams * self.processes
             gpu = max(entering - moved, block - moved * self.streams) + copied
             entering, block = 0, 0
@@ -112,6 +112,17 @@ class Work:
         states = 2 * self.states if writes_states(share, device.startswith("cuda")) else 0
         kept = 0 if self.streamed else left.size_bytes - left.outside_bytes + states
         return Cost(disk_bytes=left.size_bytes, kept_bytes=kept, ram_bytes=needed, gpu_bytes=gpu)
+
+
+def waiting_in_main_memory(states: int, device: str) -> int:
+    """Return how many of the bytes of hidden states a GPU leaves there: all or none."""
+    return 0 if is_little_of_gpu(states, gpu_memory_bytes(device)) else states
+
+
+def less_memory(stage: str) -> str:
+    """Return what to do if a stage that reads a text has too little memory."""
+    remedy = f"Lower {stage}.batch_size, {stage}.calibration.samples or {stage}.calibration.sequence_length"
+    return f"{remedy}: `optkit plan` says what that gains"
 
 
 def calibrated_work(

@@ -81,7 +81,7 @@ def _entered(
                 shape = (len(prompts), longest, *entered.shape[2:])
                 if not is_little_of_gpu(math.prod(shape) * entered.itemsize, usable_gpu_bytes(entered.device)):
                     passage = Passage(entered.device)
-                hidden = room_for_states(entered.cpu() if passage else entered, shape, passage is not None)
+                hidden = room_for_states(entered, shape, passage.device if passage else None)
             else:
                 first = batches[0].calls[-len(calls) :]
                 equal = cache(torch.equal)  # most blocks are called with the same tensors

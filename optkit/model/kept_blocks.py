@@ -167,6 +167,7 @@ class KeptBlocks:
         finally:
             self._settle()
             self._writer.shutdown()
+            self._inputs = self._replay = None  # which know this object: hidden states would stay until garbage goes
 
     def measured(self, name: str, measure: Callable[[], T]) -> T:
         """Return JSON values that were measured in front of the first block; if they are kept, those."""

@@ -45,13 +45,11 @@ def usable_gpu_bytes(device: torch.device) -> int | None:
         return None
     import torch
 
-    free, total = torch.cuda.mem_get_info(device)
-    most = torch.cuda.get_per_process_memory_fraction(device) * total
-    return min(free + torch.cuda.memory_reserved(device), int(most))
+    return memory(str(device)).available_bytes + torch.cuda.memory_reserved(device)
 
 
-def room_for_states(like: Tensor, shape: Sequence[int], for_gpu: bool = False) -> Tensor:
-    """Return room for hidden states on the device and in the dtype of some; `for_gpu`: of main memory, where a GPU
+def room_for_states(like: Tensor, shape: Sequence[int], gpu: torch.device | None = None) -> Tensor:
+    """Return room for hidden states on the device and in the dtype of some; for a `gpu`: of main memory, where it
     reads and writes them by itself.
     If they would take most of the free main memory, it is a file of TMPDIR that is gone when they are.
 
@@ -59,11 +57,11 @@ def room_for_states(like: Tensor, shape: Sequence[int], for_gpu: bool = False) -
     """
     import torch
 
-    states = like.new_empty(shape, device="meta")
-    if like.device.type != "cpu":
+    if like.device.type != "cpu" and not gpu:
         return like.new_empty(shape)
+    states = like.new_empty(shape, device="meta")
     if states.nbytes <= SHARE * memory().available_bytes:
-        return _registered(states) if for_gpu else like.new_empty(shape)
+        return _registered(states, gpu) if gpu else like.new_empty(shape)
     with tempfile.NamedTemporaryFile(prefix="optkit-states-") as file:
         with disk_space_for(Path(file.name), states.nbytes):
             if sys.platform == "linux":  # a full disk would kill the process later
@@ -71,20 +69,29 @@ def room_for_states(like: Tensor, shape: Sequence[int], for_gpu: bool = False) -
         return torch.from_file(file.name, shared=True, size=states.numel(), dtype=like.dtype).view(*shape)
 
 
-def _registered(states: Tensor) -> Tensor:
+def _registered(states: Tensor, gpu: torch.device) -> Tensor:
     """Return room in main memory that CUDA knows, without which it copies while nothing else runs. Where it takes
     no more memory, as often under WSL, the room serves all the same.
     """
     import torch
 
     room = torch.frombuffer(own_bytes(states.nbytes), dtype=states.dtype).view(states.shape)
-    runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(room.data_ptr(), room.nbytes, 0)):
-        with suppress(RuntimeError):  # what torch launches next raises what CUDA said here
-            torch.zeros(1, device="cuda")
-    else:
-        weakref.finalize(room.untyped_storage(), runtime.cudaHostUnregister, room.data_ptr()).atexit = False
+    if _told_cuda(gpu, "cudaHostRegister", room.data_ptr(), room.nbytes, 0):
+        forget = weakref.finalize(room.untyped_storage(), _told_cuda, gpu, "cudaHostUnregister", room.data_ptr())
+        forget.atexit = False
     return room
+
+
+def _told_cuda(gpu: torch.device, function: str, *arguments: int) -> bool:
+    """Call a function of CUDA's runtime, and return whether it did it."""
+    import torch
+
+    with torch.cuda.device(gpu):  # on another one CUDA would begin to work, and take memory for it
+        refused = int(getattr(torch.cuda.cudart(), function)(*arguments))
+        if refused:
+            with suppress(RuntimeError):  # what torch launches next raises what CUDA said here
+                torch.zeros(1, device=gpu)
+    return not refused
 
 
 def return_freed_memory(device: str = "cpu") -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from pydantic import model_validator
 
 from optkit.common.out_of_resources import out_of_memory
-from optkit.model.calibration_memory import Work
+from optkit.model.calibration_memory import Work, less_memory
 from optkit.model.linear_layers import Layer, Selection
 from optkit.model.output_layer import HEAD
 from optkit.model.shape import ModelShape
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from optkit.algorithms.grid import Grid, QuantizedWeight
 
-LESS_MEMORY = "Lower awq.batch_size, awq.calibration.samples or awq.calibration.sequence_length"
+LESS_MEMORY = less_memory("awq")
 
 
 class Awq(InputScaling, SharedText, Backed):

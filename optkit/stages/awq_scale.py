@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from optkit.common.field_types import CodeBits, GroupSize
 from optkit.common.out_of_resources import out_of_memory
 from optkit.devices.enough import refuse_devices
+from optkit.model.calibration_memory import less_memory
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.linear_layers import Layer, layers_of, select
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from optkit.model.skeleton import Skeleton
 
 STAGE = "awq_scale"
-LESS_MEMORY = f"Lower {STAGE}.batch_size, {STAGE}.calibration.samples or {STAGE}.calibration.sequence_length"
+LESS_MEMORY = less_memory(STAGE)
 
 
 class AwqScale(InputScaling, SharedText):

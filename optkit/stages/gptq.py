@@ -12,7 +12,14 @@ from optkit.common.field_types import Amount
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.kernels.cpu.families import why_not_config
-from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes, waiting_bytes
+from optkit.model.calibration_memory import (
+    Work,
+    calibrated_work,
+    code_bytes,
+    hessian_bytes,
+    less_memory,
+    waiting_bytes,
+)
 from optkit.model.linear_layers import Layer, by_block
 from optkit.model.linear_layers import stacks as sharing_input
 from optkit.model.output_layer import HEAD
@@ -54,7 +61,7 @@ EFFORTS: Mapping[str, Mapping[str, Any]] = {
     "best": {"learn": "blocks"},
 }
 STEPS = {"learning_steps": 120, "scale_steps": 64, "copies": 3}
-LESS_MEMORY = "Lower gptq.batch_size, gptq.calibration.samples or gptq.calibration.sequence_length"
+LESS_MEMORY = less_memory("gptq")
 
 
 class Gptq(GptqFields, SharedText, Backed):

@@ -15,7 +15,7 @@ from optkit.common.field_types import BatchSize
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.model.calibration_memory import Work, calibrated_work, hessian_bytes
+from optkit.model.calibration_memory import Work, calibrated_work, hessian_bytes, less_memory
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import EXPERTS, Layer, Selection, layers_of
 from optkit.model.packed_floats import stacked_experts
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from optkit.model.blocks import BlockInputs
     from optkit.stages.quantizing.input_ranges import InputRange
 
-LESS = "Lower mx.batch_size, mx.calibration.samples or mx.calibration.sequence_length"
+LESS = less_memory("mx")
 WORK_BYTES, AT_ONCE = 28, {"cpu": 1 << 22, "cuda": 1 << 26}
 """What rounding holds for a weight beside weights and codes, and how many weights it rounds at a time."""
 FLOAT_BYTES = 24

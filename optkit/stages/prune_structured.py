@@ -17,7 +17,7 @@ from optkit.common.field_types import Amount, BatchSize, Distinct
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.attention_choice import eager_bytes
-from optkit.model.calibration_memory import float_bytes, refuse_unchained
+from optkit.model.calibration_memory import float_bytes, less_memory, refuse_unchained, waiting_in_main_memory
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.depth import (
     block_count,
@@ -53,7 +53,7 @@ POSITIONS_AT_ONCE = 256
 """Positions whose logits are held together if perplexity says what matters."""
 MOST_BLOCKS = 100_000
 """No model has more."""
-LESS_MEMORY = f"Lower {KIND}.batch_size, {KIND}.calibration.samples or {KIND}.calibration.sequence_length"
+LESS_MEMORY = less_memory(KIND)
 
 
 class PruneStructured(WidthFields, Transform):
@@ -193,8 +193,10 @@ class PruneStructured(WidthFields, Transform):
             left = ModelShape(config=narrower_config(left.config, planned.before, planned.after), tensors=narrower)
         if self.experts is not None:
             left = with_fewer_experts(shape, self.experts_left)
-        work = max(self._measuring_bytes(shape, planned), 4 * max(shape.block_bytes, shape.outside_bytes))
-        ram, notes = min(left.size_bytes, SHARD_BYTES), notes_on_heads(left.config)
+        streams, states, beside = self._measuring_bytes(shape, planned)
+        moved = streams * waiting_in_main_memory(states, device)
+        work = max(streams * states - moved + beside, 4 * max(shape.block_bytes, shape.outside_bytes))
+        ram, notes = moved + min(left.size_bytes, SHARD_BYTES), notes_on_heads(left.config)
         if device.startswith("cuda"):
             return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=work, notes=notes), left
         return Cost(disk_bytes=left.size_bytes, ram_bytes=ram + work, notes=notes), left
@@ -304,12 +306,12 @@ class PruneStructured(WidthFields, Transform):
             told["calibration_perplexity"] = chosen.perplexity
         return told | ({"rounds": chosen.rounds} if chosen.rounds else {})
 
-    def _measuring_bytes(self, shape: ModelShape, planned: Planned) -> int:
-        """Return the bytes of the hidden states, of the largest part, and of a batch in a block.
-        Hessians or logits count too.
+    def _measuring_bytes(self, shape: ModelShape, planned: Planned) -> tuple[int, int, int]:
+        """Return how many models' hidden states are held, the bytes of one's, and of what is beside them:
+        the largest part, and a batch in a block, Hessians or logits.
         """
         if not self._reads_text(planned):
-            return 0
+            return 0, 0, 0
         width, blocks = hidden_size(shape.config), block_count(shape.config)
         tokens = self.calibration.samples * self.calibration.sequence_length
         streams = 1
@@ -323,11 +325,8 @@ class PruneStructured(WidthFields, Transform):
         narrower = planned.narrows and planned.before.ffn != planned.after.ffn
         solving = (4 + 4 + 3 * 8) * planned.before.ffn**2 if narrower else 0
         logits = self._logit_bytes(shape, element) if planned.count and self.layer_importance == "perplexity" else 0
-        return (
-            streams * tokens * width * element
-            + max(batch, solving, logits)
-            + max(shape.block_bytes, shape.outside_bytes)
-        )
+        beside = max(batch, solving, logits) + max(shape.block_bytes, shape.outside_bytes)
+        return streams, tokens * width * element, beside
 
     def _logit_bytes(self, shape: ModelShape, element: int) -> int:
         """Return the bytes of logits as they come, and their logarithms of softmax.

@@ -1,8 +1,10 @@
 """Hidden states that wait in main memory give the bytes of those that lie on the device."""
 
 import re
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -11,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from optkit.model import calibration_memory, entering, memory
+from optkit import environment
+from optkit.common.garbage import uncollected
+from optkit.model import blocks, calibration_memory, entering, kept_blocks, memory
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.passage import Passage
 from optkit.source.calibration import Calibration
@@ -19,14 +23,19 @@ from optkit.stage import Transform
 from optkit.stages.awq import Awq
 from optkit.stages.cast import Cast
 from optkit.stages.gptq import Gptq
+from optkit.stages.prune_structured import PruneStructured
 from tests.conftest import TinyModel
 from tests.model.test_blocks_that_run_again import FORMS
 from tests.model.test_kept_blocks import STAGES, Lines, few, files, interrupted, run
+from tests.support.encoder_decoders import write_pairs
 
 __all__ = ["few"]
 STREAMING = {name: made for name, made in (STAGES | FORMS).items() if name != "rotate"}  # that has 32 tokens
 QUICK = ("balanced", "learning", "nvfp4", "auto_bits", "prune", "prune_structured")
 """Between them they take hidden states in all ways: in turn, at random, several models' together."""
+
+
+GOING = ("gptq", "balanced", "prune", "prune_structured")
 
 
 class Late(Passage):
@@ -69,10 +78,11 @@ def in_batches(stage: Transform) -> Transform:
 
 @pytest.fixture
 def in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the CPU for a GPU without room for hidden states."""
+    """Take the CPU for a GPU without room for hidden states, which are too large to be written."""
+    monkeypatch.setattr(kept_blocks, "writes_states", lambda *_: False)
     monkeypatch.setattr(entering, "is_little_of_gpu", lambda *_: False)
     monkeypatch.setattr(entering, "Passage", Late)
-    monkeypatch.setattr(memory, "_registered", lambda states: torch.empty_like(states, device="cpu"))
+    monkeypatch.setattr(memory, "_registered", lambda states, _: torch.empty_like(states, device="cpu"))
     monkeypatch.setattr(Late, "carried", 0)
 
 
@@ -91,6 +101,54 @@ def test_stages_leave_the_same_bytes(
     assert Late.carried > 2
     assert re.search(r"the GPU is small, so hidden states \([\d.]+ kB\) wait", " ".join(lines.lines))
     assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "T5ForConditionalGeneration"])
+def test_other_models_leave_the_same_bytes(
+    tiny_model: TinyModel,
+    tiny_encoder_decoder: TinyModel,
+    tmp_path: Path,
+    few: Calibration,
+    architecture: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    pairs = Calibration(
+        dataset=str(write_pairs(tmp_path / "pairs", False)),
+        input="input",
+        field="target",
+        samples=3,
+        sequence_length=40,
+    )
+    source, text = (tiny_encoder_decoder, pairs) if architecture[0].isupper() else (tiny_model, few)
+    stage = in_batches(Gptq(group_size=32, calibration=text))
+    run(stage, source(architecture), tmp_path / "whole", None)
+    request.getfixturevalue("in_main_memory")
+    work = interrupted(stage, source(architecture), tmp_path, 1)
+    run(stage, source(architecture), tmp_path / "resumed", work)
+    assert Late.carried > 2
+    assert files(tmp_path / "resumed") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "kind", [name if name in GOING else pytest.param(name, marks=pytest.mark.slow) for name in STREAMING]
+)
+def test_states_go_with_the_stage(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def room(like: Tensor, shape: Sequence[int], gpu: torch.device | None) -> Tensor:
+        states = memory.room_for_states(like, shape, gpu)
+        made.append(weakref.ref(states.untyped_storage()))
+        return states
+
+    monkeypatch.setattr(entering, "room_for_states", room)
+    monkeypatch.setattr(blocks, "room_for_states", room)
+    run(Cast(dtype="bfloat16"), tiny_model("llama"), tmp_path / "source", None)
+    with uncollected():
+        run(STREAMING[kind](few), tmp_path / "source", tmp_path / "made", tmp_path / "work")
+        assert made
+        assert not any(each() for each in made)
 
 
 @pytest.mark.gpu
@@ -116,7 +174,9 @@ def test_a_plan_has_states_where_they_will_be(
     shape = Checkpoint(tiny_model("llama")).shape
     text = few.model_copy(update={"samples": 1 << 14})
     states = (1 << 14) * 64 * shape.config["hidden_size"] * 4
-    for stage, streams in ((Gptq(group_size=32), 1), (Gptq(group_size=32, effort="balanced"), 2), (Awq(), 1)):
+    stages: list[tuple[Transform, int]] = [(Gptq(group_size=32), 1), (Gptq(group_size=32, effort="balanced"), 2)]
+    stages += [(Awq(), 1), (PruneStructured(remove_layers=1), 2), (PruneStructured(remove_layers=(1,)), 0)]
+    for stage, streams in stages:
         whole, part = (
             (monkeypatch.setattr(calibration_memory, "gpu_memory_bytes", lambda _, size=size: size), None)[1]
             or stage.model_copy(update={"calibration": text}).predict(shape, "cuda")[0]
@@ -128,28 +188,42 @@ def test_a_plan_has_states_where_they_will_be(
 def test_a_limit_of_torch_is_all_that_a_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30)
-    for share, expected in ((1.0, 90), (0.5, 50)):
-        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _, share=share: share)
-        assert memory.usable_gpu_bytes(torch.device("cuda")) == expected
+    for share, left, usable in ((1.0, 60, 90), (0.5, 20, 50), (0.2, 0, 30)):
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {None: share, 1: share}.__getitem__)
+        for device in ("cuda", "cuda:1"):
+            assert environment.memory(device) == environment.Memory(100, left)
+            assert memory.usable_gpu_bytes(torch.device(device)) == usable
     assert memory.usable_gpu_bytes(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("refused", [0, 2])
 def test_memory_is_known_to_cuda_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
     known: list[int] = []
+    gpu, current = torch.device("cuda:1"), ["cuda:0"]
+
+    @contextmanager
+    def made_current(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
 
     def register(place: int, size: int, flags: int) -> int:
-        assert (size, flags) == (24, 0)
+        assert (size, flags, current[-1]) == (24, 0, "cuda:1")
         known.append(place)
         return refused
 
-    monkeypatch.setattr(
-        torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=known.remove)
-    )
+    def unregister(place: int) -> int:
+        assert current[-1] == "cuda:1"
+        known.remove(place)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", made_current)
     like, launched = torch.ones(2, dtype=torch.bfloat16), Mock(side_effect=RuntimeError)
     monkeypatch.setattr(torch, "zeros", launched)  # which raises what CUDA said before
-    room = memory.room_for_states(like, (3, 4), for_gpu=True)
-    assert launched.called == bool(refused)
+    room = memory.room_for_states(like, (3, 4), gpu)
+    assert [each.kwargs for each in launched.call_args_list] == [{"device": gpu}] * bool(refused)
     assert (room.shape, room.dtype, known) == ((3, 4), torch.bfloat16, [room.data_ptr()])
     del room
     assert len(known) == (1 if refused else 0)

@@ -86,6 +86,20 @@ def test_the_driver_is_asked_about_gpus(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(
+    ("variable", "said", "expected"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,per_process_memory_fraction: .25", 10 << 31),
+        ("PYTORCH_ALLOC_CONF", "per_process_memory_fraction:0.5", 10 << 32),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", 10 << 33),
+    ],
+)
+def test_a_limit_of_torch_is_all_that_it_has_of_a_gpu(monkeypatch, variable, said, expected):
+    monkeypatch.setattr(environment.ctypes, "CDLL", lambda name: made_driver())
+    monkeypatch.setenv(variable, said)
+    assert environment.gpu_memory_bytes("cuda") == expected
+
+
 @pytest.mark.parametrize("found", [lambda name: made_driver(ready=100), None])
 def test_without_a_driver_that_works_there_are_no_gpus(monkeypatch, found):
     def missing(name):

@@ -127,6 +127,7 @@ def test_full_memory_says_what_to_lower(
     monkeypatch.setattr(block_pruner, "sparsegpt", full)
     with pytest.raises(
         ResourceError,
-        match=r"model.layers.0: the main memory is full.*Lower prune.batch_size, prune.calibration.samples or",
+        match=r"model.layers.0: the main memory is full.*Lower prune.batch_size, prune.calibration.samples or "
+        r"prune.calibration.sequence_length: `optkit plan` says what that gains",
     ):
         prune(tiny_model("llama"), tmp_path / "pruned", calibration=text)

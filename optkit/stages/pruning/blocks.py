@@ -21,6 +21,7 @@ from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.blocks import BlockInputs
+from optkit.model.calibration_memory import less_memory
 from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.prompts import Prompts
 from optkit.model.skeleton import Skeleton
@@ -29,7 +30,7 @@ from optkit.model.together import ALONE, Together
 from optkit.stage import Context
 from optkit.stages.quantizing.hessians import collect_hessians, finite_matrix, in_turns, refuse_infinite, watch_inputs
 
-LESS_MEMORY = "Lower prune.batch_size, prune.calibration.samples or prune.calibration.sequence_length"
+LESS_MEMORY = less_memory("prune")
 
 
 @dataclass(frozen=True)

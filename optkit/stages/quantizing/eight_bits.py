@@ -13,7 +13,7 @@ from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.common.field_types import BatchSize
 from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
-from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes
+from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes, less_memory
 from optkit.model.linear_layers import Layer, Selection, by_block
 from optkit.model.shape import DTYPE_BITS, ModelShape, without_indices
 from optkit.model.together import ALONE
@@ -140,9 +140,7 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         from optkit.stages.quantizing.input_ranges import tell_few_tokens
 
         device, skeleton = job.context.device, job.skeleton
-        less = (
-            f"Lower {self.kind}.batch_size, {self.kind}.calibration.samples or {self.kind}.calibration.sequence_length"
-        )
+        less = less_memory(self.kind)
         tokens = read_text(skeleton, text, job.context, self.kind, job.reading)
         job.calibrated_on = (text.identity(),)
         with out_of_memory("in front of the first block", device, less):

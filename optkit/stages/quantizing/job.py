@@ -112,8 +112,6 @@ class QuantizationJob:
         From here on finished blocks are kept; what is in `details` and `notes` is kept with them.
         `advance` brings the inputs behind a loaded block, as the stage does, with what was made of it.
         """
-        if inputs.passage:
-            self.details["hidden_states"] = "main memory"
         facts = {"details": self.details, "notes": self.notes}
 
         def replay(index: int, tensors: Mapping[str, Tensor]) -> None:
