@@ -130,11 +130,9 @@ class BlockInputs:
     def replace_(self, made: Callable[[Batch, Tensor], Tensor], hidden: Tensor | None = None) -> None:
         """Put what is made of the hidden states of each batch in their place."""
         states = self.hidden if hidden is None else hidden
+        put_ = self.passage.put_ if self.passage else Tensor.copy_
         for batch, given in self.each(states):
-            if self.passage:
-                self.passage.put_(states[batch.rows], made(batch, given))
-            else:
-                states[batch.rows] = made(batch, given)
+            put_(states[batch.rows], made(batch, given))
         if self.passage:
             self.passage.end()
 
