@@ -135,7 +135,7 @@ def _ours(error: OptkitError | ChildError) -> OptkitError:
 def _nameless_memory() -> int:
     """Return the descriptor of memory that two processes can share."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("optkit-logits")
+        return os.memfd_create("optkit-ranks")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
