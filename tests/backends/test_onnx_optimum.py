@@ -19,11 +19,12 @@ from optkit.backends.older_transformers import logits_here
 from optkit.errors import RecipeError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.recipe.recipe import load_recipe
-from optkit.stage import Context, Report
+from optkit.stage import Report
 from optkit.stages.onnx import Onnx
 from tests.conftest import TinyModel
 from tests.support.encoders import save_encoder
 from tests.support.fake_library import environment_at
+from tests.support.running import run_stage
 
 TinyOnnx = Callable[[str, str], Path]
 Requests = list[dict[str, Any]]
@@ -61,8 +62,7 @@ def worker(tiny_model: TinyModel, tiny_onnx: TinyOnnx, tmp_path: Path, monkeypat
 
 
 def exported(source: Path, target: Path, **fields: Any) -> Report:
-    target.mkdir()
-    return Onnx(exporter="optimum", **fields).run(source, target, Context())
+    return run_stage(Onnx(exporter="optimum", **fields), source, target)
 
 
 def test_it_is_told_what_its_transformers_reads(tiny_model: TinyModel, worker: Requests, tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from optkit.measure import EvalContext, Session
 from optkit.model.checkpoint import Checkpoint
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
-from optkit.stage import Context
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.changes import changing
 from tests.support.recipe_stand_ins import problems_of
+from tests.support.running import run_stage
 
 
 @pytest.fixture
@@ -30,8 +30,7 @@ def text(letters: Path) -> str:
 @pytest.fixture
 def artifact(tiny_model: TinyModel, tmp_path: Path) -> Path:
     """Return a tiny model rounded to 8 bits, whose errors are small enough for the second order."""
-    (tmp_path / "rtn").mkdir()
-    Rtn(bits=8, group_size=32, symmetric=False).run(tiny_model("llama"), tmp_path / "rtn", Context())
+    run_stage(Rtn(bits=8, group_size=32, symmetric=False), tiny_model("llama"), tmp_path / "rtn")
     return tmp_path / "rtn"
 
 
@@ -55,8 +54,7 @@ def test_the_sum_is_what_all_layers_do_and_each_is_what_it_does_alone(
     for place in (0, 10):
         name = str(layers[place].labels["layer"])
         alone = tmp_path / str(place)
-        alone.mkdir()
-        Rtn(bits=8, group_size=32, symmetric=False, include=(name,)).run(tiny_model("llama"), alone, Context())
+        run_stage(Rtn(bits=8, group_size=32, symmetric=False, include=(name,)), tiny_model("llama"), alone)
         assert layers[place].value == pytest.approx(mean_divergence(before, open_session(alone), tokens), rel=0.35)
 
 

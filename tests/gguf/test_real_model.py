@@ -8,9 +8,9 @@ from torch import Tensor
 
 from optkit.session import open_session
 from optkit.source.texts import TextSource
-from optkit.stage import Context
 from optkit.stages.gguf import Gguf
 from optkit.stages.rtn import Rtn
+from tests.support.running import run_stage
 
 pytestmark = pytest.mark.slow
 
@@ -18,10 +18,8 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(("symmetric", "kind"), [(True, "Q4_0"), (False, "Q4_1")])
 def test_perplexity_is_that_of_the_codes(smol: Path, tmp_path: Path, symmetric: bool, kind: str) -> None:
     pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, of the extra `llama-cpp`")
-    for name in ("codes", "gguf"):
-        (tmp_path / name).mkdir()
-    Rtn(bits=4, group_size=32, symmetric=symmetric).run(smol, tmp_path / "codes", Context())
-    report = Gguf().run(tmp_path / "codes", tmp_path / "gguf", Context())
+    run_stage(Rtn(bits=4, group_size=32, symmetric=symmetric), smol, tmp_path / "codes")
+    report = run_stage(Gguf(), tmp_path / "codes", tmp_path / "gguf")
     assert report.details["types"] == {kind: 210, "Q8_0": 1}
     assert report.details["divergence"] < 0.03
     ours, theirs = open_session(tmp_path / "codes"), open_session(tmp_path / "gguf")

@@ -31,12 +31,13 @@ from optkit.kernels.packed_linear import PackedWeight
 from optkit.session import open_session
 from optkit.settings.cuda_graphs import CudaGraphs
 from optkit.settings.precision import Precision
-from optkit.stage import Context, Transform
+from optkit.stage import Transform
 from optkit.stages.fp8 import Fp8
 from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import SmoothQuant
 from tests.kernels.test_cuda_families import KNOWN
 from tests.support.packed_models import random_grid
+from tests.support.running import run_stage
 from tests.support.tiny_models import CONFIGS, SIZES, save_tiny_model
 
 
@@ -271,8 +272,7 @@ def test_the_graph_says_what_the_model_says(
     directory = save_tiny_model(kind, tmp_path / "model")
     if stage := PACKED.get(weights):
         quantized = tmp_path / "packed"
-        quantized.mkdir()
-        stage.run(directory, quantized, Context())
+        run_stage(stage, directory, quantized)
         directory = quantized
     graph = open_session(directory, [Precision(mode=mode), CudaGraphs()], device="cuda")  # type: ignore[arg-type]
     own = open_session(directory, [Precision(mode=mode)], device="cuda")  # type: ignore[arg-type]

@@ -19,9 +19,9 @@ from optkit.kernels.int8_linear import Int8Linear
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
-from optkit.stage import Context
 from optkit.stages.fp8 import Fp8
 from tests.conftest import TinyModel
+from tests.support.running import run_stage
 
 OUTPUTS, INPUTS = 48, 160
 
@@ -120,8 +120,7 @@ def test_reasons_against_fast_products() -> None:
 
 def stored(tiny_model: TinyModel, target: Path, **fields: Any) -> tuple[Path, dict[str, Any]]:
     """Return a directory of 8-bit floats and its config."""
-    target.mkdir()
-    Fp8(**fields).run(tiny_model("llama"), target, Context())
+    run_stage(Fp8(**fields), tiny_model("llama"), target)
     return target, json.loads((target / "config.json").read_text())
 
 

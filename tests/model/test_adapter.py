@@ -16,11 +16,11 @@ from optkit.errors import SourceError
 from optkit.model.adapter import CONFIG, WEIGHTS, read_adapter
 from optkit.session import open_session
 from optkit.source.models import ModelSource, pin_model
-from optkit.stage import Context
 from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.changes import change_json
+from tests.support.running import run_stage
 
 RANK, ALPHA = 4, 8.0
 
@@ -66,8 +66,7 @@ def adapt(directory: Path, layers: dict[str, int]) -> None:
 @pytest.fixture
 def adapted(tiny_model: TinyModel, tmp_path: Path) -> Path:
     directory = tmp_path / "adapted"
-    directory.mkdir()
-    Rtn(group_size=32).run(tiny_model("llama"), directory, Context())
+    run_stage(Rtn(group_size=32), tiny_model("llama"), directory)
     adapt(directory, {"model.layers.0.self_attn.q_proj": RANK, "model.layers.1.mlp.down_proj": 2})
     return directory
 
@@ -75,8 +74,7 @@ def adapted(tiny_model: TinyModel, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("stage", [Rtn(group_size=32), Nf4(exclude=("*.k_proj", "*.v_proj"))])
 def test_what_is_opened_computes_what_peft_computes(tiny_model: TinyModel, tmp_path: Path, stage: Any) -> None:
     directory = tmp_path / "adapted"
-    directory.mkdir()
-    stage.run(tiny_model("qwen2"), directory, Context())
+    run_stage(stage, tiny_model("qwen2"), directory)
     before = open_session(directory).logits(tokens())
     adapt(directory, {"model.layers.0.self_attn.q_proj": RANK, "model.layers.1.mlp.down_proj": 2})
     session = open_session(directory)

@@ -15,12 +15,13 @@ from optkit.model.inventory import Inventory, extra_heads, take_inventory
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
-from optkit.stage import Context, Transform
+from optkit.stage import Transform
 from optkit.stages.gptq import Gptq
 from optkit.stages.prune_structured import PruneStructured
 from optkit.stages.rtn import Rtn
 from tests.support.changes import changed_copy
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 from tests.support.skeletons import some_tokens
 
 WEIGHT = TensorInfo("BF16", (8, 8))
@@ -144,8 +145,7 @@ def test_it_travels_unchanged(proposing: Path, letters: Path, tmp_path: Path, ki
         "remove_layers": PruneStructured(remove_layers=(1,)),
     }
     before, target = heads(proposing, 3), tmp_path / "target"
-    target.mkdir()
-    report = stages[kind].run(proposing, target, Context())
+    report = run_stage(stages[kind], proposing, target)
     after = heads(target, 2 if kind == "remove_layers" else 3)
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
@@ -159,8 +159,7 @@ def test_it_travels_unchanged(proposing: Path, letters: Path, tmp_path: Path, ki
 def test_it_goes_with_a_model_that_becomes_narrower(proposing: Path, letters: Path, tmp_path: Path) -> None:
     text = Calibration(dataset=str(letters), samples=4, sequence_length=32)
     target = tmp_path / "target"
-    target.mkdir()
-    report = PruneStructured(intermediate_size=64, calibration=text).run(proposing, target, Context())
+    report = run_stage(PruneStructured(intermediate_size=64, calibration=text), proposing, target)
     assert report.dropped == {"model.layers.3": "it proposes tokens, and its widths are those of the larger model"}
     assert heads(target, 3) == {}
     assert json.loads((target / "config.json").read_text())["num_nextn_predict_layers"] == 0

@@ -23,6 +23,7 @@ from optkit.stages.nf4 import Nf4
 from optkit.stages.rtn import Rtn
 from tests.support.changes import change_json
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 
 STAGES: dict[str, Transform] = {
     "rtn": Rtn(group_size=32),
@@ -85,8 +86,7 @@ def test_it_computes_what_it_does_of_a_known_model(unknown: Path, tmp_path: Path
     made = []
     for source in (unknown, known):
         target = tmp_path / f"of {source.name} {len(made)}"
-        target.mkdir()
-        Rtn(group_size=32).run(source, target, Context())
+        run_stage(Rtn(group_size=32), source, target)
         made.append(load_file(target / "model.safetensors"))
     assert made[1].keys() <= made[0].keys()
     assert all(torch.equal(tensor, made[0][name]) for name, tensor in made[1].items())

@@ -20,6 +20,7 @@ from optkit.stages.kv_scales import KvScales
 from optkit.stages.rotate import Rotate
 from optkit.stages.rtn import Rtn
 from optkit.store.store import Store
+from tests.support.running import run_stage
 from tests.zoo.models import save_model
 
 NORM = TensorInfo("F32", (8,))
@@ -111,9 +112,8 @@ def test_of_two_lists_the_one_nearer_to_the_embedding_is_the_decoder() -> None:
 )
 def test_plan_and_run_refuse_the_same(kind: str, stage: Any, tmp_path: Path) -> None:
     source, target = save_model(kind, tmp_path / "model"), tmp_path / "made"
-    target.mkdir()
     with pytest.raises(OptkitError):
-        stage.run(source, target, Context(device="cpu", seed=0))
+        run_stage(stage, source, target, Context(device="cpu", seed=0))
     (file := tmp_path / "r.yaml").write_text(
         f"model: {source}\nstages:\n- {stage.kind}: {stage.model_dump_json()}\n", encoding="utf-8"
     )
@@ -123,8 +123,7 @@ def test_plan_and_run_refuse_the_same(kind: str, stage: Any, tmp_path: Path) -> 
 
 def test_a_gate_beside_the_queries_keeps_the_heads_as_they_are(tmp_path: Path) -> None:
     source, target = save_model("qwen3_next", tmp_path / "model"), tmp_path / "made"
-    target.mkdir()
-    report = Rotate().run(source, target, Context(device="cpu", seed=0))
+    report = run_stage(Rotate(), source, target, Context(device="cpu", seed=0))
     assert [why for why in report.skipped.values() if "q_proj makes a gate too" in why]
     assert report.details["largest_difference"] < 1e-3
     assert Checkpoint(target).tensors

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from optkit.onnx.adapted_builder import older_names_
-from optkit.stage import Context
 from optkit.stages.onnx import Onnx
+from tests.support.running import run_stage
 from tests.support.tiny_models import SIZES
 
 for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):
@@ -64,8 +64,7 @@ def save(directory: Path, fields: dict[str, Any]) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_graph_is_what_the_config_says(kind: str, tmp_path: Path) -> None:
     source, target = save(tmp_path / "source", KINDS[kind]), tmp_path / "onnx"
-    target.mkdir()
-    details = Onnx().run(source, target, Context()).details
+    details = run_stage(Onnx(), source, target).details
     assert max(details["logits_apart"].values()) < 2e-6
 
 

@@ -17,6 +17,7 @@ from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context, Report
 from optkit.stages.onnx import Onnx
 from tests.support.encoders import save_encoder
+from tests.support.running import run_stage
 
 for package in ("onnx", "onnxruntime", "onnxscript"):
     pytest.importorskip(package)
@@ -37,8 +38,7 @@ def test_what_is_chosen(architecture: str | None, exporter: str) -> None:
 
 
 def test_an_encoder_is_exported_by_torch(bert: Path, tmp_path: Path) -> None:
-    (tmp_path / "onnx").mkdir()
-    report = Onnx().run(bert, tmp_path / "onnx", Context())
+    report = run_stage(Onnx(), bert, tmp_path / "onnx")
     assert (report.details["exporter"], report.details["dtype"], report.details["opset"]) == ("torch", "float32", 21)
     assert report.details["inputs"] == ["input_ids", "attention_mask", "token_type_ids"]
     assert report.details["outputs"] == ["last_hidden_state"]

@@ -21,7 +21,7 @@ from optkit.model.shape import ModelShape
 from optkit.onnx.builder_input import CodedLinear, _group_alike_, exact_codes
 from optkit.onnx.model_file import ModelFile
 from optkit.onnx.parity import stored_codes
-from optkit.stage import Context, Report, Transform
+from optkit.stage import Context, Transform
 from optkit.stages.awq import Awq
 from optkit.stages.fp8 import Fp8
 from optkit.stages.mx import Mx
@@ -31,6 +31,7 @@ from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
 from tests.support.exported import attributes
 from tests.support.packed_models import save_packed
+from tests.support.running import run_stage
 from tests.zoo.models import save_model
 
 for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):
@@ -39,11 +40,6 @@ pytestmark = pytest.mark.usefixtures("children_here")
 
 QKV = ("q_proj", "k_proj", "v_proj")
 SMALL = {"dataset": "python-reference", "samples": 4, "sequence_length": 32}
-
-
-def run(stage: Transform, source: Path, target: Path) -> Report:
-    target.mkdir(parents=True)
-    return stage.run(source, target, Context())
 
 
 def weights_of_source(directory: Path) -> dict[str, Tensor]:
@@ -94,7 +90,7 @@ def test_every_weight_is_the_sources_bit_for_bit(
     tiny_model: TinyModel, tmp_path: Path, kind: str, form: dict[str, Any]
 ) -> None:
     save_packed(tiny_model(kind), tmp_path / "packed", tmp_path / "plain", **form)
-    report = run(Onnx(lm_head="keep", activations="float"), tmp_path / "packed", tmp_path / "onnx")
+    report = run_stage(Onnx(lm_head="keep", activations="float"), tmp_path / "packed", tmp_path / "onnx")
     assert same(weights_of_graph(tmp_path / "onnx"), joined_attention(weights_of_source(tmp_path / "packed")))
     assert max(report.details["logits_apart"].values()) < 2e-6
     nodes = [node for node in ModelFile(tmp_path / "onnx").proto.graph.node if node.op_type == "MatMulNBits"]
@@ -111,8 +107,8 @@ def test_every_weight_is_the_sources_bit_for_bit(
 def test_layers_of_several_layers_are_cut_up(tmp_path: Path) -> None:
     """And two lengths of sequences without LongRoPE, as in this config, are no LongRoPE."""
     source = save_model("phi3", tmp_path / "phi3", num_key_value_heads=2, original_max_position_embeddings=256)
-    run(Rtn(group_size=32, symmetric=False), source, tmp_path / "packed")
-    report = run(Onnx(lm_head="keep", activations="float"), tmp_path / "packed", tmp_path / "onnx")
+    run_stage(Rtn(group_size=32, symmetric=False), source, tmp_path / "packed")
+    report = run_stage(Onnx(lm_head="keep", activations="float"), tmp_path / "packed", tmp_path / "onnx")
     assert max(report.details["logits_apart"].values()) < 2e-6
     found = weights_of_graph(tmp_path / "onnx")
     for name in [name for name in found if name.endswith("gate_proj")]:
@@ -122,11 +118,13 @@ def test_layers_of_several_layers_are_cut_up(tmp_path: Path) -> None:
 
 
 def test_awq_and_a_head_in_8_bits(tiny_model: TinyModel, tmp_path: Path) -> None:
-    run(Awq(format="awq", group_size=32, symmetric=False, calibration=SMALL), tiny_model("llama"), tmp_path / "awq")
+    run_stage(
+        Awq(format="awq", group_size=32, symmetric=False, calibration=SMALL), tiny_model("llama"), tmp_path / "awq"
+    )
     source = Checkpoint(tmp_path / "awq")
     assert (source.quantization or {})["quant_method"] == "awq"
     stage = Onnx(embedding="keep")
-    report = run(stage, tmp_path / "awq", tmp_path / "onnx")
+    report = run_stage(stage, tmp_path / "awq", tmp_path / "onnx")
     found = weights_of_graph(tmp_path / "onnx")
     head = found.pop("lm_head")
     assert same(found, joined_attention(weights_of_source(tmp_path / "awq")))
@@ -155,12 +153,12 @@ def test_layers_of_many_forms_and_a_quantized_head(tiny_model: TinyModel, tmp_pa
         "*.1.mlp.down_proj": "keep",
         "*.mlp.up_proj": {"group_size": -1, "symmetric": True},
     }
-    run(
+    run_stage(
         Rtn(bits=4, group_size=32, symmetric=False, lm_head=True, overrides=overrides),
         tiny_model("llama"),
         tmp_path / "rtn",
     )
-    report = run(Onnx(), tmp_path / "rtn", tmp_path / "onnx")
+    report = run_stage(Onnx(), tmp_path / "rtn", tmp_path / "onnx")
     wanted, found = weights_of_source(tmp_path / "rtn"), weights_of_graph(tmp_path / "onnx")
     assert torch.equal(found["lm_head"], wanted["lm_head"])
     assert torch.equal(
@@ -176,7 +174,7 @@ def test_layers_of_many_forms_and_a_quantized_head(tiny_model: TinyModel, tmp_pa
 def test_the_embedding_reads_the_codes_of_the_head(tiny_model: TinyModel, tmp_path: Path) -> None:
     save_packed(tiny_model("llama"), tmp_path / "packed", tmp_path / "plain", symmetric=False)
     stage = Onnx()
-    report = run(stage, tmp_path / "packed", tmp_path / "onnx")
+    report = run_stage(stage, tmp_path / "packed", tmp_path / "onnx")
     assert report.notes[0].startswith(
         "lm_head and the embedding that is tied to it are rounded to 8 bits for the export; "
     )
@@ -200,7 +198,7 @@ def test_a_head_in_4_bits_can_cost_too_much(
         r"keep or activations: float.$"
     )
     with pytest.raises(StageError, match=said):
-        run(Onnx(lm_head=4), tmp_path / "packed", tmp_path / "onnx")
+        run_stage(Onnx(lm_head=4), tmp_path / "packed", tmp_path / "onnx")
 
 
 @settings(deadline=None, max_examples=50)
@@ -259,7 +257,7 @@ def unfit(why: str) -> str:
 def test_codes_without_an_operator_are_refused_before_anything_runs(
     tiny_model: TinyModel, tmp_path: Path, stage: Transform, why: str
 ) -> None:
-    run(stage, tiny_model("llama"), tmp_path / "quantized")
+    run_stage(stage, tiny_model("llama"), tmp_path / "quantized")
     with pytest.raises(StageError, match=unfit(why)):
         Onnx().predict(Checkpoint(tmp_path / "quantized").shape, "cpu")
 
@@ -314,13 +312,13 @@ def test_codes_that_only_the_tensors_tell_of(weight: PackedWeight | None, why: s
 def test_a_head_that_is_quantized_already(
     tiny_model: TinyModel, tmp_path: Path, stage: Transform, fields: dict[str, Any], said: str
 ) -> None:
-    run(stage, tiny_model("llama"), tmp_path / "rtn")
+    run_stage(stage, tiny_model("llama"), tmp_path / "rtn")
     with pytest.raises(StageError, match=said):
         Onnx(**fields).predict(Checkpoint(tmp_path / "rtn").shape, "cpu")
 
 
 def test_what_is_left_out_follows_the_target(tiny_model: TinyModel, tmp_path: Path) -> None:
-    run(Rtn(group_size=32), tiny_model("llama"), tmp_path / "rtn")
+    run_stage(Rtn(group_size=32), tiny_model("llama"), tmp_path / "rtn")
     shape = Checkpoint(tmp_path / "rtn").shape
 
     def order(**fields: Any) -> tuple[str, int | None, bool, bool]:

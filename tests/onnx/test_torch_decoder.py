@@ -24,13 +24,14 @@ from optkit.onnx.runtime import OnnxRunner
 from optkit.onnx.tracing import trace
 from optkit.progress import SilentTask
 from optkit.recipe.recipe import load_recipe
-from optkit.stage import Context, Report
+from optkit.stage import Report
 from optkit.stages.onnx import Onnx
 from tests.conftest import TinyModel
 from tests.support import untraceable
 from tests.support.exported import outputs
 from tests.support.near import near
 from tests.support.onnx_changes import overwrite
+from tests.support.running import run_stage
 
 CASES = {"1 x 1", "1 x 7", "2 x 33", "3 x 64", "1 x 256"}
 
@@ -106,8 +107,7 @@ def test_the_block_that_differs_is_named(
 
 
 def test_without_a_kv_cache(tiny_model: TinyModel, tmp_path: Path) -> None:
-    (tmp_path / "onnx").mkdir()
-    report = Onnx(exporter="torch", kv_cache=False, opset=18).run(tiny_model("llama"), tmp_path / "onnx", Context())
+    report = run_stage(Onnx(exporter="torch", kv_cache=False, opset=18), tiny_model("llama"), tmp_path / "onnx")
     assert set(report.details["logits_apart"]) == CASES
     assert max(report.details["logits_apart"].values()) < 2e-6
     assert (report.details["opset"], report.details["kv_cache"], report.notes) == (18, False, ())
@@ -125,8 +125,7 @@ def test_without_a_kv_cache(tiny_model: TinyModel, tmp_path: Path) -> None:
     "kind", ["llama", "qwen2", "gemma", "gemma2", "gemma3", "opt", "gptj", "mixtral", "qwen2_moe", "gpt_oss"]
 )
 def test_other_architectures(tiny_model: TinyModel, tmp_path: Path, kind: str) -> None:
-    (tmp_path / "onnx").mkdir()
-    report = Onnx(exporter="torch").run(tiny_model(kind), tmp_path / "onnx", Context())
+    report = run_stage(Onnx(exporter="torch"), tiny_model(kind), tmp_path / "onnx")
     assert set(report.details["logits_apart"]) == {*CASES, "10 steps"}
     assert max(report.details["logits_apart"].values()) < 2e-6
 

@@ -13,11 +13,11 @@ from optkit.errors import SourceError, StageError
 from optkit.onnx import torch_export
 from optkit.onnx.exporters import traced_task
 from optkit.onnx.torch_export import export_encoder
-from optkit.stage import Context
 from optkit.stages.onnx_quantize import OnnxQuantize
 from tests.conftest import TinyEncoder, TinyModel
 from tests.support.encoders import ENCODERS
 from tests.support.exported import loaded, outputs
+from tests.support.running import run_stage
 
 
 def feeds_for(names: list[str], batch: int, length: int) -> dict[str, NDArray[np.int64]]:
@@ -73,9 +73,8 @@ def test_names_come_from_the_modules(bert: Path, tmp_path: Path) -> None:
         each.name for each in model.graph.initializer
     }
     assert str(Path.cwd()).encode() not in (bert / "model.onnx").read_bytes()
-    (tmp_path / "int8").mkdir()
     quantize = OnnxQuantize(method="dynamic", exclude=["*/output/dense/*", "encoder.layer.1.intermediate.*"])
-    report = quantize.run(bert, tmp_path / "int8", Context())
+    report = run_stage(quantize, bert, tmp_path / "int8")
     assert report.changed == 2 * 6 - 2 * 2 - 1
     feeds = feeds_for(["input_ids", "attention_mask", "token_type_ids"], 2, 17)
     want, found = outputs(bert, feeds), outputs(tmp_path / "int8", feeds)
@@ -135,8 +134,7 @@ def test_what_is_no_encoder(config: dict[str, Any], message: str) -> None:
 def test_minilm(target: Path, tmp_path: Path) -> None:
     source = minilm()
     assert export_encoder(source, target)["cosine"] > 0.9999
-    (tmp_path / "int8").mkdir()
-    OnnxQuantize(method="dynamic").run(target, tmp_path / "int8", Context())
+    run_stage(OnnxQuantize(method="dynamic"), target, tmp_path / "int8")
     from transformers import AutoTokenizer
 
     lines = [line for line in Path(__file__).read_text(encoding="utf-8").splitlines() if len(line) > 60][:16]

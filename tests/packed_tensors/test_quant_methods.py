@@ -16,12 +16,12 @@ from optkit.errors import SourceError
 from optkit.kernels.quant_methods import quantized_layers
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
-from optkit.stage import Context
 from optkit.stages.fp8 import Fp8
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.near import near
 from tests.support.packed_models import save_packed
+from tests.support.running import run_stage
 
 
 def checkpoint(directory: Path, **quantization: Any) -> Checkpoint:
@@ -133,8 +133,7 @@ def test_formats_of_different_kinds_in_one_model(tiny_model: TinyModel, tmp_path
     tensors = load_file(source / "model.safetensors")
     plain, groups = dict(tensors), {}
     for name, stage in stages.items():
-        (tmp_path / name).mkdir()
-        stage.run(source, tmp_path / name, Context())
+        run_stage(stage, source, tmp_path / name)
         config = json.loads((tmp_path / name / "config.json").read_text())
         group = config["quantization_config"]["config_groups"]["group_0"]
         groups[name] = {**group, "targets": [f"re:.*{'mlp' if name == 'float' else 'self_attn'}.*"]}

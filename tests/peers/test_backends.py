@@ -17,6 +17,7 @@ from optkit.progress import SilentProgress
 from optkit.recipe.registry import stage_class
 from optkit.session import open_session
 from optkit.stage import Context
+from tests.support.running import run_stage
 from tests.support.tiny_models import CONFIGS, save_tiny_model
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -84,8 +85,7 @@ def test_rope_of_each_kind_of_layer_is_kept(tmp_path: Path) -> None:
     gemma = save_tiny_model("gemma3", tmp_path / "gemma")
     fields = {"group_size": 32, "backend": "gptqmodel", "calibration": CALIBRATION}
     target = tmp_path / "made"
-    target.mkdir()
-    stage_class("gptq").model_validate_json(json.dumps(fields)).run(gemma, target, Context())  # type: ignore[attr-defined]
+    run_stage(stage_class("gptq").model_validate_json(json.dumps(fields)), gemma, target)  # type: ignore[attr-defined]
     there, here = (json.loads((path / "config.json").read_text())["rope_parameters"] for path in (target, gemma))
     assert there == here
 

@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from optkit.session import open_session
-from optkit.stage import Context, Transform
+from optkit.stage import Transform
 from optkit.stages.fp8 import Fp8
 from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
+from tests.support.running import run_stage
 
 pytestmark = pytest.mark.peers
 TEXT: Any = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
@@ -40,8 +41,7 @@ def test_transformers_gives_the_same_logits(
     kind: str, stage: Transform, tolerance: float, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors")
-    (tmp_path / "eight").mkdir()
-    stage.run(tiny_model(kind), tmp_path / "eight", Context())
+    run_stage(stage, tiny_model(kind), tmp_path / "eight")
     tokens = torch.arange(40, 90)[None]
     ours = open_session(tmp_path / "eight").logits(tokens)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "eight").eval()

@@ -12,9 +12,9 @@ import pytest
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kv_scales import split_kv_scales
 from optkit.source.calibration import Calibration
-from optkit.stage import Context
 from optkit.stages.kv_scales import KvScales
 from optkit.stages.rtn import Rtn
+from tests.support.running import run_stage
 
 PYTHON = os.environ.get("OPTKIT_VLLM_PYTHON", "")
 pytestmark = [
@@ -43,11 +43,9 @@ def test_vllm_reads_the_scales_and_writes_sensible_text(smol: Path, tmp_path: Pa
     source, target = smol, tmp_path / "scaled"
     if weights == "packed":
         source = tmp_path / "packed"
-        source.mkdir()
-        Rtn(group_size=32).run(smol, source, Context())
-    target.mkdir()
-    KvScales(calibration=Calibration(dataset="python-reference", samples=8, sequence_length=256)).run(
-        source, target, Context()
+        run_stage(Rtn(group_size=32), smol, source)
+    run_stage(
+        KvScales(calibration=Calibration(dataset="python-reference", samples=8, sequence_length=256)), source, target
     )
     (tmp_path / "program.py").write_text(PROGRAM, encoding="utf-8")
     environment = {

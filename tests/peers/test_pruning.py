@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from optkit.backends.environments import Environments
 from optkit.progress import SilentProgress
 from optkit.source.calibration import Calibration
-from optkit.stage import Context
 from optkit.stages.prune import Prune
 from tests.conftest import TinyModel
+from tests.support.running import run_stage
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow, pytest.mark.timeout(1800)]
 CALIBRATION = {"dataset": "python-reference", "samples": 16, "sequence_length": 64}
@@ -49,13 +49,14 @@ def test_the_same_weights_go(
         "device": "cpu",
     }
     (tmp_path / "theirs").mkdir()
-    (tmp_path / "ours").mkdir()
     (tmp_path / "request.json").write_text(json.dumps(request), encoding="utf-8")
     subprocess.run(
         [interpreter, str(SCRIPT), "--worker", str(tmp_path / "request.json")], check=True, capture_output=True
     )
-    Prune.model_validate({"method": method, "pattern": pattern, "calibration": CALIBRATION, **PAPER[method]}).run(
-        source, tmp_path / "ours", Context()
+    run_stage(
+        Prune.model_validate({"method": method, "pattern": pattern, "calibration": CALIBRATION, **PAPER[method]}),
+        source,
+        tmp_path / "ours",
     )
     ours, theirs = (load_file(tmp_path / whose / "model.safetensors") for whose in ("ours", "theirs"))
     for name, weight in ours.items():

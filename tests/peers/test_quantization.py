@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from optkit.algorithms.packing import pack, unpack_gptq
 from optkit.model.checkpoint import Checkpoint
-from optkit.stage import Context
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.support.running import run_stage
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(900)]
 
@@ -115,8 +115,7 @@ def test_gptqmodel_gives_the_same_logits(
     peers: str, tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]
 ) -> None:
     source, packed = tiny_model(kind), tmp_path / "packed"
-    packed.mkdir()
-    Rtn(format="gptq", **fields).run(source, packed, Context())
+    run_stage(Rtn(format="gptq", **fields), source, packed)
     run(peers, GPTQMODEL_LOGITS, tmp_path, packed, tmp_path / "logits.pt")
     theirs = torch.load(tmp_path / "logits.pt")
     checkpoint = Checkpoint(packed)
@@ -150,16 +149,14 @@ MIXED = {
 )
 def test_vllm_writes_sensible_text(vllm: str, smol: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
     packed = tmp_path / "packed"
-    packed.mkdir()
-    Rtn(**fields).run(smol, packed, Context())
+    run_stage(Rtn(**fields), smol, packed)
     run(vllm, VLLM_TEXT, tmp_path, packed, tmp_path / "text.json")
     assert "Paris" in json.loads((tmp_path / "text.json").read_text())
 
 
 def test_vllm_refuses_layers_that_it_joins_in_two_forms(vllm: str, smol: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
-    packed.mkdir()
-    report = Rtn(overrides={"model.layers.0.self_attn.q_proj": {"group_size": 32}}).run(smol, packed, Context())
+    report = run_stage(Rtn(overrides={"model.layers.0.self_attn.q_proj": {"group_size": 32}}), smol, packed)
     assert "vLLM joins model.layers.0.self_attn.q_proj with k_proj, v_proj" in report.notes[0]
     with pytest.raises(AssertionError, match="load_qkv_weight"):
         run(vllm, VLLM_TEXT, tmp_path, packed, tmp_path / "text.json")

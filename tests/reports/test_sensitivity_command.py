@@ -13,12 +13,12 @@ from optkit.recipe.recipe import load_recipe
 from optkit.reports.sensitivity import LayerRow, SensitivityReport, measured, parse_choices, to_markdown, to_svg
 from optkit.reports.sensitivity.report import order_layers
 from optkit.source.calibration import Calibration
-from optkit.stage import Context
 from optkit.stages.auto_bits import AutoBits
 from optkit.stages.dequantize import Dequantize
 from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.support.packed_models import fp8, rewritten
+from tests.support.running import run_stage
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -103,8 +103,7 @@ def test_a_packed_model_is_measured_as_the_floats_that_it_stands_for(
 ) -> None:
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
     source = rewritten(tiny_model("llama"), tmp_path / "fp8", fp8, **config)
-    (tmp_path / "floats").mkdir()
-    Dequantize().run(source, tmp_path / "floats", Context())
+    run_stage(Dequantize(), source, tmp_path / "floats")
     text = Calibration(dataset=str(letters), samples=2, sequence_length=32)
     options = {"calibration": text, "choices": parse_choices("4g32"), "device": "cpu", "store": tmp_path / "store"}
     ours, floats = (measured.measure_model(str(each), **options) for each in (source, tmp_path / "floats"))

@@ -15,12 +15,12 @@ from optkit.artifact import read_artifact, recorded_recipe
 from optkit.errors import RecipeError, SourceError, StageError
 from optkit.plan import Plan, make_plan
 from optkit.recipe import load_recipe
-from optkit.stage import Context
 from optkit.stages.rtn import Rtn
 from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.support.changes import change_json
 from tests.support.packed_models import fp8, rewritten, save_packed
+from tests.support.running import run_stage
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 
@@ -220,9 +220,8 @@ def test_scales_without_words_in_the_config_are_refused(deepseek: Path, tmp_path
     what = "weight_scale_inv belongs to packed weights, and config.json has no quantization_config. What .* Take"
     with pytest.raises(SourceError, match=what):
         plan(tmp_path, model, "rtn")
-    (tmp_path / "target").mkdir()
     with pytest.raises(SourceError, match=what):
-        Rtn().run(model, tmp_path / "target", Context())
+        run_stage(Rtn(), model, tmp_path / "target")
 
 
 def test_float8_weights_without_scales_are_cast(deepseek: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from optkit.stages.rtn import Rtn
 from optkit.stages.sensitivity.budget import Choice, make_items
 from optkit.stages.sensitivity.held_out import mean_divergences
 from tests.conftest import TinyModel, Warnings
+from tests.support.running import run_stage
 
 SMALL, MIDDLE, LARGE = (Choice(bits=bits, group_size=32) for bits in (3, 4, 8))  # type: ignore[arg-type]
 
@@ -39,8 +40,7 @@ def text(letters: Path) -> Calibration:
 
 
 def quantize(source: Path, target: Path, context: Context | None = None, **fields: Any) -> Report:
-    target.mkdir()
-    return AutoBits(**fields).run(source, target, context or Context())
+    return run_stage(AutoBits(**fields), source, target, context)
 
 
 def test_the_budget_is_kept_and_the_choice_is_better_than_any_single_one(
@@ -130,8 +130,7 @@ def test_the_choice_is_the_best_of_all_that_fit(tiny_model: TinyModel, tmp_path:
         "sensitivity_samples": 4,
     }
     stage = AutoBits(average_bits=5.5, include=("model.layers.0.*",), **fields)
-    (tmp_path / "out").mkdir()
-    report = stage.run(source, tmp_path / "out", Context())
+    report = run_stage(stage, source, tmp_path / "out")
     problem = stage._problem(Checkpoint(source).shape)
     costs = stage._costs(source, problem.items, text.tokens(source, None)[::3][:4], Context())
     best = min(
@@ -164,8 +163,7 @@ def test_held_out_divergence_is_that_of_the_opened_models(tiny_model: TinyModel,
     source, tokens = tiny_model("llama"), torch.randint(0, 500, (5, 40), generator=torch.Generator().manual_seed(1))
     copies = []
     for bits in (3, 4):
-        (tmp_path / str(bits)).mkdir()
-        Rtn(bits=bits).run(source, tmp_path / str(bits), Context())
+        run_stage(Rtn(bits=bits), source, tmp_path / str(bits))
         copies.append(Checkpoint(tmp_path / str(bits)))
     found = mean_divergences(Skeleton(Checkpoint(source)), copies, tokens, "cpu", SilentProgress())
     skeleton = Skeleton(Checkpoint(source))
@@ -320,8 +318,7 @@ def test_what_is_predicted_is_near_what_is_left(tiny_model: TinyModel, tmp_path:
     source = tiny_model("llama")
     stage = AutoBits(average_bits=6, choices=(SMALL, MIDDLE, LARGE), calibration=text, method="rtn")
     cost, left = stage.predict(Checkpoint(source).shape, "cpu")
-    (tmp_path / "out").mkdir()
-    stage.run(source, tmp_path / "out", Context())
+    run_stage(stage, source, tmp_path / "out")
     written = Checkpoint(tmp_path / "out").shape.size_bytes
     assert abs(left.size_bytes - written) < 0.2 * written
     assert cost.disk_bytes >= written

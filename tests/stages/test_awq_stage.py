@@ -19,18 +19,14 @@ from optkit.model.shape import TensorInfo
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
-from optkit.stage import Context, Report, Transform
+from optkit.stage import Context
 from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
 from tests.support.changes import changing
 from tests.support.crossed import crossed, few
-
-
-def run(source: Path, target: Path, stage: Transform, context: Context | None = None) -> Report:
-    target.mkdir()
-    return stage.run(source, target, context or Context())
+from tests.support.running import run_stage
 
 
 def logits(directory: Path) -> Tensor:
@@ -63,8 +59,8 @@ def test_outputs_stay_nearer_than_with_the_same_rounding_alone(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str
 ) -> None:
     source = uneven(tiny_model(kind), tmp_path / "source")
-    report = run(source, tmp_path / "awq", Awq(symmetric=True, group_size=32, calibration=text, batch_size=5))
-    run(source, tmp_path / "rtn", Rtn(group_size=32, scale_search="mse"))
+    report = run_stage(Awq(symmetric=True, group_size=32, calibration=text, batch_size=5), source, tmp_path / "awq")
+    run_stage(Rtn(group_size=32, scale_search="mse"), source, tmp_path / "rtn")
     assert distance(tmp_path / "awq", source) < 0.9 * distance(tmp_path / "rtn", source)
     assert report.details["unscaled"] == {}
     assert all(gain["scaled"] <= gain["plain"] for gain in report.details["gains"].values())
@@ -75,8 +71,8 @@ def test_format_awq_is_written_as_predicted_and_opened(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration
 ) -> None:
     source, stage = tiny_model("llama"), Awq(format="awq", group_size=32, grid_points=3, calibration=text)
-    run(source, tmp_path / "awq", stage)
-    run(source, tmp_path / "packed", Awq(group_size=32, grid_points=3, calibration=text))
+    run_stage(stage, source, tmp_path / "awq")
+    run_stage(Awq(group_size=32, grid_points=3, calibration=text), source, tmp_path / "packed")
     left, other = Checkpoint(tmp_path / "awq"), Checkpoint(tmp_path / "packed")
     predicted = stage.predict(Checkpoint(source).shape, "cpu")[1]
     assert left.tensors == dict(predicted.tensors)
@@ -106,7 +102,7 @@ def test_what_makes_an_input_and_the_routers_that_read_it_are_written_too(
 ) -> None:
     source = tiny_model("mixtral")
     stage = Awq(symmetric=True, group_size=32, grid_points=3, calibration=text)
-    run(source, tmp_path / "awq", stage)
+    run_stage(stage, source, tmp_path / "awq")
     before, after = Checkpoint(source), Checkpoint(tmp_path / "awq")
     assert after.tensors == dict(stage.predict(before.shape, "cpu")[1].tensors)
     kept = [name for name in before.tensors if name in after.tensors and ".layers." in name]
@@ -117,10 +113,10 @@ def test_what_makes_an_input_and_the_routers_that_read_it_are_written_too(
 
 def test_layers_that_are_left_out_are_compensated(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     source = uneven(tiny_model("qwen2"), tmp_path / "source")
-    run(
+    run_stage(
+        Awq(group_size=32, grid_points=3, bits=8, exclude=("*.v_proj", "*.gate_proj"), calibration=text),
         source,
         tmp_path / "awq",
-        Awq(group_size=32, grid_points=3, bits=8, exclude=("*.v_proj", "*.gate_proj"), calibration=text),
     )
     after = Checkpoint(tmp_path / "awq")
     for leaf in ("self_attn.v_proj.weight", "self_attn.v_proj.bias", "mlp.gate_proj.weight"):
@@ -133,7 +129,7 @@ def test_scales_alone_leave_the_model_as_it_is(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str
 ) -> None:
     source, stage = tiny_model(kind), AwqScale(group_size=32, grid_points=3, calibration=text)
-    report = run(source, tmp_path / "scaled", stage)
+    report = run_stage(stage, source, tmp_path / "scaled")
     before, after = Checkpoint(source), Checkpoint(tmp_path / "scaled")
     assert after.tensors == dict(stage.predict(before.shape, "cpu")[1].tensors) == before.tensors
     assert after.config == before.config
@@ -156,9 +152,9 @@ def test_rounding_after_the_scales_is_better_than_alone(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, kind: str, quantizer: Rtn
 ) -> None:
     source = uneven(tiny_model(kind), tmp_path / "source")
-    run(source, tmp_path / "scaled", AwqScale(bits=3, group_size=32, rounding="nearest", calibration=text))
-    run(tmp_path / "scaled", tmp_path / "both", quantizer)
-    run(source, tmp_path / "alone", quantizer)
+    run_stage(AwqScale(bits=3, group_size=32, rounding="nearest", calibration=text), source, tmp_path / "scaled")
+    run_stage(quantizer, tmp_path / "scaled", tmp_path / "both")
+    run_stage(quantizer, source, tmp_path / "alone")
     assert distance(tmp_path / "both", source) < 0.98 * distance(tmp_path / "alone", source)
 
 
@@ -166,7 +162,7 @@ def test_overrides_and_lm_head(tiny_model: TinyModel, tmp_path: Path, text: Cali
     overrides: dict[str, Any] = {"*.down_proj": {"bits": 8}, "*.0.mlp.up_proj": {"method": "rtn"}, "*.k_proj": "keep"}
     stage = Awq(group_size=32, grid_points=3, lm_head=True, overrides=overrides, calibration=text)
     source = tiny_model("qwen2")
-    report = run(source, tmp_path / "awq", stage)
+    report = run_stage(stage, source, tmp_path / "awq")
     after = Checkpoint(tmp_path / "awq")
     assert after.tensors == dict(stage.predict(Checkpoint(source).shape, "cpu")[1].tensors)
     assert after.tensors["model.layers.0.mlp.down_proj.weight_packed"].shape == (64, 32)
@@ -179,10 +175,10 @@ def test_overrides_and_lm_head(tiny_model: TinyModel, tmp_path: Path, text: Cali
 def test_experts_that_saw_few_tokens_are_said(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     warnings = Warnings()
     few = text.model_copy(update={"samples": 4})
-    report = run(
+    report = run_stage(
+        Awq(symmetric=True, group_size=32, grid_points=3, calibration=few),
         tiny_model("mixtral"),
         tmp_path / "awq",
-        Awq(symmetric=True, group_size=32, grid_points=3, calibration=few),
         Context(progress=warnings),
     )
     seldom = report.details["rounded_without_inputs"]
@@ -208,7 +204,7 @@ def test_a_model_whose_scales_cannot_be_folded_is_refused_with_the_reason(
 ) -> None:
     stage = Awq(group_size=32, include=("*.fc_out",), calibration=text)
     with pytest.raises(StageError) as raised:
-        run(tiny_model("gptj"), tmp_path / "awq", stage)
+        run_stage(stage, tiny_model("gptj"), tmp_path / "awq")
     assert str(raised.value) == (
         "awq: transformer.h.0.mlp.fc_out: no input of the chosen layers can be scaled. The output of "
         "transformer.h.0.mlp.fc_in reaches it through something that is not linear. Take gptq, which needs no scales."
@@ -221,7 +217,7 @@ def test_too_few_tokens_are_refused(tiny_model: TinyModel, tmp_path: Path, text:
         with pytest.raises(StageError, match=r"^calibration: the calibration text has 64 tokens, not 128\. .* Raise"):
             stage.predict(Checkpoint(tiny_model("llama")).shape, "cpu")
     with pytest.raises(StageError) as raised:
-        run(tiny_model("llama"), tmp_path / "awq", Awq(group_size=32, calibration=short))
+        run_stage(Awq(group_size=32, calibration=short), tiny_model("llama"), tmp_path / "awq")
     assert str(raised.value) == (
         "awq: model.layers.0: no input of the chosen layers can be scaled. Its layers saw fewer "
         "than 128 calibration tokens. Take gptq, which needs no scales."
@@ -277,5 +273,5 @@ def test_inputs_that_are_not_finite_are_refused(tiny_model: TinyModel, tmp_path:
         tensors["model.layers.0.mlp.up_proj.weight"] *= 1e30
         tensors["model.layers.0.mlp.gate_proj.weight"] *= 1e30
     with pytest.raises(StageError, match=r"down_proj: the inputs of the layer are NaN or Inf on the calibration text"):
-        run(source, tmp_path / "awq", Awq(group_size=32, calibration=text))
+        run_stage(Awq(group_size=32, calibration=text), source, tmp_path / "awq")
     assert json.loads((source / "config.json").read_text())["model_type"] == "llama"

@@ -19,13 +19,14 @@ from optkit.measure import EvalContext
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import loading, open_session
 from optkit.session.step_bytes import weight_bytes
-from optkit.stage import Context, Report
+from optkit.stage import Context
 from optkit.stages.cast import Cast
 from optkit.stages.int8 import Int8
 from optkit.stages.nf4 import Nf4
 from optkit.stages.quantizing.bitsandbytes import BitsAndBytesQuantizer
 from tests.conftest import TinyModel
 from tests.support.crossed import crossed
+from tests.support.running import run_stage
 
 pytest.importorskip("bitsandbytes")
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -54,16 +55,10 @@ def sources(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> 
             return tiny_model(kind)
         directory = root / f"{kind}-{dtype}"
         if not directory.exists():
-            directory.mkdir()
-            Cast(dtype=dtype).run(tiny_model(kind), directory, Context())  # type: ignore[arg-type]
+            run_stage(Cast(dtype=dtype), tiny_model(kind), directory)  # type: ignore[arg-type]
         return directory
 
     return make
-
-
-def quantize(stage: BitsAndBytesQuantizer, source: Path, target: Path) -> Report:
-    target.mkdir()
-    return stage.run(source, target, Context())
 
 
 @pytest.mark.parametrize(
@@ -79,7 +74,7 @@ def test_it_stores_and_computes_what_bitsandbytes_does(
         source, dtype=dtype, quantization_config=BitsAndBytesConfig(**options, **compute)
     )
     direct.save_pretrained(tmp_path / "direct")
-    quantize(stage, source, tmp_path / "ours")
+    run_stage(stage, source, tmp_path / "ours")
     ours, theirs = (load_file(tmp_path / place / "model.safetensors") for place in ("ours", "direct"))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -104,7 +99,7 @@ def test_it_stores_and_computes_what_bitsandbytes_does(
 def test_it_leaves_what_it_predicts(sources: TinyModel, tmp_path: Path, method: str) -> None:
     stage = METHODS[method][0]
     source = Checkpoint(sources("llama"))
-    report = quantize(stage, source.directory, tmp_path / "packed")
+    report = run_stage(stage, source.directory, tmp_path / "packed")
     cost, shape = stage.predict(source.shape, "cpu")
     written = Checkpoint(tmp_path / "packed")
     differing = {name for name, info in written.tensors.items() if shape.tensors[name] != info}
@@ -150,12 +145,12 @@ def _layers(checkpoint: Checkpoint) -> list[str]:
     ],
 )
 def test_the_report_says_the_form(sources: TinyModel, tmp_path: Path, stage: BitsAndBytesQuantizer, label: str) -> None:
-    assert quantize(stage, sources("llama"), tmp_path / "packed").details["formats"] == {label: 21}
+    assert run_stage(stage, sources("llama"), tmp_path / "packed").details["formats"] == {label: 21}
 
 
 def test_the_compute_dtype_is_the_models_unless_it_is_said(sources: TinyModel, tmp_path: Path) -> None:
-    quantize(Nf4(), sources("llama float16"), tmp_path / "as stored")
-    quantize(Nf4(compute_dtype="bfloat16"), sources("llama float16"), tmp_path / "said")
+    run_stage(Nf4(), sources("llama float16"), tmp_path / "as stored")
+    run_stage(Nf4(compute_dtype="bfloat16"), sources("llama float16"), tmp_path / "said")
     found = [
         Checkpoint(tmp_path / place).config["quantization_config"]["bnb_4bit_compute_dtype"]
         for place in ("as stored", "said")
@@ -168,7 +163,7 @@ def test_layers_that_the_kernel_of_this_cpu_cannot_take_are_computed_without_it(
 ) -> None:
     from bitsandbytes.nn import modules
 
-    quantize(Nf4(), sources("llama"), tmp_path / "packed")
+    run_stage(Nf4(), sources("llama"), tmp_path / "packed")
     tokens = torch.arange(1, 9)[None]
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)
     expected = open_session(tmp_path / "packed").logits(tokens)
@@ -187,7 +182,7 @@ def test_layers_that_the_kernel_of_this_cpu_cannot_take_are_computed_without_it(
 def test_layers_that_are_left_out_stay_as_they_are_in_transformers_too(sources: TinyModel, tmp_path: Path) -> None:
     from bitsandbytes.nn import Linear4bit
 
-    quantize(Nf4(exclude=("*.1.mlp.*", "*.0.self_attn.q_proj")), sources("llama"), tmp_path / "packed")
+    run_stage(Nf4(exclude=("*.1.mlp.*", "*.0.self_attn.q_proj")), sources("llama"), tmp_path / "packed")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     kept = {
         name
@@ -205,7 +200,7 @@ def test_a_router_does_not_keep_layers_whose_names_begin_like_its_own(sources: T
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     source = sources("qwen2_moe")
-    report = quantize(Nf4(exclude=("*.experts.*", "*.k_proj")), source, tmp_path / "packed")
+    report = run_stage(Nf4(exclude=("*.experts.*", "*.k_proj")), source, tmp_path / "packed")
     patterns = Checkpoint(tmp_path / "packed").config["quantization_config"]["llm_int8_skip_modules"]
     quantized = {
         name.partition(".weight.")[0] for name in Checkpoint(tmp_path / "packed").tensors if ".weight.absmax" in name
@@ -261,8 +256,8 @@ def test_weights_beyond_float16_are_refused(sources: TinyModel, tmp_path: Path) 
         "to 8 bits. Exclude the layer, or use the stage rtn with bits: 8."
     )
     with pytest.raises(StageError, match=re.escape(said)):
-        quantize(Int8(), large, tmp_path / "packed")
-    assert quantize(Int8(exclude=(layer,)), large, tmp_path / "without").changed == 20
+        run_stage(Int8(), large, tmp_path / "packed")
+    assert run_stage(Int8(exclude=(layer,)), large, tmp_path / "without").changed == 20
 
 
 @pytest.mark.parametrize(
@@ -275,7 +270,7 @@ def test_fields_have_their_ranges(stage: type[BitsAndBytesQuantizer], fields: di
 
 @pytest.mark.parametrize("double", [True, False])
 def test_a_decode_step_reads_the_scales_too(sources: TinyModel, tmp_path: Path, double: bool) -> None:
-    quantize(Nf4(double_quantization=double), sources("llama"), tmp_path / "packed")
+    run_stage(Nf4(double_quantization=double), sources("llama"), tmp_path / "packed")
     tensors = Checkpoint(tmp_path / "packed").tensors
     read = sum(
         info.size_bytes for name, info in tensors.items() if "quant_map" not in name and "quant_state" not in name
@@ -285,7 +280,7 @@ def test_a_decode_step_reads_the_scales_too(sources: TinyModel, tmp_path: Path, 
 
 
 def test_scales_that_a_kernel_for_cpus_has_undone_are_counted_as_they_are(sources: TinyModel, tmp_path: Path) -> None:
-    quantize(Nf4(double_quantization=True), sources("llama"), tmp_path / "packed")
+    run_stage(Nf4(double_quantization=True), sources("llama"), tmp_path / "packed")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     before, layer = weight_bytes(model, 1), model.model.layers[0].mlp.up_proj
     state = layer.weight.quant_state
@@ -296,7 +291,7 @@ def test_scales_that_a_kernel_for_cpus_has_undone_are_counted_as_they_are(source
 
 
 def test_bitsandbytes_warns_of_nothing(sources: TinyModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    quantize(Int8(), sources("llama"), tmp_path / "packed")
+    run_stage(Int8(), sources("llama"), tmp_path / "packed")
     open_session(tmp_path / "packed").logits(TOKENS)
     assert "cast" not in capfd.readouterr().err
 
@@ -309,7 +304,7 @@ def test_the_package_is_named_where_it_is_missing(
     from optkit.errors import MissingPackageError
 
     assert Nf4.requires == Int8.requires == ("bitsandbytes>=0.50",)
-    quantize(Nf4(), sources("llama"), tmp_path / "packed")
+    run_stage(Nf4(), sources("llama"), tmp_path / "packed")
     monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(
         MissingPackageError, match="the package `bitsandbytes` is not installed. Run: pip install 'bitsandbytes'"

@@ -29,6 +29,7 @@ from tests.conftest import TinyModel
 from tests.support.changes import change_json
 from tests.support.dequantized import dequantized
 from tests.support.packed_models import fp8, random_grid, rewritten, save_packed
+from tests.support.running import run_stage
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -220,10 +221,8 @@ def test_what_optkit_packs_is_what_transformers_makes_of_it(
 ) -> None:
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    for name in ("half", "packed"):
-        (tmp_path / name).mkdir()
-    Cast(dtype="bfloat16").run(tiny_model("llama"), tmp_path / "half", Context())
-    stage.run(tmp_path / "half", tmp_path / "packed", Context())
+    run_stage(Cast(dtype="bfloat16"), tiny_model("llama"), tmp_path / "half")
+    run_stage(stage, tmp_path / "half", tmp_path / "packed")
     found = dequantized(tmp_path / "packed", tmp_path / "floats")
     if stage.kind in ("nf4", "int8"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", device_map="cpu").dequantize()

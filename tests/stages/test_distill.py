@@ -23,6 +23,7 @@ from optkit.training import checkpoints
 from optkit.training import teacher as teachers
 from optkit.training.loop import Loop
 from tests.support.changes import change_json
+from tests.support.running import run_stage
 
 FAST = {
     "texts": ["python-reference"],
@@ -141,9 +142,8 @@ class TestLearning:
     def test_without_a_store_nothing_is_left_of_it(self, tiny_model, tmp_path, monkeypatch):
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
         student, target = noisy(tiny_model("llama"), tmp_path / "student"), tmp_path / "done"
-        target.mkdir()
         stage = Distill.model_validate(FAST | {"top_k": 16, "generated": {"tokens": 500}})
-        stage.run(student, target, Context(origin=tiny_model("llama")))
+        run_stage(stage, student, target, Context(origin=tiny_model("llama")))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["done", "student"]
 
     def test_a_training_that_fails_lets_go_of_the_answers(self, tiny_model, tmp_path, monkeypatch):

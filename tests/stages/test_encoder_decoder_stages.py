@@ -31,6 +31,7 @@ from optkit.verification.model_files import model_files
 from tests.conftest import TinyModel
 from tests.support.crossed import crossed
 from tests.support.encoder_decoders import CONFIGS, write_pairs
+from tests.support.running import run_stage
 
 STAGES: dict[str, Callable[[], Any]] = {
     "cast": lambda: Cast(dtype="bfloat16"),
@@ -68,10 +69,9 @@ def test_plain_transformers_computes_the_same(
     if kind == "nf4":
         pytest.importorskip("bitsandbytes")
     source, target = tiny_encoder_decoder(architecture), tmp_path / "made"
-    target.mkdir()
     stage, before = STAGES[kind](), Checkpoint(source)
     _, left = stage.predict(before.shape, "cpu")
-    report = stage.run(source, target, Context())
+    report = run_stage(stage, source, target)
     after = Checkpoint(target)
     assert left.tensors.keys() == after.tensors.keys()
     assert left.size_bytes == pytest.approx(after.shape.size_bytes, rel=1e-2)
@@ -112,8 +112,7 @@ def test_codes_of_t5_take_a_byte_each_and_are_those_of_packed_ones(
         zeros = stored.get(f"{name}_zero_point", torch.zeros_like(rounded.zeros)).short()
         assert torch.equal(stored[name].short() - zeros.repeat_interleave(32, 1), steps)
     floats = tmp_path / "floats"
-    floats.mkdir()
-    Dequantize().run(target, floats, Context())
+    run_stage(Dequantize(), target, floats)
     found, packed = load_file(floats / "model.safetensors"), opened_plainly(target)
     packed(**inputs_of(source), decoder_input_ids=TOKENS)  # transformers makes floats of the codes at the first call
     parameters = packed.state_dict()
@@ -167,9 +166,8 @@ def test_blocks_alone_are_given_what_the_whole_model_gives_them(
 def test_calibrated_on_pairs(tiny_encoder_decoder: TinyModel, tmp_path: Path, architecture: str, kind: str) -> None:
     source, target = tiny_encoder_decoder(architecture), tmp_path / "made"
     stage = CALIBRATED[kind](pairs(tmp_path, architecture))
-    target.mkdir()
     stage.predict(Checkpoint(source).shape, "cpu")
-    report = stage.run(source, target, Context())
+    report = run_stage(stage, source, target)
     assert report.calibrated_on[0]["dataset"].endswith("pairs.jsonl")
     session: Any = open_session(target)
     with torch.no_grad():

@@ -18,13 +18,13 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.formats.base import Format
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
-from optkit.stage import Context
 from optkit.stages.fp8 import Fp8
 from optkit.stages.int8 import Int8
 from optkit.stages.prune import Prune
 from optkit.stages.rtn import Rtn
 from optkit.verification.model_files import model_files
 from tests.conftest import TinyModel
+from tests.support.running import run_stage
 
 TEXT = Calibration(dataset="python-reference", samples=4, sequence_length=48)
 STAGES: dict[str, Callable[[], Any]] = {
@@ -45,10 +45,9 @@ def test_plain_transformers_computes_the_same(
     if kind == "int8":
         pytest.importorskip("bitsandbytes")
     source, target = tiny_encoder_source(architecture), tmp_path / "made"
-    target.mkdir()
     stage = STAGES[kind]()
     _, left = stage.predict(Checkpoint(source).shape, "cpu")
-    report = stage.run(source, target, Context())
+    report = run_stage(stage, source, target)
     assert left.tensors == Checkpoint(target).shape.tensors
     assert report.changed == 12
     assert [check.detail for check in model_files(Format.of(target), target).checks() if not check.ok] == []
@@ -72,8 +71,7 @@ def test_an_encoder_without_its_pooler(tiny_encoder_source: TinyModel, tmp_path:
         metadata={"format": "pt"},
     )
     target = tmp_path / "made"
-    target.mkdir()
-    Rtn(group_size=32).run(source, target, Context())
+    run_stage(Rtn(group_size=32), source, target)
     session, before = open_session(target), open_session(source)
     found = {
         metric.name: metric.value

@@ -15,7 +15,6 @@ from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
-from optkit.stage import Context
 from optkit.stages.auto_bits import AutoBits
 from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
@@ -24,6 +23,7 @@ from optkit.stages.qat import Qat
 from optkit.stages.rtn import Rtn
 from optkit.store.store import Store
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 from tests.support.vision_models import save_vision_model
 from tests.zoo.models import TOKENS, plain_logits, save_model
 
@@ -54,8 +54,7 @@ def test_the_parts_are_those_that_the_joined_experts_compute_with(tmp_path: Path
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.kind)
 def test_transformers_opens_what_is_written_and_computes_the_same(stage: Any, tmp_path: Path) -> None:
     source, target = save_model("llama4_text", tmp_path / "source"), tmp_path / "packed"
-    target.mkdir()
-    report = stage.run(source, target, Context())
+    report = run_stage(stage, source, target)
     predicted(stage, source, target)
     before, after = Checkpoint(source), Checkpoint(target)
     assert take_inventory(before.shape, after.shape, {}).lost == []
@@ -68,8 +67,7 @@ def test_transformers_opens_what_is_written_and_computes_the_same(stage: Any, tm
 
 def test_floats_of_experts_that_lie_one_by_one_are_refused(tmp_path: Path) -> None:
     source, target = save_model("llama4_text", tmp_path / "source"), tmp_path / "packed"
-    target.mkdir()
-    Rtn(group_size=16).run(source, target, Context())
+    run_stage(Rtn(group_size=16), source, target)
     for stages in ("dequantize: float32", "cast: bfloat16", "prune: {sparsity: 0.5, method: magnitude}"):
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(f"model: {target}\nstages: [{{{stages}}}]", encoding="utf-8")
@@ -80,16 +78,14 @@ def test_floats_of_experts_that_lie_one_by_one_are_refused(tmp_path: Path) -> No
 
 def test_an_expert_counts_the_tokens_that_the_router_sends_to_it(tmp_path: Path) -> None:
     source, target = save_model("llama4_text", tmp_path / "source"), tmp_path / "packed"
-    target.mkdir()
-    (tokens,) = Gptq(group_size=16, calibration=TEXT).run(source, target, Context()).details["expert_tokens"].values()
+    (tokens,) = run_stage(Gptq(group_size=16, calibration=TEXT), source, target).details["expert_tokens"].values()
     assert sum(tokens) == 2 * 4 * 64  # two experts each
 
 
 def test_the_text_of_a_vision_language_model_is_packed(tmp_path: Path) -> None:
     source, target = save_vision_model("llama4", tmp_path / "source"), tmp_path / "packed"
-    target.mkdir()
     stage = Rtn(group_size=16)
-    report = stage.run(source, target, Context())
+    report = run_stage(stage, source, target)
     predicted(stage, source, target)
     assert any(".experts.0." in name and "weight_packed" in name for name in Checkpoint(target).tensors)
     assert "outside the decoder blocks" in report.skipped.values()

@@ -30,6 +30,7 @@ from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.changes import change_json
 from tests.support.fake_library import environment_at
+from tests.support.running import run_stage
 
 CALIBRATION = {"dataset": "python-reference", "samples": 4, "sequence_length": 32}
 
@@ -185,8 +186,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
     def go(stage: Gptq | Rtn, source: Path, worker: FakeWorker) -> tuple[Path, Any]:
         monkeypatch.setattr(foreign, "run_worker", worker)
         target = tmp_path / "target"
-        target.mkdir()
-        return target, stage.run(source, target, Context(seed=7))
+        return target, run_stage(stage, source, target, Context(seed=7))
 
     return go
 

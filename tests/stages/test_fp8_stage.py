@@ -14,22 +14,16 @@ from optkit.algorithms.eight_bit import FLOAT8, amax_scales, quantize, search_sc
 from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
-from optkit.stage import Context, Report
 from optkit.stages.fp8 import Fp8
 from optkit.stages.quantizing import hessians as layer_inputs
-from optkit.stages.quantizing.streaming import LayerQuantizer
 from tests.conftest import TinyModel
 from tests.support.changes import changing
 from tests.support.crossed import crossed
+from tests.support.running import run_stage
 
 TEXT: dict[str, Any] = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
 STATIC: dict[str, Any] = {"activations": "static", "calibration": TEXT}
 TOKENS = torch.arange(40, 90)[None]
-
-
-def run(source: Path, target: Path, stage: LayerQuantizer) -> Report:
-    target.mkdir()
-    return stage.run(source, target, Context())
 
 
 def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -55,7 +49,7 @@ def square(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("scales", ["channel", "tensor", "block"])
 @pytest.mark.parametrize("search", ["amax", "mse"])
 def test_weights_are_rounded_with_their_scales(scales: Any, search: Any, square: Path, tmp_path: Path) -> None:
-    report = run(square, tmp_path / "fp8", Fp8(scales=scales, scale_search=search))
+    report = run_stage(Fp8(scales=scales, scale_search=search), square, tmp_path / "fp8")
     before, after = Checkpoint(square), Checkpoint(tmp_path / "fp8")
     assert report.changed == 14
     for name in before.tensors:
@@ -80,7 +74,7 @@ def test_weights_are_rounded_with_their_scales(scales: Any, search: Any, square:
 )
 def test_models_stay_what_they_were(kind: str, fields: dict[str, Any], tiny_model: TinyModel, tmp_path: Path) -> None:
     stage = Fp8(**fields)
-    report = run(tiny_model(kind), tmp_path / "fp8", stage)
+    report = run_stage(stage, tiny_model(kind), tmp_path / "fp8")
     assert (
         1e-3
         < apart(open_session(tmp_path / "fp8").logits(TOKENS), open_session(tiny_model(kind)).logits(TOKENS))
@@ -96,14 +90,14 @@ def test_models_stay_what_they_were(kind: str, fields: dict[str, Any], tiny_mode
 
 
 def test_blocks_round_their_inputs_in_groups(square: Path, tmp_path: Path) -> None:
-    run(square, tmp_path / "block", Fp8(scales="block"))
+    run_stage(Fp8(scales="block"), square, tmp_path / "block")
     group = json.loads((tmp_path / "block" / "config.json").read_text())["quantization_config"]["config_groups"][
         "group_0"
     ]
     assert group["input_activations"]["group_size"] == 128
     session, plain = open_session(tmp_path / "block"), open_session(square)
     assert "fp8: 14 of 14 layers are dequantized at each call, inputs are rounded in groups" in session.notes
-    run(square, tmp_path / "weights", Fp8(scales="block", activations="none"))
+    run_stage(Fp8(scales="block", activations="none"), square, tmp_path / "weights")
     weights_alone = apart(open_session(tmp_path / "weights").logits(TOKENS), plain.logits(TOKENS))
     assert weights_alone < apart(session.logits(TOKENS), plain.logits(TOKENS)) < 0.2
 
@@ -114,7 +108,7 @@ def test_static_scales_reach_every_calibrated_input(tiny_model: TinyModel, tmp_p
     """
     source = tiny_model("llama")
     stage = Fp8(**STATIC)
-    run(source, tmp_path / "fp8", stage)
+    run_stage(stage, source, tmp_path / "fp8")
     assert stage.calibration is not None
     model = AutoModelForCausalLM.from_pretrained(source).eval()
     seen: dict[str, float] = {}
@@ -140,7 +134,7 @@ def test_an_expert_without_tokens_is_calibrated_as_the_others(tiny_model: TinyMo
     with changing(source) as tensors:
         router = next(name for name in tensors if name.endswith("0.block_sparse_moe.gate.weight"))
         tensors[router] = torch.zeros_like(tensors[router])  # all alike: every token goes to the same two experts
-    report = run(source, tmp_path / "fp8", Fp8(**STATIC))
+    report = run_stage(Fp8(**STATIC), source, tmp_path / "fp8")
     without = report.details["calibrated_as_others"]
     assert len(without) == 6
     assert all(".0.block_sparse_moe.experts." in name for name in without)
@@ -159,7 +153,7 @@ def test_layers_without_any_token_are_refused(
     with pytest.raises(
         StageError, match=r"q_proj: no token of the calibration text reached the layer\. Raise fp8\.calibration"
     ):
-        run(tiny_model("llama"), tmp_path / "fp8", Fp8(**STATIC))
+        run_stage(Fp8(**STATIC), tiny_model("llama"), tmp_path / "fp8")
 
 
 def test_inputs_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -170,26 +164,26 @@ def test_inputs_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> N
     with pytest.raises(
         StageError, match=r"layers\.1\.mlp\.down_proj: the inputs of the layer are NaN or Inf.*do not fit float32"
     ):
-        run(source, tmp_path / "fp8", Fp8(**STATIC))
+        run_stage(Fp8(**STATIC), source, tmp_path / "fp8")
 
 
 def test_conv1d_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(
         StageError, match=r"fp8: 8 layers are Conv1D \(.*Linear layers only\. Use gptq with format: gptq"
     ):
-        run(tiny_model("gpt2"), tmp_path / "fp8", Fp8())
+        run_stage(Fp8(), tiny_model("gpt2"), tmp_path / "fp8")
 
 
 def test_blocks_that_do_not_fill_the_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(
         StageError, match=r"q_proj: 64 x 64 weights: not both are multiples of 128, and so for 20 .*scales to channel"
     ):
-        run(tiny_model("llama"), tmp_path / "fp8", Fp8(scales="block"))
+        run_stage(Fp8(scales="block"), tiny_model("llama"), tmp_path / "fp8")
 
 
 def test_experts_half_left_out(tiny_model: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(StageError, match="is left out and other experts beside it are not"):
-        run(tiny_model("mixtral"), tmp_path / "fp8", Fp8(exclude=("*.experts.0.*",)))
+        run_stage(Fp8(exclude=("*.experts.0.*",)), tiny_model("mixtral"), tmp_path / "fp8")
 
 
 def test_weights_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -198,7 +192,7 @@ def test_weights_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> 
     with changing(source) as tensors:
         tensors["model.layers.1.mlp.up_proj.weight"][0] = torch.nan
     with pytest.raises(SourceError, match=r"up_proj\.weight: 64 of 8,192 weights are NaN or Inf"):
-        run(source, tmp_path / "fp8", Fp8())
+        run_stage(Fp8(), source, tmp_path / "fp8")
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,17 @@ from optkit.recipe.recipe import load_recipe
 from optkit.stages.gguf import Gguf
 from optkit.store.store import Store
 from tests.conftest import TinyModel
-from tests.stages.test_gguf_stage import WRITTEN, YARN, made, save
+from tests.stages.test_gguf_stage import WRITTEN, YARN, save
 from tests.support.changes import changing
 from tests.support.packed_models import save_packed
+from tests.support.running import run_stage
 
 pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
 
 
 def refuse(stage: Gguf, source: Path, message: str, tmp_path: Path) -> None:
     with pytest.raises(StageError, match=message):
-        made(stage, source, tmp_path / "gguf")
+        run_stage(stage, source, tmp_path / "gguf")
 
 
 def test_another_architecture(tiny_model: TinyModel, tmp_path: Path) -> None:

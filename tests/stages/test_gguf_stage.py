@@ -18,10 +18,10 @@ from optkit.model.layer_sizes import bits_per_weight
 from optkit.progress import SilentProgress
 from optkit.session import open_session
 from optkit.source.gguf_import import import_gguf
-from optkit.stage import Context, Report
 from optkit.stages.gguf import Gguf
 from tests.conftest import TinyModel
 from tests.support.packed_models import save_packed
+from tests.support.running import run_stage
 from tests.support.tiny_models import SIZES, save_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
@@ -65,11 +65,6 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def made(stage: Gguf, source: Path, target: Path) -> Report:
-    target.mkdir(parents=True)
-    return stage.run(source, target, Context())
-
-
 def read_back(directory: Path, target: Path) -> Checkpoint:
     target.mkdir()
     import_gguf(directory / "model.gguf", target, SilentProgress())
@@ -77,7 +72,7 @@ def read_back(directory: Path, target: Path) -> Checkpoint:
 
 
 def test_floats_come_back_as_they_were(source: Path, tmp_path: Path) -> None:
-    report = made(Gguf(), source, tmp_path / "gguf")
+    report = run_stage(Gguf(), source, tmp_path / "gguf")
     assert Format.of(tmp_path / "gguf") is Format.GGUF
     before, after = Checkpoint(source), read_back(tmp_path / "gguf", tmp_path / "back")
     assert set(before.tensors) == set(after.tensors)
@@ -96,7 +91,7 @@ def test_only_what_llama_cpp_makes_needs_it() -> None:
 @pytest.mark.parametrize(("symmetric", "kind"), [(True, "Q4_0"), (False, "Q4_1")])
 def test_codes_come_back_as_they_were(source: Path, tmp_path: Path, symmetric: bool, kind: str) -> None:
     save_packed(source, tmp_path / "packed", tmp_path / "plain", symmetric=symmetric, dtype=torch.float16)
-    report = made(Gguf(), tmp_path / "packed", tmp_path / "gguf")
+    report = run_stage(Gguf(), tmp_path / "packed", tmp_path / "gguf")
     after = read_back(tmp_path / "gguf", tmp_path / "back")
     layers = quantized_layers(Checkpoint(tmp_path / "packed")) or {}
     assert report.details["types"][kind] == len(layers)
@@ -116,7 +111,7 @@ def test_transformers_reads_the_same_model(tiny_model: TinyModel, tmp_path: Path
     from transformers import AutoModelForCausalLM, GgufConfig
 
     source = tiny_model(kind)
-    made(Gguf(), source, tmp_path / "gguf")
+    run_stage(Gguf(), source, tmp_path / "gguf")
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "gguf", gguf_file="model.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
@@ -127,7 +122,7 @@ def test_transformers_reads_the_same_model(tiny_model: TinyModel, tmp_path: Path
 
 def test_the_counted_bits_are_those_of_the_file(tiny_model: TinyModel, tmp_path: Path) -> None:
     save_packed(tiny_model("qwen2"), tmp_path / "packed", tmp_path / "plain")
-    report = made(Gguf(), tmp_path / "packed", tmp_path / "gguf")
+    report = run_stage(Gguf(), tmp_path / "packed", tmp_path / "gguf")
     tensors = gguf.GGUFReader(tmp_path / "gguf" / "model.gguf").tensors
     bits = 8 * sum(int(each.n_bytes) for each in tensors) / sum(int(each.n_elements) for each in tensors)
     assert bits_per_weight(Format.GGUF.layer_sizes(tmp_path / "gguf")) == bits
@@ -138,11 +133,11 @@ def test_the_counted_bits_are_those_of_the_file(tiny_model: TinyModel, tmp_path:
 
 
 def test_a_window_limits_the_context_and_scaled_frequencies_travel(tmp_path: Path) -> None:
-    made(Gguf(), save("mistral", tmp_path / "mistral", sliding_window=64), tmp_path / "a")
+    run_stage(Gguf(), save("mistral", tmp_path / "mistral", sliding_window=64), tmp_path / "a")
     assert read_gguf(tmp_path / "a" / "model.gguf").get("context_length") == 64
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    made(Gguf(), save("llama", tmp_path / "llama", rope_parameters=rope), tmp_path / "b")
+    run_stage(Gguf(), save("llama", tmp_path / "llama", rope_parameters=rope), tmp_path / "b")
     (factors,) = (
         each.data for each in gguf.GGUFReader(tmp_path / "b" / "model.gguf").tensors if each.name == "rope_freqs.weight"
     )
@@ -150,7 +145,7 @@ def test_a_window_limits_the_context_and_scaled_frequencies_travel(tmp_path: Pat
     assert factors[0] == 1
     assert factors[-1] == pytest.approx(8)
     linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-    made(Gguf(), save("llama", tmp_path / "linear", rope_parameters=linear), tmp_path / "c")
+    run_stage(Gguf(), save("llama", tmp_path / "linear", rope_parameters=linear), tmp_path / "c")
     assert read_back(tmp_path / "c", tmp_path / "back").config["rope_parameters"]["factor"] == 2
 
 
@@ -160,7 +155,7 @@ class TestLlamaCpp:
         pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, of the extra `llama-cpp`")
 
     def test_it_computes_the_same(self, source: Path, tmp_path: Path) -> None:
-        made(Gguf(), source, tmp_path / "gguf")
+        run_stage(Gguf(), source, tmp_path / "gguf")
         ours, theirs = open_session(source), open_session(tmp_path / "gguf")
         expected = ours.logits(TOKENS)
         assert torch.allclose(theirs.logits(TOKENS), expected, atol=2e-3)  # its KV cache is in float16
@@ -173,7 +168,7 @@ class TestLlamaCpp:
     @pytest.mark.parametrize(("kind", "fields"), WRITTEN.items())
     def test_it_computes_other_architectures_too(self, tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
         source = save(kind, tmp_path / "source", **fields)
-        report = made(Gguf(), source, tmp_path / "gguf")
+        report = run_stage(Gguf(), source, tmp_path / "gguf")
         assert report.details["divergence"] < 1e-6
         ours, theirs = open_session(source), open_session(tmp_path / "gguf")
         assert torch.allclose(theirs.logits(TOKENS), ours.logits(TOKENS), atol=2e-3)
@@ -184,7 +179,7 @@ class TestLlamaCpp:
     def test_codes_of_experts_are_stacked(self, tmp_path: Path, kind: str) -> None:
         source = save(kind, tmp_path / "source", **WRITTEN[kind])
         save_packed(source, tmp_path / "packed", tmp_path / "plain", dtype=torch.float16)
-        report = made(Gguf(), tmp_path / "packed", tmp_path / "gguf")
+        report = run_stage(Gguf(), tmp_path / "packed", tmp_path / "gguf")
         assert report.details["divergence"] < 1e-2
         tensors = read_gguf(tmp_path / "gguf" / "model.gguf").tensors
         assert (tensors["blk.0.ffn_up_exps.weight"].type, len(tensors["blk.0.ffn_up_exps.weight"].shape)) == ("Q4_0", 3)
@@ -192,9 +187,9 @@ class TestLlamaCpp:
     def test_the_embedding_has_the_very_bytes_of_llama_cpp(self, tmp_path: Path) -> None:
         source = save("qwen2", tmp_path / "source", hidden_size=256, tie_word_embeddings=True)
         save_packed(source, tmp_path / "packed", tmp_path / "plain", dtype=torch.float32)
-        report = made(Gguf(embedding="Q6_K"), tmp_path / "packed", tmp_path / "ours")
+        report = run_stage(Gguf(embedding="Q6_K"), tmp_path / "packed", tmp_path / "ours")
         assert report.details["types"]["Q6_K"] == 1
-        made(Gguf(type="Q6_K", allow_fallback=True), source, tmp_path / "theirs")
+        run_stage(Gguf(type="Q6_K", allow_fallback=True), source, tmp_path / "theirs")
         ours, theirs = (
             {each.name: each for each in gguf.GGUFReader(tmp_path / name / "model.gguf").tensors}["token_embd.weight"]
             for name in ("ours", "theirs")
@@ -203,28 +198,28 @@ class TestLlamaCpp:
         save_packed(save("qwen2", tmp_path / "small"), tmp_path / "narrow", tmp_path / "plain2")
         message = "weight: rows of 64 numbers are no multiple of the 256 that Q6_K packs. Set embedding: Q8"
         with pytest.raises(StageError, match=message):
-            made(Gguf(embedding="Q6_K"), tmp_path / "narrow", tmp_path / "a")
+            run_stage(Gguf(embedding="Q6_K"), tmp_path / "narrow", tmp_path / "a")
 
     def test_a_file_that_says_something_else_is_refused(
         self, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(proof, "LIMIT", 0.01)  # a tiny model loses 0.06 so, and a real one 0.26
-        assert made(Gguf(), tiny_model("llama"), tmp_path / "whole").details["divergence"] < 1e-6
+        assert run_stage(Gguf(), tiny_model("llama"), tmp_path / "whole").details["divergence"] < 1e-6
         monkeypatch.setattr(writing, "PERMUTED", {})
         with pytest.raises(
             StageError, match=r"gguf: llama.cpp computes something else: 0.06\d* nats a token apart. Its"
         ):
-            made(Gguf(), tiny_model("llama"), tmp_path / "a")
+            run_stage(Gguf(), tiny_model("llama"), tmp_path / "a")
         monkeypatch.undo()
         monkeypatch.setattr(vocabulary, "PRE_TOKENIZERS", {("ByteLevel+",): "refact"})
-        report = made(Gguf(), tiny_model("llama"), tmp_path / "b")
+        report = run_stage(Gguf(), tiny_model("llama"), tmp_path / "b")
         assert report.details["divergence"] < 1e-3
         assert report.notes[0].startswith("llama.cpp cuts text into other tokens than transformers, from token ")
 
     def test_a_text_weighs_what_its_quantizer_loses(self, tiny_model: TinyModel, tmp_path: Path) -> None:
         text = {"dataset": "python-reference", "samples": 4, "sequence_length": 64}
-        weighed = made(Gguf(type="Q4_0", imatrix=text), tiny_model("llama"), tmp_path / "a")
-        plain = made(Gguf(type="Q4_0"), tiny_model("llama"), tmp_path / "b")
+        weighed = run_stage(Gguf(type="Q4_0", imatrix=text), tiny_model("llama"), tmp_path / "a")
+        plain = run_stage(Gguf(type="Q4_0"), tiny_model("llama"), tmp_path / "b")
         assert weighed.details["divergence"] < plain.details["divergence"]
         assert [each["dataset"] for each in weighed.calibrated_on] == ["python-reference"]
         cost, _ = Gguf(type="Q4_0", imatrix=text).predict(Checkpoint(tiny_model("llama")).shape, "cpu")
@@ -232,7 +227,7 @@ class TestLlamaCpp:
 
     @pytest.mark.parametrize(("kind", "most"), [("Q8_0", 0.01), ("Q5_0", 0.06), ("Q4_1", 0.12)])
     def test_its_own_quantizer(self, tiny_model: TinyModel, tmp_path: Path, kind: str, most: float) -> None:
-        report = made(Gguf(type=kind), tiny_model("llama"), tmp_path / "gguf")
+        report = run_stage(Gguf(type=kind), tiny_model("llama"), tmp_path / "gguf")
         assert report.details["types"][kind] >= 20
         assert not report.notes
         assert [path.name for path in (tmp_path / "gguf").glob("*.gguf")] == ["model.gguf"]
@@ -242,7 +237,7 @@ class TestLlamaCpp:
             assert (after.read(name) - weight).norm() <= most * weight.norm()
 
     def test_a_fallback_is_said(self, tiny_model: TinyModel, tmp_path: Path) -> None:
-        report = made(Gguf(type="Q4_K_M", allow_fallback=True), tiny_model("llama"), tmp_path / "gguf")
+        report = run_stage(Gguf(type="Q4_K_M", allow_fallback=True), tiny_model("llama"), tmp_path / "gguf")
         types = " and ".join(f"{count} as {kind}" for kind, count in report.details["types"].items())
         assert report.notes == (
             f"llama.cpp stored 22 of 22 matrices otherwise than as Q4_K_M, whose rows are no multiple of 256: {types}; "

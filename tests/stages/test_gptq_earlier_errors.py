@@ -25,11 +25,11 @@ from optkit.stages.quantizing.overrides import Override
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 
 
 def quantize(source: Path, target: Path, text: Calibration, **fields: Any) -> Report:
-    target.mkdir()
-    return Gptq(bits=3, group_size=32, calibration=text, **fields).run(source, target, Context())
+    return run_stage(Gptq(bits=3, group_size=32, calibration=text, **fields), source, target)
 
 
 def test_hidden_states_come_nearer_to_the_unmodified_ones(
@@ -101,9 +101,8 @@ def test_a_run_that_goes_on_gives_the_same_weights(
     tiny_model: TinyModel, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, stage = tiny_model("llama"), Gptq(bits=3, group_size=32, calibration=text, earlier_errors=0.5)
-    for name in ("whole", "halted", "resumed", "kept"):
-        (tmp_path / name).mkdir()
-    stage.run(source, tmp_path / "whole", Context())
+    (tmp_path / "kept").mkdir()
+    run_stage(stage, source, tmp_path / "whole")
     context, leave, calls = Context(workspace=tmp_path / "kept"), EarlierErrors.leave_, []
 
     def halt(self: EarlierErrors, index: int, inputs: BlockInputs) -> None:
@@ -115,9 +114,9 @@ def test_a_run_that_goes_on_gives_the_same_weights(
     with monkeypatch.context() as patched:
         patched.setattr(EarlierErrors, "leave_", halt)
         with pytest.raises(KeyboardInterrupt):
-            stage.run(source, tmp_path / "halted", context)
+            run_stage(stage, source, tmp_path / "halted", context)
     assert calls == [0, 1]
-    stage.run(source, tmp_path / "resumed", context)
+    run_stage(stage, source, tmp_path / "resumed", context)
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
@@ -127,8 +126,7 @@ def test_layers_that_are_rounded_to_nearest_stay_as_they_are(
     tiny_model: TinyModel, text: Calibration, tmp_path: Path
 ) -> None:
     source, few = tiny_model("llama"), text.model_copy(update={"samples": 1, "sequence_length": 32})
-    (tmp_path / "rtn").mkdir()
-    Rtn(bits=3, group_size=32).run(source, tmp_path / "rtn", Context())
+    run_stage(Rtn(bits=3, group_size=32), source, tmp_path / "rtn")
     quantize(source, tmp_path / "few", few, earlier_errors=1, scale_search="minmax")
     quantize(source, tmp_path / "said", text, earlier_errors=1, overrides={"*.down_proj": Override(method="rtn")})
     nearest, few_tokens, said = (load_file(tmp_path / name / "model.safetensors") for name in ("rtn", "few", "said"))

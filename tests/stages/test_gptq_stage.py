@@ -19,7 +19,7 @@ from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 from optkit.source.calibration import Calibration
-from optkit.stage import Context, Report
+from optkit.stage import Context
 from optkit.stages.awq import Awq
 from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
@@ -30,11 +30,7 @@ from optkit.stages.quantizing.hessians import collect_hessians, turns_of
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
 from tests.support.predictions import predicted
-
-
-def quantize(source: Path, target: Path, stage: Gptq | Rtn, context: Context | None = None) -> Report:
-    target.mkdir()
-    return stage.run(source, target, context or Context())
+from tests.support.running import run_stage
 
 
 def weights(directory: Path, bits: int = 4) -> dict[str, torch.Tensor]:
@@ -75,9 +71,9 @@ def test_outputs_stay_nearer_than_with_rounding(
     if kind == "gpt2":
         fields = fields | {"format": "gptq"}
     source, bits = tiny_model(kind), fields.get("bits", 4)
-    report = quantize(source, tmp_path / "gptq", Gptq(calibration=text, **fields))
-    quantize(
-        source, tmp_path / "rtn", Rtn(**{name: value for name, value in fields.items() if name != "true_sequential"})
+    report = run_stage(Gptq(calibration=text, **fields), source, tmp_path / "gptq")
+    run_stage(
+        Rtn(**{name: value for name, value in fields.items() if name != "true_sequential"}), source, tmp_path / "rtn"
     )
     tokens = text.tokens(source, None)[:8]
     original = outputs(source, tokens)
@@ -106,15 +102,15 @@ def test_all_formats_and_options_write_what_was_predicted(
         )
     ):
         stage = Gptq(calibration=text, **fields)
-        quantize(source, tmp_path / str(number), stage)
+        run_stage(stage, source, tmp_path / str(number))
         assert predicted(stage, source, tmp_path / str(number)).ram_bytes > 0
 
 
 def test_result_does_not_depend_on_the_batch_size(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     losses = []
     for size in (1, 16):
-        report = quantize(
-            tiny_model("llama"), tmp_path / str(size), Gptq(calibration=text, batch_size=size, refinements=0)
+        report = run_stage(
+            Gptq(calibration=text, batch_size=size, refinements=0), tiny_model("llama"), tmp_path / str(size)
         )
         losses.append(sum(report.details["losses"].values()))
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
@@ -129,14 +125,14 @@ def test_blocks_behind_the_last_chosen_layer_are_not_run(
     )
     for include, expected in (("model.layers.1.*", [0]), ("*", [0, 1])):
         run.clear()
-        quantize(tiny_model("gemma3"), tmp_path / str(len(expected)), Gptq(calibration=text, include=(include,)))
+        run_stage(Gptq(calibration=text, include=(include,)), tiny_model("gemma3"), tmp_path / str(len(expected)))
         assert run == expected
 
 
 def test_later_blocks_see_the_errors_of_earlier_ones(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     source = tiny_model("llama")
-    quantize(source, tmp_path / "whole", Gptq(calibration=text, bits=2))
-    quantize(source, tmp_path / "last", Gptq(calibration=text, bits=2, include=("model.layers.2.*",)))
+    run_stage(Gptq(calibration=text, bits=2), source, tmp_path / "whole")
+    run_stage(Gptq(calibration=text, bits=2, include=("model.layers.2.*",)), source, tmp_path / "last")
     whole, last = weights(tmp_path / "whole", 2), weights(tmp_path / "last", 2)
     assert set(last) == {name for name in whole if ".2." in name}
     assert any(not torch.equal(last[name], whole[name]) for name in last)
@@ -188,7 +184,7 @@ def test_hessians_are_gone_before_the_next_ones_are_made(
 
     monkeypatch.setattr(layer_inputs, "Hessian", Seen)
     monkeypatch.setattr(layer_inputs, "collect_hessians", counted)
-    quantize(tiny_model("gemma3"), tmp_path / "out", Gptq(calibration=text, true_sequential=true_sequential))
+    run_stage(Gptq(calibration=text, true_sequential=true_sequential), tiny_model("gemma3"), tmp_path / "out")
     assert left == [0] * len(left)
     assert len(left) == (12 if true_sequential else 3)
 
@@ -209,8 +205,8 @@ def test_experts_that_saw_too_little_are_rounded_and_told(
 ) -> None:
     source, progress = tiny_model("mixtral"), Warnings()
     few = text.model_copy(update={"samples": 3})
-    report = quantize(source, tmp_path / "gptq", Gptq(calibration=few), Context(progress=progress))
-    quantize(source, tmp_path / "rtn", Rtn())
+    report = run_stage(Gptq(calibration=few), source, tmp_path / "gptq", Context(progress=progress))
+    run_stage(Rtn(), source, tmp_path / "rtn")
     rounded, ours, theirs = report.details["rounded_to_nearest"], weights(tmp_path / "gptq"), weights(tmp_path / "rtn")
     assert rounded
     assert all(".experts." in name and tokens < 128 for name, tokens in rounded.items())
@@ -232,10 +228,10 @@ def test_damping_that_was_raised_is_reported(
         Hessian, "matrix", lambda self: whole(self) - 0.03 * whole(self).diagonal().mean() * torch.eye(len(whole(self)))
     )
     progress = Warnings()
-    report = quantize(
+    report = run_stage(
+        Gptq(calibration=text, damping=0.001, include=("*.0.*o_proj",)),
         tiny_model("llama"),
         tmp_path / "q",
-        Gptq(calibration=text, damping=0.001, include=("*.0.*o_proj",)),
         Context(progress=progress),
     )
     ((name, damping),) = report.details["raised_damping"].items()
@@ -254,7 +250,7 @@ def test_hessian_that_no_damping_mends_is_an_error(
     with pytest.raises(
         StageError, match=r"layers.0.self_attn.q_proj: the Hessian is not positive definite.* Exclude the layer, or"
     ):
-        quantize(tiny_model("llama"), tmp_path / "q", Gptq(calibration=text))
+        run_stage(Gptq(calibration=text), tiny_model("llama"), tmp_path / "q")
     assert not list((tmp_path / "q").glob("*.safetensors"))
 
 
@@ -271,12 +267,12 @@ def test_activations_that_overflow_are_an_error(tiny_model: TinyModel, tmp_path:
         r"`- cast: \{dtype: bfloat16\}`"
     )
     with pytest.raises(StageError, match=message):
-        quantize(source, tmp_path / "q", Gptq(calibration=text))
+        run_stage(Gptq(calibration=text), source, tmp_path / "q")
 
 
 def test_text_that_is_too_short_is_an_error(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     with pytest.raises(SourceError, match="Lower `samples`"):
-        quantize(tiny_model("llama"), tmp_path / "q", Gptq(calibration=text.model_copy(update={"samples": 5000})))
+        run_stage(Gptq(calibration=text.model_copy(update={"samples": 5000})), tiny_model("llama"), tmp_path / "q")
 
 
 @pytest.mark.parametrize("stage", [Gptq, Awq, Fp8])
@@ -292,12 +288,12 @@ def test_the_text_is_read_once_beside_the_opening_of_the_model(
     monkeypatch.setattr(Calibration, "inputs", inputs)
     fields = {"activations": "static"} if stage is Fp8 else {}
     few = text.model_copy(update={"samples": 2})
-    quantize(tiny_model("llama"), tmp_path / "q", stage(calibration=few, **fields))
+    run_stage(stage(calibration=few, **fields), tiny_model("llama"), tmp_path / "q")
     assert readers == ["text_0"]
 
 
 def test_fused_experts_are_reported(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
-    report = quantize(tiny_model("gpt_oss"), tmp_path / "q", Gptq(calibration=text, group_size=16))
+    report = run_stage(Gptq(calibration=text, group_size=16), tiny_model("gpt_oss"), tmp_path / "q")
     fused = {name for name in report.skipped if name.endswith("experts")}
     assert len(fused) == 2
     assert "more than their matrices" in report.skipped[min(fused)]
@@ -327,14 +323,14 @@ def test_no_block_is_rounded_while_a_thread_loads_solvers(
     monkeypatch.setattr(Skeleton, "capture_inputs", captured)
     monkeypatch.setattr(Compensation, "round_", seen)
     warming.warming.cache_clear()
-    quantize(tiny_model("llama"), tmp_path / "q", Gptq(calibration=text))
+    run_stage(Gptq(calibration=text), tiny_model("llama"), tmp_path / "q")
 
 
 @pytest.mark.gpu
 def test_gpu_gives_what_the_cpu_gives(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     losses = [
         sum(
-            quantize(tiny_model("llama"), tmp_path / device, Gptq(calibration=text), Context(device=device))
+            run_stage(Gptq(calibration=text), tiny_model("llama"), tmp_path / device, Context(device=device))
             .details["losses"]
             .values()
         )

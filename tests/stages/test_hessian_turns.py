@@ -22,6 +22,7 @@ from optkit.stages.prune import Prune
 from optkit.stages.quantizing import hessians, stacks
 from optkit.stages.quantizing.input_ranges import InputRange
 from tests.support.changes import changing
+from tests.support.running import run_stage
 
 TEXT = Calibration(dataset="python-reference", samples=3, sequence_length=64)
 STAGES = {
@@ -44,8 +45,7 @@ def sources(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[s
             for router in (name for name in tensors if name.endswith("0.block_sparse_moe.gate.weight")):
                 tensors[router] = torch.zeros_like(tensors[router])
         found[kind] = source.parent / f"{kind}-bfloat16"
-        found[kind].mkdir()
-        Cast(dtype="bfloat16").run(source, found[kind], Context())
+        run_stage(Cast(dtype="bfloat16"), source, found[kind])
     return found
 
 

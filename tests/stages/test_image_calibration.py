@@ -21,6 +21,7 @@ from optkit.stages.quantizing.hessians import collect_hessians
 from optkit.stages.sensitivity.budget import Choice
 from optkit.stages.smoothquant import SmoothQuant
 from tests.support.processors import save_pairs, save_processor, without_videos
+from tests.support.running import run_stage
 from tests.support.tiny_models import save_tiny_model
 from tests.support.vision_models import save_vision_model
 
@@ -102,10 +103,7 @@ def test_images_make_other_weights_than_their_text_alone(
 ) -> None:
     text = Calibration(dataset=pairs.dataset, samples=3, sequence_length=10)
     for name, given in (("images", pairs), ("text", text)):
-        (tmp_path / name).mkdir()
-        Gptq(group_size=32, include=("*.self_attn.*",), calibration=given).run(
-            models["gemma3"], tmp_path / name, Context()
-        )
+        run_stage(Gptq(group_size=32, include=("*.self_attn.*",), calibration=given), models["gemma3"], tmp_path / name)
     both = [Checkpoint(tmp_path / name) for name in ("images", "text")]
     names = [name for name in both[0].tensors if name.endswith("weight_packed")]
     assert not all(torch.equal(both[0].read(name), both[1].read(name)) for name in names)

@@ -23,6 +23,7 @@ from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.changes import change_json, changing
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 
 TEXT = Calibration(dataset="python-reference", samples=4, sequence_length=32)
 TOKENS = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -30,13 +31,11 @@ SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False
 
 
 def scaled(source: Path, target: Path, may_link: bool = False) -> Report:
-    target.mkdir()
-    return KvScales(calibration=TEXT, batch_size=3).run(source, target, Context(may_link=may_link))
+    return run_stage(KvScales(calibration=TEXT, batch_size=3), source, target, Context(may_link=may_link))
 
 
 def packed(source: Path, target: Path, **fields: Any) -> Path:
-    target.mkdir()
-    Rtn(group_size=32, **fields).run(source, target, Context())
+    run_stage(Rtn(group_size=32, **fields), source, target)
     return target
 
 

@@ -23,6 +23,7 @@ from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.near import near
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 
 TOKENS = torch.arange(60).view(2, 30)
 FEW = TOKENS[:, :16]
@@ -76,8 +77,7 @@ def test_gptq_of_lm_head_makes_its_outputs_better_than_rounding(
     calibration = Calibration(dataset=str(text), samples=16, sequence_length=32)
     only_head = {"include": ("lm_head",), "lm_head": True, "bits": 3, "group_size": 32}
     for name, stage in (("gptq", Gptq(calibration=calibration, **only_head)), ("rtn", Rtn(**only_head))):
-        (tmp_path / name).mkdir()
-        assert stage.run(source, tmp_path / name, Context()).changed == 1
+        assert run_stage(stage, source, tmp_path / name).changed == 1
     inputs = open_session(source).model.base_model(calibration.tokens(source, None)).last_hidden_state
     hessian = Hessian(64, equal_tokens=True)
     hessian.add(inputs)

@@ -35,6 +35,7 @@ from optkit.stages.rtn import Rtn
 from optkit.verification.layers import problems_of_layers
 from tests.conftest import TinyModel
 from tests.support.crossed import crossed
+from tests.support.running import run_stage
 from tests.support.vision_models import save_vision_model
 
 # transformers renames what Gemma's file has: `language_model.model.layers` is
@@ -206,11 +207,10 @@ def test_names_stay_those_of_the_hub_which_engines_read(models: dict[str, Path],
     """transformers 5 dropped `vision_model` of CLIP; vLLM, and the files of the hub, have it."""
     source, target = tmp_path / "hub", tmp_path / "made"
     shutil.copytree(models["llava"], source)
-    target.mkdir()
     tensors = load_file(source / "model.safetensors")
     renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in tensors.items()}
     save_file(renamed, source / "model.safetensors", {"format": "pt"})
-    report = Rtn(group_size=32).run(source, target, Context())
+    report = run_stage(Rtn(group_size=32), source, target)
     written = Checkpoint(target)
     assert {name for name in written.tensors if "vision" in name} == {name for name in renamed if "vision" in name}
     layer = "encoder.layers.0.mlp.fc1"

@@ -16,6 +16,7 @@ from optkit.stages.cast import Cast
 from optkit.stages.mx import Mx
 from tests.conftest import TinyModel
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 
 TOKENS = torch.arange(60).view(2, 30)
 
@@ -29,8 +30,7 @@ def halved(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def quantize(source: Path, target: Path, **fields: Any) -> Report:
-    target.mkdir()
-    return Mx(**fields).run(source, target, Context())
+    return run_stage(Mx(**fields), source, target)
 
 
 @pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])

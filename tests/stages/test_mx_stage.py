@@ -24,6 +24,7 @@ from optkit.stages.quantizing.streaming import LayerQuantizer
 from tests.conftest import TinyModel
 from tests.support.changes import changed_copy
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 
 Halved = Callable[[str], Path]
 TOKENS = torch.arange(60).view(2, 30)
@@ -37,16 +38,14 @@ def halved(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> H
     def make(kind: str) -> Path:
         directory = root / kind
         if not directory.exists():
-            directory.mkdir()
-            Cast(dtype="bfloat16").run(tiny_model(kind), directory, Context())
+            run_stage(Cast(dtype="bfloat16"), tiny_model(kind), directory)
         return directory
 
     return make
 
 
 def quantize(source: Path, target: Path, **fields: Any) -> Report:
-    target.mkdir()
-    return Mx(**fields).run(source, target, Context())
+    return run_stage(Mx(**fields), source, target)
 
 
 @pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])
@@ -236,12 +235,10 @@ def test_a_source_in_mxfp4_becomes_nvfp4_without_error(halved: Halved, tmp_path:
     from optkit.stages.dequantize import Dequantize
 
     quantize(halved("llama"), tmp_path / "mxfp4", type="mxfp4")
-    for name in ("floats", "again"):
-        (tmp_path / name).mkdir()
-    Dequantize().run(tmp_path / "mxfp4", tmp_path / "floats", Context())
+    run_stage(Dequantize(), tmp_path / "mxfp4", tmp_path / "floats")
     report = quantize(tmp_path / "floats", tmp_path / "nvfp4", scale_search="minmax")
     assert report.details["layers_without_error"] == report.changed == 21
-    Dequantize().run(tmp_path / "nvfp4", tmp_path / "again", Context())
+    run_stage(Dequantize(), tmp_path / "nvfp4", tmp_path / "again")
     floats, again = (load_file(tmp_path / name / "model.safetensors") for name in ("floats", "again"))
     assert all(torch.equal(tensor, again[name]) for name, tensor in floats.items())
 
@@ -252,8 +249,7 @@ def test_gptq_comes_nearer_on_the_same_grid(
 ) -> None:
     source = halved("llama")
     stage = Mx(type=type, rounding="gptq", calibration=text)
-    (tmp_path / "gptq").mkdir()
-    report = stage.run(source, tmp_path / "gptq", Context())
+    report = run_stage(stage, source, tmp_path / "gptq")
     quantize(source, tmp_path / "nearest", type=type)
     cost = predicted(stage, source, tmp_path / "gptq")
     nearest, _ = Mx(type=type).predict(Checkpoint(source).shape, "cpu")

@@ -17,12 +17,13 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.replaced_forward import hooked
 from optkit.model.skeleton import Skeleton
 from optkit.source.calibration import Calibration
-from optkit.stage import Context, Report
+from optkit.stage import Report
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing import hessians
 from optkit.stages.quantizing.calibration_products import is_prompt
 from optkit.stages.quantizing.one_pass import one_pass
 from tests.conftest import TinyModel
+from tests.support.running import run_stage
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
 
@@ -70,8 +71,7 @@ def test_layers_see_the_errors_of_those_before_them(tiny_model: TinyModel, left_
 
 
 def quantize(source: Path, target: Path, text: Calibration, **fields: Any) -> Report:
-    target.mkdir()
-    return Gptq(group_size=32, calibration=text, **fields).run(source, target, Context())
+    return run_stage(Gptq(group_size=32, calibration=text, **fields), source, target)
 
 
 def test_blocks_that_nothing_reads_are_not_computed(

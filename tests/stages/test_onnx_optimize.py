@@ -14,6 +14,7 @@ from optkit.stages.onnx_optimize import OnnxOptimize
 from optkit.stages.onnx_quantize import OnnxQuantize
 from tests.support.exported import constants, decoder_feeds, loaded, outputs, saved
 from tests.support.near import near
+from tests.support.running import run_stage
 
 TOKENS = np.random.default_rng(5).integers(0, 512, (2, 17))
 
@@ -109,8 +110,7 @@ def test_another_opset(llama: Path, target: Path) -> None:
 
 
 def test_after_quantization(llama: Path, target: Path, tmp_path: Path) -> None:
-    (tmp_path / "int4").mkdir()
-    OnnxQuantize(embedding="shared").run(llama, tmp_path / "int4", Context())
+    run_stage(OnnxQuantize(embedding="shared"), llama, tmp_path / "int4")
     report = optimize(tmp_path / "int4", target, level="extended")
     assert report.details["nodes_after"]["MatMulNBits"] == 16
     feeds = decoder_feeds(loaded(llama), TOKENS)

@@ -22,12 +22,13 @@ from optkit.onnx.reference import Reference
 from optkit.onnx.torch_noise import _products_in_float64
 from optkit.progress import SilentTask
 from optkit.recipe.recipe import load_recipe
-from optkit.stage import Context, Report
+from optkit.stage import Report
 from optkit.stages.onnx import Onnx
 from tests.conftest import TinyModel
 from tests.support.changes import changed_copy
 from tests.support.onnx_changes import overwrite
 from tests.support.packed_models import save_packed
+from tests.support.running import run_stage
 from tests.support.skeletons import reference
 
 Exported = Callable[..., tuple[Path, Report]]
@@ -48,8 +49,7 @@ def exported(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
         key = f"{kind} {fields}"
         if key not in made:
             target = tmp_path_factory.mktemp("export") / "onnx"
-            target.mkdir()
-            made[key] = target, Onnx(**fields).run(tiny_model(kind), target, Context())
+            made[key] = target, run_stage(Onnx(**fields), tiny_model(kind), target)
         return made[key]
 
     return export
@@ -179,8 +179,7 @@ def sharp(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_a_model_that_loses_digits_in_torch_too_has_a_limit_of_its_own(sharp: Path, tmp_path: Path) -> None:
-    (tmp_path / "onnx").mkdir()
-    report = Onnx().run(sharp, tmp_path / "onnx", Context())
+    report = run_stage(Onnx(), sharp, tmp_path / "onnx")
     details = report.details
     assert 2e-5 < max(details["logits_apart"].values()) < details["logits_limit"] < 2e-2
     assert details["logits_limit_is"] == "8 times what torch in float64 is from itself on this model"
@@ -326,9 +325,8 @@ def test_what_the_exporter_cannot_do_is_told(tiny_model: TinyModel, tmp_path: Pa
     odd = changed_copy(
         tiny_model("llama"), tmp_path, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": -1.0}
     )
-    (tmp_path / "onnx").mkdir()
     with pytest.raises(StageError, match="^onnx: exporter genai: ValueError: rope_scaling.factor must be positive"):
-        Onnx().run(odd, tmp_path / "onnx", Context())
+        run_stage(Onnx(), odd, tmp_path / "onnx")
 
 
 def test_an_lm_head_is_tied_where_there_is_no_other(tiny_model: TinyModel) -> None:

@@ -22,6 +22,7 @@ from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.near import near
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 from tests.zoo.models import TOKENS as LETTERS
 from tests.zoo.models import plain_logits, save_model
 
@@ -33,9 +34,8 @@ OVERRIDES = {
 
 
 def quantize(source: Path, target: Path, **fields: Any) -> Checkpoint:
-    target.mkdir()
     stage = Rtn(**fields)
-    report = stage.run(source, target, Context())
+    report = run_stage(stage, source, target)
     predicted(stage, source, target)
     assert sum(report.details["formats"].values()) == report.changed
     return Checkpoint(target)
@@ -86,10 +86,9 @@ def test_gptq_rounds_the_layers_that_ask_for_it_to_nearest(tiny_model: TinyModel
     source = tiny_model("llama")
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and runs away. " * 400)
-    (tmp_path / "out").mkdir()
     calibration = Calibration(dataset=str(text), samples=16, sequence_length=32)
     stage = Gptq(calibration=calibration, overrides={"*.o_proj": {"method": "rtn", "bits": 8}})
-    report = stage.run(source, tmp_path / "out", Context())
+    report = run_stage(stage, source, tmp_path / "out")
     plain = quantize(source, tmp_path / "rtn", bits=8)
     name = "model.layers.0.self_attn.o_proj.weight_packed"
     assert torch.equal(Checkpoint(tmp_path / "out").read(name), plain.read(name))

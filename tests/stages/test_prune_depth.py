@@ -22,6 +22,7 @@ from optkit.stages.prune_structured import PruneStructured
 from tests.conftest import TinyModel
 from tests.support.changes import change_json, changed_copy
 from tests.support.live_memory import LiveBytes
+from tests.support.running import run_stage
 from tests.support.smaller_models import (
     MODELS,
     blocks_of,
@@ -108,8 +109,7 @@ def test_a_choice_leaves_the_only_block_with_attention(tiny_model: TinyModel, tm
     source = tiny_model("zamba2")
     for search in ("at_once", "one_by_one", "contiguous"):
         fields = {"remove_layers": 1, "layer_search": search, "calibration": letters(tmp_path)}
-        (tmp_path / search).mkdir()
-        report = PruneStructured.model_validate(fields).run(source, tmp_path / search, Context())
+        report = run_stage(PruneStructured.model_validate(fields), source, tmp_path / search)
         (gone,) = report.details["removed_layers"]
         assert config_of(source)["layers_block_type"][gone] != "hybrid"
 
@@ -283,7 +283,6 @@ def test_logits_are_in_the_predicted_memory(search: str, tmp_path: Path) -> None
     }
     stage = validate(PruneStructured, fields)
     assert not isinstance(stage, list), stage
-    (tmp_path / "target").mkdir()
     with LiveBytes() as live:
-        stage.run(source, tmp_path / "target", Context())
+        run_stage(stage, source, tmp_path / "target")
     assert live.peak <= stage.predict(Checkpoint(source).shape, "cuda")[0].gpu_bytes <= 1.2 * live.peak

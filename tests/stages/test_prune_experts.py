@@ -20,11 +20,11 @@ from optkit.model.weights import expert_counts
 from optkit.recipe.field_faults import validate
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
-from optkit.stage import Context
 from optkit.stages.narrowing import experts as removing
 from optkit.stages.prune_structured import PruneStructured
 from tests.conftest import TinyModel
 from tests.support.near import near
+from tests.support.running import run_stage
 from tests.support.smaller_models import letters, pruned, refused
 from tests.zoo.models import TOKENS, plain_logits, save_model
 
@@ -204,11 +204,10 @@ def test_experts_of_other_code_are_refused_before_the_text_is_read(
 ) -> None:
     monkeypatch.setattr(fewer_experts, "CALLED_OTHERWISE", {})
     source = save_model("llama4_text", tmp_path / "source")
-    (target := tmp_path / "target").mkdir()
     unread = Calibration(dataset=str(tmp_path / "none.txt"))
     stage = PruneStructured(experts=2, calibration=unread)
     with pytest.raises(StageError, match="are not called as one with the router's choice"):
-        stage.run(source, target, Context())
+        run_stage(stage, source, tmp_path / "target")
 
 
 def test_experts_go_by_themselves() -> None:

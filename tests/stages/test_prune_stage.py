@@ -27,6 +27,7 @@ from tests.conftest import TinyModel, Warnings
 from tests.support.changes import changed_copy
 from tests.support.crossed import crossed
 from tests.support.pruning import prune
+from tests.support.running import run_stage
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -115,8 +116,7 @@ def test_zeros_outlive_quantizers_but_where_gptq_is_told_to_fill_them(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, name: str
 ) -> None:
     prune(tiny_model("llama"), tmp_path / "pruned", pattern="2:4", method="magnitude")
-    (tmp_path / "packed").mkdir()
-    report = QUANTIZERS[name](text).run(tmp_path / "pruned", tmp_path / "packed", Context())
+    report = run_stage(QUANTIZERS[name](text), tmp_path / "pruned", tmp_path / "packed")
     quantized = packed_weights(tmp_path / "packed")
     assert set(quantized) == set(weights(tmp_path / "pruned"))
     filled = name == "gptq, filling"
@@ -133,8 +133,7 @@ def test_zeros_outlive_quantizers_but_where_gptq_is_told_to_fill_them(
 def test_gptq_takes_few_zeros_for_chance(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     prune(tiny_model("llama"), tmp_path / "pruned", sparsity=0.1, method="magnitude")
     for keep in ("auto", False):
-        (tmp_path / str(keep)).mkdir()
-        report = Gptq(calibration=text, keep_zeros=keep).run(tmp_path / "pruned", tmp_path / str(keep), Context())
+        report = run_stage(Gptq(calibration=text, keep_zeros=keep), tmp_path / "pruned", tmp_path / str(keep))
         assert "zeros" not in report.details
     auto, never = packed_weights(tmp_path / "auto"), packed_weights(tmp_path / "False")
     assert all(torch.equal(auto[name], never[name]) for name in auto)

@@ -23,6 +23,7 @@ from optkit.stages.rtn import Rtn
 from optkit.training.fake_quantization import FakeQuantized
 from optkit.training.loop import Loop
 from optkit.training.memory_kinds import MemoryKinds
+from tests.support.running import run_stage
 
 TinyModel = Callable[[str], Path]
 LENGTH = 32
@@ -107,8 +108,7 @@ def beginning(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(stage: Any, source: Path, target: Path) -> Report:
-    target.mkdir()
-    return stage.run(source, target, Context(origin=source))
+    return run_stage(stage, source, target, Context(origin=source))
 
 
 def stored(directory: Path, bits: int) -> dict[str, Tensor]:
@@ -226,13 +226,11 @@ def test_a_run_that_was_killed_goes_on_with_the_codes_that_it_began_with(
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(QatTrainer, "_write", killed)
-        stage.run(source, tmp_path / "first", Context(origin=source, workspace=place))
+        run_stage(stage, source, tmp_path / "first", Context(origin=source, workspace=place))
     monkeypatch.setattr(Qat, "start_weights", killed)
-    report = stage.run(source, tmp_path / "second", Context(origin=source, workspace=place))
+    report = run_stage(stage, source, tmp_path / "second", Context(origin=source, workspace=place))
     assert report.calibrated_on == whole.calibrated_on
     assert report.details["losses"] == whole.details["losses"]
     expected = stored(tmp_path / "whole", 3)
@@ -250,8 +248,7 @@ def test_zeros_of_a_pruned_model_stay_or_are_counted_when_all_is_over(
     )
     run(Prune(method="magnitude", include=("*.mlp.*",)), tiny_model("llama"), source)
     stage = Qat(**{**fields, "bits": 4, "keep_zeros": keep_zeros, "training": training})
-    (tmp_path / "done").mkdir()
-    report = stage.run(source, tmp_path / "done", Context(origin=tiny_model("llama")))
+    report = run_stage(stage, source, tmp_path / "done", Context(origin=tiny_model("llama")))
     found = {name: weight == 0 for name, weight in stored(tmp_path / "done", 4).items() if ".mlp." in name}
     after = sum(int(zeros.sum()) for zeros in found.values()) / sum(zeros.numel() for zeros in found.values())
     assert report.details["zeros"] == {"layers": 9, "before": 0.5, "after": pytest.approx(after)}
@@ -276,9 +273,8 @@ def test_codes_that_another_stage_left_are_not_begun_with(
     for name, work, bits in (("one", "here", 2), ("two", "here", 4), ("three", "there", 4)):
         if work == "there":
             (tmp_path / "here").rename(tmp_path / "there")
-        (tmp_path / name).mkdir()
-        report = Qat(**{**shared, "bits": bits}).run(
-            source, tmp_path / name, Context(origin=source, workspace=tmp_path / work)
+        report = run_stage(
+            Qat(**{**shared, "bits": bits}), source, tmp_path / name, Context(origin=source, workspace=tmp_path / work)
         )
         assert report.details["resumed_at"] == ([] if work == "here" else [2])
     run(Qat(**{**shared, "bits": 4}), source, tmp_path / "alone")

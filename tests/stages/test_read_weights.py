@@ -17,6 +17,7 @@ from optkit.stages.dequantize import Dequantize
 from optkit.stages.int8 import Int8
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.support.running import run_stage
 from tests.zoo.models import TOKENS as ZOO_TOKENS
 from tests.zoo.models import plain_logits, save_model
 
@@ -76,21 +77,18 @@ def test_a_model_whose_every_layer_is_missed_is_refused_and_told_what_works(
 
 def test_inputs_of_four_dimensions_keep_a_layer_of_latent_attention_out_of_int8(tmp_path: Path) -> None:
     source, target = save_model("youtu", tmp_path / "source"), tmp_path / "target"
-    target.mkdir()
-    report = Int8().run(source, target, CONTEXT)
+    report = run_stage(Int8(), source, target, CONTEXT)
     assert {name.rpartition(".")[2] for name, why in report.skipped.items() if why == Read.FOUR} == {"kv_b_proj"}
     found, wanted = open_session(target).logits(ZOO_TOKENS), plain_logits(target)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
 def test_codes_of_more_bits_than_config_json_says_are_refused(tmp_path: Path) -> None:
-    for name in ("packed", "floats"):
-        (tmp_path / name).mkdir()
-    RTN.run(save_model("falcon", tmp_path / "model"), tmp_path / "packed", CONTEXT)
+    run_stage(RTN, save_model("falcon", tmp_path / "model"), tmp_path / "packed", CONTEXT)
     file = tmp_path / "packed" / "model.safetensors"
     stored = load_file(file)
     codes = next(tensor for name, tensor in stored.items() if tensor.dtype == torch.int8 and name.endswith(".weight"))
     codes[0, 0] = -9
     save_file(stored, file)
     with pytest.raises(SourceError, match="codes do not fit the 4 bits that config.json says. See that config.json"):
-        Dequantize().run(tmp_path / "packed", tmp_path / "floats", CONTEXT)
+        run_stage(Dequantize(), tmp_path / "packed", tmp_path / "floats", CONTEXT)

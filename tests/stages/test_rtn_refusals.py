@@ -20,6 +20,7 @@ from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
 from tests.support.changes import changing
+from tests.support.running import run_stage
 
 
 @pytest.mark.parametrize(
@@ -147,9 +148,8 @@ def test_shapes_that_gptq_kernels_do_not_take(tmp_path: Path) -> None:
         "q_proj: 48 x 48 weights: not both are multiples of 32, and so for 6 other layers. .* Set "
         "rtn.format to compressed-tensors"
     )
-    (tmp_path / "packed").mkdir()
     with pytest.raises(StageError, match=message):
-        Rtn(format="gptq", group_size=16).run(tmp_path / "source", tmp_path / "packed", Context())
+        run_stage(Rtn(format="gptq", group_size=16), tmp_path / "source", tmp_path / "packed")
 
 
 def test_limits_of_gptq_format_are_checked_with_the_recipe() -> None:
@@ -169,9 +169,8 @@ def test_nan_weights_are_refused_and_nothing_is_left(tiny_model: TinyModel, tmp_
     shutil.copytree(tiny_model("llama"), source)
     with changing(source) as tensors:
         tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
-    target.mkdir()
     with pytest.raises(SourceError, match=r"model.layers.1.mlp.up_proj.weight: 1 of 8,192 weights are NaN or Inf"):
-        Rtn().run(source, target, Context())
+        run_stage(Rtn(), source, target)
     assert not list(target.glob("*.safetensors"))
 
 

@@ -18,13 +18,13 @@ from tests.conftest import TinyModel
 from tests.support.changes import change_json
 from tests.support.near import near
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 
 LEAVES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "qweight", "qzeros", "scales", "g_idx")
 
 
 def quantize(source: Path, target: Path, **fields: Any) -> Checkpoint:
-    target.mkdir()
-    Rtn(**fields).run(source, target, Context())
+    run_stage(Rtn(**fields), source, target)
     return Checkpoint(target)
 
 
@@ -189,8 +189,7 @@ def test_a_model_with_code_of_its_own_is_quantized_where_the_recipe_trusts_it(
     (source / "modeling_mine.py").write_text(CODE)
     with pytest.raises(SourceError, match="trust_remote_code: true"):
         quantize(source, tmp_path / "refused")
-    (tmp_path / "trusted").mkdir()
-    Rtn().run(source, tmp_path / "trusted", Context(trust_remote_code=True))
+    run_stage(Rtn(), source, tmp_path / "trusted", Context(trust_remote_code=True))
     plain = quantize(tiny_model("llama"), tmp_path / "plain")
     assert load_file(tmp_path / "trusted" / "model.safetensors").keys() == plain.tensors.keys()
     assert (tmp_path / "trusted" / "modeling_mine.py").is_file()

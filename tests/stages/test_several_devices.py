@@ -31,6 +31,7 @@ from optkit.training.launch import launch
 from tests.support.encoder_decoders import write_pairs
 from tests.support.near import near
 from tests.support.remembered import Lines
+from tests.support.running import run_stage
 from tests.support.shared_stages import Runs
 
 TinyModel = Callable[[str], Path]
@@ -94,8 +95,7 @@ def test_two_processes_leave_what_one_does(
 ) -> None:
     place = tmp_path / "two"
     place.mkdir()
-    (tmp_path / "one").mkdir()
-    alone = Runs(runs=stages(tiny_model, odd, names)).run(tmp_path, tmp_path / "one", Context()).details
+    alone = run_stage(Runs(runs=stages(tiny_model, odd, names)), tmp_path, tmp_path / "one").details
     runs = Runs(runs=stages(tiny_model, odd, names, devices=2))
     together = launch(runs, tmp_path, place, Context(workspace=tmp_path / "work"), 2, "test").details
     for name in names:

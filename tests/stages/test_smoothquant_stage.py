@@ -17,11 +17,12 @@ from optkit.algorithms.smoothing import Reader, search_smoothing, smoothing_scal
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
-from optkit.stage import Context, Report
+from optkit.stage import Report
 from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
 from tests.support.changes import changing
 from tests.support.crossed import crossed
+from tests.support.running import run_stage
 from tests.support.tiny_models import save_tokenizer
 
 TEXT: Any = {"dataset": "python-reference", "samples": 6, "sequence_length": 64}
@@ -30,8 +31,7 @@ OUTLIERS = (3, 17)
 
 
 def run(source: Path, target: Path, **fields: Any) -> Report:
-    target.mkdir()
-    return SmoothQuant(calibration=TEXT, **fields).run(source, target, Context())
+    return run_stage(SmoothQuant(calibration=TEXT, **fields), source, target)
 
 
 def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -15,7 +15,6 @@ from optkit.model.inventory import take_inventory
 from optkit.model.size_notes import notes_on_size
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
-from optkit.stage import Context
 from optkit.stages.cast import Cast
 from optkit.stages.dequantize import Dequantize
 from optkit.stages.mx import Mx
@@ -23,6 +22,7 @@ from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.packed_models import rewritten
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 from tests.zoo.models import TOKENS, plain_logits, save_model
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -30,8 +30,7 @@ PACKED = Mx(type="mxfp4")
 
 
 def made(stage: Any, source: Path, target: Path) -> dict[str, Tensor]:
-    target.mkdir()
-    stage.run(source, target, Context())
+    run_stage(stage, source, target)
     return load_file(target / "model.safetensors")
 
 
@@ -175,7 +174,6 @@ def test_other_stages_say_what_packs_them(floats: Path) -> None:
 
 def test_experts_that_saw_few_tokens_are_told(floats: Path, text: Calibration, tmp_path: Path) -> None:
     few = text.model_copy(update={"samples": 1})
-    (tmp_path / "packed").mkdir()
-    report = Mx(type="mxfp4", rounding="gptq", calibration=few).run(floats, tmp_path / "packed", Context())
+    report = run_stage(Mx(type="mxfp4", rounding="gptq", calibration=few), floats, tmp_path / "packed")
     told = f"{len(report.details['rounded_to_nearest'])} layers are rounded to nearest: they saw fewer than the 128 "
     assert report.notes[-1].startswith(told)

@@ -14,15 +14,14 @@ from optkit.errors import SourceError
 from optkit.model.as_floats import as_floats
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.companions import find_companions
-from optkit.stage import Context
 from optkit.stages.dequantize import Dequantize
 from tests.support.predictions import predicted
+from tests.support.running import run_stage
 
 
 def dequantized(source: Path, target: Path, **fields: Any) -> dict[str, Tensor]:
     """Return what the stage writes, in the sizes that it predicted, and what is read without it."""
-    target.mkdir()
-    Dequantize(**fields).run(source, target, Context())
+    run_stage(Dequantize(**fields), source, target)
     predicted(Dequantize(**fields), source, target)
     assert "quantization_config" not in json.loads((target / "config.json").read_text())
     if not fields:

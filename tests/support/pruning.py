@@ -5,8 +5,8 @@ from typing import Any
 
 from optkit.stage import Context, Report
 from optkit.stages.prune import Prune
+from tests.support.running import run_stage
 
 
 def prune(source: Path, target: Path, context: Context | None = None, **fields: Any) -> Report:
-    target.mkdir()
-    return Prune(**fields).run(source, target, context or Context())
+    return run_stage(Prune(**fields), source, target, context)

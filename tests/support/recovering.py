@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from optkit.stage import Context, Report
+from tests.support.running import run_stage
 
 LENGTH = 32
 RECOVER = "lora_recover: {texts: [python-reference]}"
@@ -30,8 +31,7 @@ def short_training(directory: Path) -> dict[str, Any]:
 
 
 def run(stage: Any, source: Path, target: Path, origin: Path | None = None) -> Report:
-    target.mkdir()
-    return stage.run(source, target, Context(origin=origin or source))
+    return run_stage(stage, source, target, Context(origin=origin or source))
 
 
 def recipe(tmp_path: Path, model: Path, *stages: str) -> Path:

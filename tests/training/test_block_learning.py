@@ -28,6 +28,7 @@ from tests.support.changes import changing
 from tests.support.encoder_decoders import write_pairs
 from tests.support.predictions import predicted
 from tests.support.pruning import prune
+from tests.support.running import run_stage
 
 STEPS = 24
 
@@ -40,11 +41,10 @@ def few(text: Calibration) -> Calibration:
 
 def quantize(source: Path, target: Path, text: Calibration, steps: int | None = STEPS, **fields: Any) -> Report:
     """Quantize to 2 bits; `seed` is the context's. Blocks learn from the text alone, which is measured too."""
-    target.mkdir()
     context = Context(seed=fields.pop("seed", 0))
     fields = {"bits": 2, "group_size": 32, "batch_size": 2, "calibration": text, **fields}
     learn = {} if steps is None else {"learn": "blocks", "learning_steps": steps, "scale_steps": 0, "copies": 0}
-    return Gptq(**{**learn, **fields}).run(source, target, context)
+    return run_stage(Gptq(**{**learn, **fields}), source, target, context)
 
 
 @pytest.mark.parametrize(("kind", "fields"), [("llama", {"symmetric": False}), ("gpt2", {"format": "gptq", "bits": 3})])
@@ -292,10 +292,9 @@ def test_a_gpu_learns_what_the_cpu_learns(
     losses = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # a CPU has no TF32
     for device in ("cpu", "cuda"):
-        (tmp_path / device).mkdir()
         fields = {"bits": 2, "group_size": 32, "batch_size": 2, "learning_steps": STEPS}
         stage = Gptq(**fields, calibration=few, learn="blocks", copies=0)  # each device draws copies of its own
-        report = stage.run(tiny_model("llama"), tmp_path / device, Context(device=device))
+        report = run_stage(stage, tiny_model("llama"), tmp_path / device, Context(device=device))
         losses.append([after for _, after in report.details["block_losses"].values()])
     # in 24 steps a noise of 1e-5 in what a block is given moves its loss by up to 3% on one device
     assert losses[0] == pytest.approx(losses[1], rel=0.1)
@@ -312,9 +311,8 @@ def test_a_step_is_recorded_where_it_does_not_wait_for_the_gpu(
         monkeypatch.setattr(
             block_learning, "RecordedStep", lambda step, kind=steps: made.append(kind(step)) or made[-1]
         )
-        (tmp_path / steps.__name__).mkdir()
         stage = Gptq(bits=2, group_size=32, batch_size=2, calibration=few, learn="blocks", learning_steps=STEPS)
-        report = stage.run(source, tmp_path / steps.__name__, Context(device="cuda"))
+        report = run_stage(stage, source, tmp_path / steps.__name__, Context(device="cuda"))
         losses.append([after for _, after in report.details["block_losses"].values()])
     assert any(step._graph is not None for step in made) == recorded
     made.clear()

@@ -10,6 +10,7 @@ from optkit.stage import Context
 from optkit.stages.distill import Distill
 from optkit.stages.qat import Qat
 from tests.conftest import TinyModel
+from tests.support.running import run_stage
 
 LENGTH = 16
 
@@ -54,9 +55,8 @@ def test_it_trains_as_without(
         made: Any = (
             Distill(**training) if stage == "distill" else Qat(bits=4, group_size=16, start="rtn", training=training)
         )
-        (tmp_path / str(compiled)).mkdir()
-        reports[compiled] = made.run(
-            tiny_model("llama"), tmp_path / str(compiled), Context(origin=tiny_model("llama"))
+        reports[compiled] = run_stage(
+            made, tiny_model("llama"), tmp_path / str(compiled), Context(origin=tiny_model("llama"))
         ).details
     plain, fast = reports[False], reports[True]
     assert dict(fast["curve"]) == pytest.approx(dict(plain["curve"]), rel=1e-4)

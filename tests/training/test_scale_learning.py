@@ -17,7 +17,7 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight
 from optkit.source.calibration import Calibration
-from optkit.stage import Context, Report
+from optkit.stage import Report
 from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.learning import logit_tensors
 from optkit.stages.quantizing.overrides import Override
@@ -27,6 +27,7 @@ from optkit.training.scale_learning import ScaleLearner
 from tests.conftest import TinyModel
 from tests.stages.test_gptq_stage import outputs, weights
 from tests.support.live_memory import LiveBytes
+from tests.support.running import run_stage
 from tests.support.tiny_models import CONFIGS, save_tokenizer
 
 GRID = Grid(2, 32, symmetric=False)
@@ -84,9 +85,8 @@ def test_gradients_are_those_of_the_whole_model(
 
 
 def quantize(source: Path, target: Path, text: Calibration, scale_steps: int, **fields: Any) -> Report:
-    target.mkdir()
     fields = {"bits": 2, "group_size": 32, "batch_size": 2, "learn": "blocks", "learning_steps": 2, **fields}
-    return Gptq(calibration=text, scale_steps=scale_steps, **fields).run(source, target, Context())
+    return run_stage(Gptq(calibration=text, scale_steps=scale_steps, **fields), source, target)
 
 
 @pytest.mark.parametrize("capped", [False, True])

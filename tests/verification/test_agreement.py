@@ -12,7 +12,6 @@ from optkit.common.grouping import common_prefix
 from optkit.errors import OptkitError
 from optkit.kernels.cpu import native
 from optkit.progress import SilentProgress
-from optkit.stage import Context
 from optkit.stages.rtn import Rtn
 from optkit.verification import agreement
 from optkit.verification.agreement import (
@@ -27,6 +26,7 @@ from optkit.verification.agreement import (
 from optkit.verification.verify import verify_artifact
 from tests.conftest import TinyModel
 from tests.support.publishing import published
+from tests.support.running import run_stage
 
 
 def two_models(noise: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,8 +156,7 @@ def test_others_are_compared_with_exact_products(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed, exact, known = tmp_path / "packed", [], agreement.measure_reference
-    packed.mkdir()
-    Rtn(group_size=32).run(tiny_model("llama"), packed, Context())
+    run_stage(Rtn(group_size=32), tiny_model("llama"), packed)
 
     def watched(*given: Any) -> Any:
         exact.append(native._exact)

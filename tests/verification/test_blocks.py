@@ -8,13 +8,13 @@ import torch
 
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
-from optkit.stage import Context
 from optkit.stages.cast import Cast
 from optkit.stages.mx import Mx
 from optkit.verification.blocks import FURTHEST, problem_of, states_of
 from optkit.verification.workers.open_in_transformers import differing_blocks
 from tests.conftest import TinyModel
 from tests.support.changes import changing
+from tests.support.running import run_stage
 
 TOKENS = torch.arange(40)[None]
 
@@ -23,10 +23,8 @@ TOKENS = torch.arange(40)[None]
 def packed(tiny_model: TinyModel, text: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tiny model in NVFP4 whose layers round their inputs too."""
     place = tmp_path_factory.mktemp("packed")
-    for name in ("half", "nvfp4"):
-        (place / name).mkdir()
-    Cast(dtype="bfloat16").run(tiny_model("llama"), place / "half", Context())
-    Mx(activations="dynamic", calibration=text).run(place / "half", place / "nvfp4", Context())
+    run_stage(Cast(dtype="bfloat16"), tiny_model("llama"), place / "half")
+    run_stage(Mx(activations="dynamic", calibration=text), place / "half", place / "nvfp4")
     return place / "nvfp4"
 
 

@@ -14,12 +14,12 @@ import torch
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.schemes import activation_bits
 from optkit.recipe.registry import stage_class
-from optkit.stage import Context
 from optkit.stages.cast import Cast
 from optkit.verification.layers import problems_of_layers
 from tests.conftest import TinyModel
 from tests.support.changes import change_json, changing
 from tests.support.fresh_python import imported_by
+from tests.support.running import run_stage
 
 TEXT = {"dataset": "python-reference", "split": "train", "samples": 2, "sequence_length": 64}
 UP = "model.layers.1.mlp.up_proj"
@@ -30,11 +30,9 @@ def quantized(source: Path, target: Path, kind: str, **fields: Any) -> Path:
     """Run a stage on a model, in bfloat16 if it asks for that."""
     if kind == "mx":
         half = target.with_name("bfloat16")
-        half.mkdir()
-        Cast(dtype="bfloat16").run(source, half, Context())
+        run_stage(Cast(dtype="bfloat16"), source, half)
         source = half
-    target.mkdir()
-    stage_class(kind).model_validate(fields).run(source, target, Context())  # type: ignore[attr-defined]
+    run_stage(stage_class(kind).model_validate(fields), source, target)  # type: ignore[attr-defined]
     return target
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from optkit_cli.main import main
 
-from optkit.stage import Context
 from optkit.stages.gguf import Gguf
 from optkit.verification.engines import LLAMA_CPP, python_variable
 from optkit.verification.result_file import read_loading
 from optkit.verification.workers import open_in_llama_cpp
 from tests.conftest import TinyModel
 from tests.support.publishing import published
+from tests.support.running import run_stage
 
 
 def test_what_is_missing_and_whose_python() -> None:
@@ -27,8 +27,7 @@ def test_an_artifact_is_verified(
 ) -> None:
     pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, of the extra `llama-cpp`")
     pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
-    (tmp_path / "model").mkdir()
-    Gguf(type=kind).run(tiny_model("llama"), tmp_path / "model", Context())
+    run_stage(Gguf(type=kind), tiny_model("llama"), tmp_path / "model")
     artifact = published(tmp_path / "model", tmp_path / "out")
     status = main(["verify", str(tmp_path / "out"), "--device", "cpu", "--tokens", "40", "--quiet"])
     out, err = (" ".join(each.split()) for each in capsys.readouterr())

@@ -20,6 +20,7 @@ from tests.conftest import TinyModel
 from tests.support.encoders import save_encoder
 from tests.support.fake_library import environment_at
 from tests.support.publishing import published
+from tests.support.running import run_stage
 
 pytest.importorskip("onnx")
 TinyOnnx = Callable[[str, str], Path]
@@ -99,16 +100,13 @@ def test_a_cache_that_begins_with_other_heads(heads: int | None, size: int, said
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_optimum_itself(tiny_model: TinyModel, tiny_onnx: TinyOnnx, tmp_path: Path) -> None:
-    from optkit.stage import Context
     from optkit.stages.onnx import Onnx
 
     Environments().build("optimum", SilentProgress())
     made = {"torch": {}, "uncached": {"kv_cache": False}}
     for name, fields in made.items():
-        (tmp_path / name).mkdir()
-        Onnx(exporter="torch", **fields).run(tiny_model("llama"), tmp_path / name, Context())
-    (tmp_path / "encoder").mkdir()
-    Onnx().run(save_encoder("BertForSequenceClassification", tmp_path / "bert"), tmp_path / "encoder", Context())
+        run_stage(Onnx(exporter="torch", **fields), tiny_model("llama"), tmp_path / name)
+    run_stage(Onnx(), save_encoder("BertForSequenceClassification", tmp_path / "bert"), tmp_path / "encoder")
     for model in (tiny_onnx("llama", "fp32"), *(tmp_path / name for name in (*made, "encoder"))):
         artifact = published(model, tmp_path / "out" / model.name)
         found = verify_artifact(

@@ -29,6 +29,7 @@ from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.support import mutations
 from tests.support.fuzzing import Changed, damages, read_or_refused
+from tests.support.running import run_stage
 
 HEADER = {"a.weight": ("F32", (4, 8), 128), "b": ("BF16", (3,), 6), "c": ("I8", (), 1), "d": ("F4", (2, 4), 4)}
 VALID_HEADER = mutations.safetensors_bytes(HEADER, {"format": "pt"})
@@ -232,9 +233,11 @@ def packed(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
     from optkit.stages.rtn import Rtn
 
     target = tmp_path_factory.mktemp("packed") / "model"
-    target.mkdir()
-    Rtn(bits=4, group_size=32).run(
-        tiny_model("llama"), target, Context(device="cpu", seed=0, progress=SilentProgress())
+    run_stage(
+        Rtn(bits=4, group_size=32),
+        tiny_model("llama"),
+        target,
+        Context(device="cpu", seed=0, progress=SilentProgress()),
     )
     return target
 
