@@ -12,7 +12,6 @@ from optkit.progress import SilentTask
 from optkit.source.calibration import Calibration
 from optkit.stage import Transform
 from optkit.stages.awq import Awq
-from optkit.stages.cast import Cast
 from optkit.stages.gptq import Gptq
 from optkit.stages.mx import Mx
 from tests.conftest import TinyModel
@@ -35,8 +34,7 @@ def test_half_precision_goes_on_as_on_a_gpu(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_blocks, "writes_states", lambda size, on_gpu: False)
-    stage, source = FORMS[form](few), tmp_path / "source"
-    run(Cast(dtype="bfloat16"), tiny_model("llama"), source, None)
+    stage, source = FORMS[form](few), tiny_model("llama bfloat16")
     run(stage, source, tmp_path / "whole", None)
     work = interrupted(stage, source, tmp_path, 2)
     assert sorted(path.name for path in work.iterdir() if path.suffix != ".json") == [
@@ -59,8 +57,7 @@ def test_a_gpu_goes_on(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept_blocks, "writes_states", lambda size, on_gpu: False)
-    stage, source = (STAGES | FORMS)[kind](few), tmp_path / "source"
-    run(Cast(dtype="bfloat16"), tiny_model("llama"), source, None)
+    stage, source = (STAGES | FORMS)[kind](few), tiny_model("llama bfloat16")
     run(stage, source, tmp_path / "whole", None, device="cuda")
     work = interrupted(stage, source, tmp_path, 1, "cuda")
     run(stage, source, tmp_path / "resumed", work, device="cuda")

@@ -25,7 +25,6 @@ from optkit.stages import rotate
 from optkit.stages.auto_bits import AutoBits
 from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
-from optkit.stages.cast import Cast
 from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
 from optkit.stages.mx import Mx
@@ -145,8 +144,7 @@ def test_a_stage_goes_on_behind_its_last_finished_block(
 
 @pytest.mark.usefixtures("how")
 def test_stacked_experts_go_on(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
-    stage, source = Mx(type="mxfp4", rounding="gptq", calibration=few), tmp_path / "source"
-    run(Cast(dtype="bfloat16"), tiny_model("gpt_oss"), source, None)
+    stage, source = Mx(type="mxfp4", rounding="gptq", calibration=few), tiny_model("gpt_oss bfloat16")
     whole = run(stage, source, tmp_path / "whole", None)
     resumed = run(stage, source, tmp_path / "resumed", interrupted(stage, source, tmp_path))
     assert files(tmp_path / "resumed") == files(tmp_path / "whole")

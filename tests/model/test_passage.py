@@ -21,7 +21,6 @@ from optkit.model.passage import Passage
 from optkit.source.calibration import Calibration
 from optkit.stage import Transform
 from optkit.stages.awq import Awq
-from optkit.stages.cast import Cast
 from optkit.stages.gptq import Gptq
 from optkit.stages.prune_structured import PruneStructured
 from tests.conftest import TinyModel
@@ -92,8 +91,7 @@ def in_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stages_leave_the_same_bytes(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    stage, source = in_batches(STREAMING[kind](few)), tmp_path / "source"
-    run(Cast(dtype="bfloat16"), tiny_model("llama"), source, None)
+    stage, source = in_batches(STREAMING[kind](few)), tiny_model("llama bfloat16")
     run(stage, source, tmp_path / "whole", None)
     request.getfixturevalue("in_main_memory")
     work, lines = interrupted(stage, source, tmp_path, 1), Lines()
@@ -156,8 +154,7 @@ def test_states_go_with_the_stage(
 def test_a_gpu_leaves_the_same_bytes(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage, source = in_batches(STREAMING[kind](few)), tmp_path / "source"
-    run(Cast(dtype="bfloat16"), tiny_model("llama"), source, None)
+    stage, source = in_batches(STREAMING[kind](few)), tiny_model("llama bfloat16")
     run(stage, source, tmp_path / "whole", None, device="cuda")
     monkeypatch.setattr(memory, "LITTLE_BYTES", 0)
     monkeypatch.setattr(memory, "GPU_SHARE", 0)

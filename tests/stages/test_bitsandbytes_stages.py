@@ -4,7 +4,6 @@ it, and what is refused.
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from optkit.model.checkpoint import Checkpoint
 from optkit.session import loading, open_session
 from optkit.session.step_bytes import weight_bytes
 from optkit.stage import Context
-from optkit.stages.cast import Cast
 from optkit.stages.int8 import Int8
 from optkit.stages.nf4 import Nf4
 from optkit.stages.quantizing.bitsandbytes import BitsAndBytesQuantizer
@@ -42,33 +40,14 @@ METHODS: dict[str, tuple[BitsAndBytesQuantizer, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def sources(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the directory of a tiny model, e.g. `llama` or, in another dtype, `llama bfloat16`;
-    the same one for every test.
-    """
-    root = tmp_path_factory.mktemp("sources")
-
-    def make(name: str) -> Path:
-        kind, _, dtype = name.partition(" ")
-        if not dtype:
-            return tiny_model(kind)
-        directory = root / f"{kind}-{dtype}"
-        if not directory.exists():
-            run_stage(Cast(dtype=dtype), tiny_model(kind), directory)  # type: ignore[arg-type]
-        return directory
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("method", "kind"), crossed([*METHODS], ["llama", "gpt2 bfloat16", "llama bfloat16", "gpt2", "opt float16"])
 )
 def test_it_stores_and_computes_what_bitsandbytes_does(
-    sources: TinyModel, tmp_path: Path, method: str, kind: str
+    tiny_model: TinyModel, tmp_path: Path, method: str, kind: str
 ) -> None:
     stage, options = METHODS[method]
-    source, dtype = sources(kind), getattr(torch, kind.partition(" ")[2] or "float32")
+    source, dtype = tiny_model(kind), getattr(torch, kind.partition(" ")[2] or "float32")
     compute = {"bnb_4bit_compute_dtype": dtype} if "load_in_4bit" in options else {}
     direct = AutoModelForCausalLM.from_pretrained(
         source, dtype=dtype, quantization_config=BitsAndBytesConfig(**options, **compute)
@@ -96,9 +75,9 @@ def test_it_stores_and_computes_what_bitsandbytes_does(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_it_leaves_what_it_predicts(sources: TinyModel, tmp_path: Path, method: str) -> None:
+def test_it_leaves_what_it_predicts(tiny_model: TinyModel, tmp_path: Path, method: str) -> None:
     stage = METHODS[method][0]
-    source = Checkpoint(sources("llama"))
+    source = Checkpoint(tiny_model("llama"))
     report = run_stage(stage, source.directory, tmp_path / "packed")
     cost, shape = stage.predict(source.shape, "cpu")
     written = Checkpoint(tmp_path / "packed")
@@ -144,13 +123,15 @@ def _layers(checkpoint: Checkpoint) -> list[str]:
         (Int8(threshold=0), "8-bit integers, no outliers"),
     ],
 )
-def test_the_report_says_the_form(sources: TinyModel, tmp_path: Path, stage: BitsAndBytesQuantizer, label: str) -> None:
-    assert run_stage(stage, sources("llama"), tmp_path / "packed").details["formats"] == {label: 21}
+def test_the_report_says_the_form(
+    tiny_model: TinyModel, tmp_path: Path, stage: BitsAndBytesQuantizer, label: str
+) -> None:
+    assert run_stage(stage, tiny_model("llama"), tmp_path / "packed").details["formats"] == {label: 21}
 
 
-def test_the_compute_dtype_is_the_models_unless_it_is_said(sources: TinyModel, tmp_path: Path) -> None:
-    run_stage(Nf4(), sources("llama float16"), tmp_path / "as stored")
-    run_stage(Nf4(compute_dtype="bfloat16"), sources("llama float16"), tmp_path / "said")
+def test_the_compute_dtype_is_the_models_unless_it_is_said(tiny_model: TinyModel, tmp_path: Path) -> None:
+    run_stage(Nf4(), tiny_model("llama float16"), tmp_path / "as stored")
+    run_stage(Nf4(compute_dtype="bfloat16"), tiny_model("llama float16"), tmp_path / "said")
     found = [
         Checkpoint(tmp_path / place).config["quantization_config"]["bnb_4bit_compute_dtype"]
         for place in ("as stored", "said")
@@ -159,11 +140,11 @@ def test_the_compute_dtype_is_the_models_unless_it_is_said(sources: TinyModel, t
 
 
 def test_layers_that_the_kernel_of_this_cpu_cannot_take_are_computed_without_it(
-    sources: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bitsandbytes.nn import modules
 
-    run_stage(Nf4(), sources("llama"), tmp_path / "packed")
+    run_stage(Nf4(), tiny_model("llama"), tmp_path / "packed")
     tokens = torch.arange(1, 9)[None]
     monkeypatch.setattr(modules, "has_avx512bf16", lambda: False)
     expected = open_session(tmp_path / "packed").logits(tokens)
@@ -179,10 +160,10 @@ def test_layers_that_the_kernel_of_this_cpu_cannot_take_are_computed_without_it(
     )
 
 
-def test_layers_that_are_left_out_stay_as_they_are_in_transformers_too(sources: TinyModel, tmp_path: Path) -> None:
+def test_layers_that_are_left_out_stay_as_they_are_in_transformers_too(tiny_model: TinyModel, tmp_path: Path) -> None:
     from bitsandbytes.nn import Linear4bit
 
-    run_stage(Nf4(exclude=("*.1.mlp.*", "*.0.self_attn.q_proj")), sources("llama"), tmp_path / "packed")
+    run_stage(Nf4(exclude=("*.1.mlp.*", "*.0.self_attn.q_proj")), tiny_model("llama"), tmp_path / "packed")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     kept = {
         name
@@ -196,10 +177,10 @@ def test_layers_that_are_left_out_stay_as_they_are_in_transformers_too(sources: 
     }
 
 
-def test_a_router_does_not_keep_layers_whose_names_begin_like_its_own(sources: TinyModel, tmp_path: Path) -> None:
+def test_a_router_does_not_keep_layers_whose_names_begin_like_its_own(tiny_model: TinyModel, tmp_path: Path) -> None:
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    source = sources("qwen2_moe")
+    source = tiny_model("qwen2_moe")
     report = run_stage(Nf4(exclude=("*.experts.*", "*.k_proj")), source, tmp_path / "packed")
     patterns = Checkpoint(tmp_path / "packed").config["quantization_config"]["llm_int8_skip_modules"]
     quantized = {
@@ -228,7 +209,7 @@ def test_a_name_that_begins_another_becomes_a_pattern() -> None:
 
 
 @pytest.mark.parametrize("stage", [Nf4(), Int8()])
-def test_experts_are_refused_before_anything_runs(sources: TinyModel, stage: BitsAndBytesQuantizer) -> None:
+def test_experts_are_refused_before_anything_runs(tiny_model: TinyModel, stage: BitsAndBytesQuantizer) -> None:
     kind = type(stage).__name__.lower()
     said = (
         f"{kind}: 24 layers belong to experts (model.layers.0.block_sparse_moe.experts.0.w1, ...). "
@@ -236,21 +217,21 @@ def test_experts_are_refused_before_anything_runs(sources: TinyModel, stage: Bit
         f"block in one tensor, and bitsandbytes knows Linear layers only. Set {kind}.exclude to "
         "['*.experts.*'], or use the stage gptq."
     )
-    source = sources("mixtral")
+    source = tiny_model("mixtral")
     with pytest.raises(StageError, match=re.escape(said)):
         stage.run(source, source, Context())
     with pytest.raises(StageError, match=re.escape(said)):
         stage.predict(Checkpoint(source).shape, "cpu")
 
 
-def test_weights_beyond_float16_are_refused(sources: TinyModel, tmp_path: Path) -> None:
-    tensors = load_file(sources("llama") / "model.safetensors")
+def test_weights_beyond_float16_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    tensors = load_file(tiny_model("llama") / "model.safetensors")
     layer = "model.layers.1.mlp.up_proj"
     tensors[f"{layer}.weight"][3, 4] = -70000.0
     large = tmp_path / "large"
     large.mkdir()
     save_file(tensors, large / "model.safetensors", metadata={"format": "pt"})
-    (large / "config.json").write_bytes((sources("llama") / "config.json").read_bytes())
+    (large / "config.json").write_bytes((tiny_model("llama") / "config.json").read_bytes())
     said = (
         f"{layer}: weights of up to 70,000 do not fit float16. bitsandbytes casts to it before it rounds "
         "to 8 bits. Exclude the layer, or use the stage rtn with bits: 8."
@@ -269,8 +250,8 @@ def test_fields_have_their_ranges(stage: type[BitsAndBytesQuantizer], fields: di
 
 
 @pytest.mark.parametrize("double", [True, False])
-def test_a_decode_step_reads_the_scales_too(sources: TinyModel, tmp_path: Path, double: bool) -> None:
-    run_stage(Nf4(double_quantization=double), sources("llama"), tmp_path / "packed")
+def test_a_decode_step_reads_the_scales_too(tiny_model: TinyModel, tmp_path: Path, double: bool) -> None:
+    run_stage(Nf4(double_quantization=double), tiny_model("llama"), tmp_path / "packed")
     tensors = Checkpoint(tmp_path / "packed").tensors
     read = sum(
         info.size_bytes for name, info in tensors.items() if "quant_map" not in name and "quant_state" not in name
@@ -279,8 +260,10 @@ def test_a_decode_step_reads_the_scales_too(sources: TinyModel, tmp_path: Path, 
     assert weight_bytes(model, 1) == read + sum(buffer.nbytes for buffer in model.buffers())
 
 
-def test_scales_that_a_kernel_for_cpus_has_undone_are_counted_as_they_are(sources: TinyModel, tmp_path: Path) -> None:
-    run_stage(Nf4(double_quantization=True), sources("llama"), tmp_path / "packed")
+def test_scales_that_a_kernel_for_cpus_has_undone_are_counted_as_they_are(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run_stage(Nf4(double_quantization=True), tiny_model("llama"), tmp_path / "packed")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     before, layer = weight_bytes(model, 1), model.model.layers[0].mlp.up_proj
     state = layer.weight.quant_state
@@ -290,21 +273,23 @@ def test_scales_that_a_kernel_for_cpus_has_undone_are_counted_as_they_are(source
     assert weight_bytes(model, 1) == before - undone + state.absmax.nbytes
 
 
-def test_bitsandbytes_warns_of_nothing(sources: TinyModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_stage(Int8(), sources("llama"), tmp_path / "packed")
+def test_bitsandbytes_warns_of_nothing(
+    tiny_model: TinyModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_stage(Int8(), tiny_model("llama"), tmp_path / "packed")
     open_session(tmp_path / "packed").logits(TOKENS)
     assert "cast" not in capfd.readouterr().err
 
 
 def test_the_package_is_named_where_it_is_missing(
-    sources: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.quantizers import quantizer_bnb_4bit
 
     from optkit.errors import MissingPackageError
 
     assert Nf4.requires == Int8.requires == ("bitsandbytes>=0.50",)
-    run_stage(Nf4(), sources("llama"), tmp_path / "packed")
+    run_stage(Nf4(), tiny_model("llama"), tmp_path / "packed")
     monkeypatch.setattr(quantizer_bnb_4bit, "is_bitsandbytes_available", lambda: False)
     with pytest.raises(
         MissingPackageError, match="the package `bitsandbytes` is not installed. Run: pip install 'bitsandbytes'"

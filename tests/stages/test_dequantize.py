@@ -18,7 +18,6 @@ from optkit.kernels.float_weights import READERS, WEIGHTS
 from optkit.model.packed_floats import METHODS
 from optkit.model.schemes import LAYOUTS
 from optkit.stage import Context, Transform
-from optkit.stages.cast import Cast
 from optkit.stages.dequantize import Dequantize
 from optkit.stages.fp8 import Fp8
 from optkit.stages.int8 import Int8
@@ -221,8 +220,7 @@ def test_what_optkit_packs_is_what_transformers_makes_of_it(
 ) -> None:
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-    run_stage(Cast(dtype="bfloat16"), tiny_model("llama"), tmp_path / "half")
-    run_stage(stage, tmp_path / "half", tmp_path / "packed")
+    run_stage(stage, tiny_model("llama bfloat16"), tmp_path / "packed")
     found = dequantized(tmp_path / "packed", tmp_path / "floats")
     if stage.kind in ("nf4", "int8"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", device_map="cpu").dequantize()

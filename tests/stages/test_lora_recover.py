@@ -18,7 +18,6 @@ from optkit.model.adapter import read_adapter
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.stage import Context
-from optkit.stages.cast import Cast
 from optkit.stages.lora_recover import LoraRecover
 from optkit.stages.mx import Mx
 from optkit.stages.nf4 import Nf4
@@ -244,8 +243,7 @@ def test_dropout_is_for_learning_alone(tiny_model: TinyModel, fields: dict[str, 
 
 
 def test_four_bit_floats_have_gradients(tiny_model: TinyModel, tmp_path: Path, fields: dict[str, Any]) -> None:
-    source, base = tmp_path / "source", tmp_path / "base"
-    run(Cast(dtype="bfloat16"), tiny_model("llama"), source)
+    source, base = tiny_model("llama bfloat16"), tmp_path / "base"
     run(Mx(type="nvfp4"), source, base)
     report = run(LoraRecover(**fields), base, tmp_path / "done", source)
     assert report.details["held_out_after"]["divergence"] < report.details["held_out_before"]["divergence"]

@@ -11,8 +11,7 @@ from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
-from optkit.stage import Context, Report
-from optkit.stages.cast import Cast
+from optkit.stage import Report
 from optkit.stages.mx import Mx
 from tests.conftest import TinyModel
 from tests.support.predictions import predicted
@@ -21,28 +20,20 @@ from tests.support.running import run_stage
 TOKENS = torch.arange(60).view(2, 30)
 
 
-@pytest.fixture(scope="module")
-def halved(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a tiny model in bfloat16 whose layers have biases."""
-    directory = tmp_path_factory.mktemp("bf16")
-    Cast(dtype="bfloat16").run(tiny_model("qwen2"), directory, Context())
-    return directory
-
-
 def quantize(source: Path, target: Path, **fields: Any) -> Report:
     return run_stage(Mx(**fields), source, target)
 
 
 @pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])
 def test_inputs_are_rounded_as_transformers_rounds_them(
-    halved: Path, text: Calibration, tmp_path: Path, type: str
+    tiny_model: TinyModel, text: Calibration, tmp_path: Path, type: str
 ) -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
     from transformers import AutoModelForCausalLM
 
-    source, calibrated = halved, {"calibration": text} if type == "nvfp4" else {}
+    source, calibrated = tiny_model("qwen2 bfloat16"), {"calibration": text} if type == "nvfp4" else {}
     report = quantize(source, tmp_path / "packed", type=type, activations="dynamic", **calibrated)
     quantize(source, tmp_path / "weights", type=type)
     predicted(Mx.model_validate({"type": type, "activations": "dynamic", **calibrated}), source, tmp_path / "packed")
@@ -61,8 +52,12 @@ def test_inputs_are_rounded_as_transformers_rounds_them(
     assert packed.notes[0].endswith("torch has no kernel for them; inputs are rounded in blocks")
 
 
-def test_layers_with_one_input_have_one_global_scale_of_it(halved: Path, text: Calibration, tmp_path: Path) -> None:
-    quantize(halved, tmp_path / "packed", activations="dynamic", rounding="gptq", calibration=text)
+def test_layers_with_one_input_have_one_global_scale_of_it(
+    tiny_model: TinyModel, text: Calibration, tmp_path: Path
+) -> None:
+    quantize(
+        tiny_model("qwen2 bfloat16"), tmp_path / "packed", activations="dynamic", rounding="gptq", calibration=text
+    )
     tensors = load_file(tmp_path / "packed" / "model.safetensors")
 
     def scales(*layers: str) -> set[float]:
@@ -73,13 +68,13 @@ def test_layers_with_one_input_have_one_global_scale_of_it(halved: Path, text: C
 
 
 def test_a_layer_that_no_token_reached_has_no_scale_of_its_inputs(
-    halved: Path, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from optkit.stages.quantizing import hessians
 
     monkeypatch.setattr(hessians, "watch_inputs", lambda *_: {})
     with pytest.raises(StageError) as refused:
-        quantize(halved, tmp_path / "packed", activations="dynamic", calibration=text)
+        quantize(tiny_model("qwen2 bfloat16"), tmp_path / "packed", activations="dynamic", calibration=text)
     assert str(refused.value) == (
         "model.layers.0.self_attn.q_proj: no token of the calibration text reached the layer. "
         "Exclude it, or set mx.activations to none."

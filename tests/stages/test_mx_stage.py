@@ -1,7 +1,6 @@
 """Stage `mx` on tiny models: what is written, what opens it, and what it says when it cannot work."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,6 @@ from optkit.progress import asking
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
-from optkit.stages.cast import Cast
 from optkit.stages.mx import Mx
 from optkit.stages.quantizing.streaming import LayerQuantizer
 from tests.conftest import TinyModel
@@ -26,22 +24,7 @@ from tests.support.changes import changed_copy
 from tests.support.predictions import predicted
 from tests.support.running import run_stage
 
-Halved = Callable[[str], Path]
 TOKENS = torch.arange(60).view(2, 30)
-
-
-@pytest.fixture(scope="module")
-def halved(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Halved:
-    """Return the directory of a tiny model in bfloat16; the same one for every test."""
-    root = tmp_path_factory.mktemp("bf16")
-
-    def make(kind: str) -> Path:
-        directory = root / kind
-        if not directory.exists():
-            run_stage(Cast(dtype="bfloat16"), tiny_model(kind), directory)
-        return directory
-
-    return make
 
 
 def quantize(source: Path, target: Path, **fields: Any) -> Report:
@@ -53,16 +36,17 @@ def quantize(source: Path, target: Path, **fields: Any) -> Report:
     ("kind", "fields"), [("llama", {"exclude": ("*.0.mlp.*",)}), ("qwen2", {"scale_search": "minmax"}), ("gemma", {})]
 )
 def test_a_session_computes_what_transformers_does(
-    halved: Halved, tmp_path: Path, type: str, kind: str, fields: dict[str, Any]
+    tiny_model: TinyModel, tmp_path: Path, type: str, kind: str, fields: dict[str, Any]
 ) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
-    quantize(halved(kind), tmp_path / "packed", type=type, **fields)
+    quantize(tiny_model(f"{kind} bfloat16"), tmp_path / "packed", type=type, **fields)
     session = open_session(tmp_path / "packed")
     with torch.no_grad():
         expected, original = (
-            AutoModelForCausalLM.from_pretrained(place)(TOKENS).logits for place in (tmp_path / "packed", halved(kind))
+            AutoModelForCausalLM.from_pretrained(place)(TOKENS).logits
+            for place in (tmp_path / "packed", tiny_model(f"{kind} bfloat16"))
         )
     assert torch.equal(session.logits(TOKENS), expected.float())
     assert not torch.allclose(expected, original, atol=1e-2)
@@ -71,11 +55,11 @@ def test_a_session_computes_what_transformers_does(
     assert asking(session.notes) == [session.notes[0]]
 
 
-def test_transformers_opens_experts_in_mxfp4(halved: Halved, tmp_path: Path) -> None:
+def test_transformers_opens_experts_in_mxfp4(tiny_model: TinyModel, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
-    report = quantize(halved("qwen2_moe"), tmp_path / "packed", type="mxfp4")
+    report = quantize(tiny_model("qwen2_moe bfloat16"), tmp_path / "packed", type="mxfp4")
     assert any(".experts." in name for name in Checkpoint(tmp_path / "packed").tensors)
     assert set(report.skipped.values()) == {"router", "outside the decoder blocks"}
     with torch.no_grad():
@@ -86,8 +70,8 @@ def test_transformers_opens_experts_in_mxfp4(halved: Halved, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])
-def test_it_leaves_what_it_predicts(halved: Halved, tmp_path: Path, type: str) -> None:
-    source = Checkpoint(halved("llama"))
+def test_it_leaves_what_it_predicts(tiny_model: TinyModel, tmp_path: Path, type: str) -> None:
+    source = Checkpoint(tiny_model("llama bfloat16"))
     report = quantize(source.directory, tmp_path / "packed", type=type)
     cost = predicted(Mx.model_validate({"type": type}), source.directory, tmp_path / "packed")
     assert cost.ram_bytes > 0
@@ -103,12 +87,14 @@ def test_it_leaves_what_it_predicts(halved: Halved, tmp_path: Path, type: str) -
 
 
 @pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])
-def test_the_config_says_what_the_presets_of_compressed_tensors_say(halved: Halved, tmp_path: Path, type: str) -> None:
+def test_the_config_says_what_the_presets_of_compressed_tensors_say(
+    tiny_model: TinyModel, tmp_path: Path, type: str
+) -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
-    quantize(halved("llama"), tmp_path / "packed", type=type)
+    quantize(tiny_model("llama bfloat16"), tmp_path / "packed", type=type)
     described = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(described).config_groups["group_0"]
     preset = preset_name_to_scheme(f"{type.upper()}A16", ["Linear"]).weights
@@ -117,9 +103,11 @@ def test_the_config_says_what_the_presets_of_compressed_tensors_say(halved: Halv
     assert described["ignore"] == ["lm_head"]
 
 
-def test_the_layers_of_a_module_share_their_global_scale(halved: Halved, tmp_path: Path) -> None:
-    quantize(halved("llama"), tmp_path / "packed")
-    tensors, weights = (load_file(place / "model.safetensors") for place in (tmp_path / "packed", halved("llama")))
+def test_the_layers_of_a_module_share_their_global_scale(tiny_model: TinyModel, tmp_path: Path) -> None:
+    quantize(tiny_model("llama bfloat16"), tmp_path / "packed")
+    tensors, weights = (
+        load_file(place / "model.safetensors") for place in (tmp_path / "packed", tiny_model("llama bfloat16"))
+    )
     for module in ("self_attn", "mlp"):
         prefix = f"model.layers.1.{module}."
         scales = [
@@ -152,47 +140,49 @@ def test_a_model_in_float32_is_refused(tiny_model: TinyModel) -> None:
     )
 
 
-def test_conv1d_layers_are_refused(halved: Halved) -> None:
-    assert refusal(halved("gpt2")) == (
+def test_conv1d_layers_are_refused(tiny_model: TinyModel) -> None:
+    assert refusal(tiny_model("gpt2 bfloat16")) == (
         "mx: 8 layers are Conv1D (transformer.h.0.attn.c_attn, ...). transformers opens compressed-tensors "
         "for Linear layers only. Use the stage nf4, or gptq with format: gptq."
     )
 
 
-def test_experts_in_nvfp4_are_refused(halved: Halved) -> None:
-    assert refusal(halved("mixtral")) == (
+def test_experts_in_nvfp4_are_refused(tiny_model: TinyModel) -> None:
+    assert refusal(tiny_model("mixtral bfloat16")) == (
         "mx.type: 24 layers belong to experts (model.layers.0.block_sparse_moe.experts.0.w1, ...). "
         "transformers opens experts in nvfp4 without their global scales, which is wrong. Set type: mxfp4."
     )
 
 
-def test_some_experts_alone_are_refused(halved: Halved) -> None:
-    message = refusal(halved("mixtral"), type="mxfp4", exclude=("*.0.block_sparse_moe.experts.1.*",))
+def test_some_experts_alone_are_refused(tiny_model: TinyModel) -> None:
+    message = refusal(tiny_model("mixtral bfloat16"), type="mxfp4", exclude=("*.0.block_sparse_moe.experts.1.*",))
     assert message.startswith(
         "mx.exclude: model.layers.0.block_sparse_moe.experts.1.w1 is left out and other experts beside it are not."
     )
 
 
-def test_blocks_that_do_not_fit_are_refused(halved: Halved, tmp_path: Path) -> None:
+def test_blocks_that_do_not_fit_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
     def narrowed(tensors: dict[str, torch.Tensor], width: int) -> dict[str, torch.Tensor]:
         for name, tensor in tensors.items():
             if ".mlp." in name:
                 tensors[name] = (tensor[:, :width] if "down" in name else tensor[:width]).contiguous()
         return tensors
 
-    narrow = changed_copy(halved("llama"), tmp_path, partial(narrowed, width=48), intermediate_size=48)
+    narrow = changed_copy(tiny_model("llama bfloat16"), tmp_path, partial(narrowed, width=48), intermediate_size=48)
     assert refusal(narrow, type="mxfp4") == (
         "mx.type: 3 layers have columns (48) that are not a multiple of 32 (model.layers.0.mlp.down_proj, "
         "...). Blocks of mxfp4 are 32 inputs wide. Exclude them, or set type: nvfp4."
     )
     assert quantize(narrow, tmp_path / "packed").changed == 21
     (tmp_path / "again").mkdir()
-    narrow = changed_copy(halved("llama"), tmp_path / "again", partial(narrowed, width=40), intermediate_size=40)
+    narrow = changed_copy(
+        tiny_model("llama bfloat16"), tmp_path / "again", partial(narrowed, width=40), intermediate_size=40
+    )
     assert refusal(narrow).endswith("Blocks of nvfp4 are 16 inputs wide. Exclude them.")
 
 
-def test_scales_that_do_not_fit_are_named(halved: Halved, tmp_path: Path) -> None:
-    quantize(halved("llama"), tmp_path / "packed")
+def test_scales_that_do_not_fit_are_named(tiny_model: TinyModel, tmp_path: Path) -> None:
+    quantize(tiny_model("llama bfloat16"), tmp_path / "packed")
     file = tmp_path / "packed" / "model.safetensors"
     tensors = load_file(file)
     layer = "model.layers.0.mlp.up_proj"
@@ -210,7 +200,9 @@ def test_scales_that_do_not_fit_are_named(halved: Halved, tmp_path: Path) -> Non
         open_session(tmp_path / "packed")
 
 
-def test_running_out_of_memory_names_the_layer(halved: Halved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_names_the_layer(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from optkit.algorithms import microscaling
     from optkit.errors import ResourceError
 
@@ -221,7 +213,7 @@ def test_running_out_of_memory_names_the_layer(halved: Halved, tmp_path: Path, m
     with pytest.raises(
         ResourceError, match="model.layers.0.mlp.gate_proj: the main memory is full. Use a machine with more memory."
     ):
-        quantize(halved("llama"), tmp_path / "packed")
+        quantize(tiny_model("llama bfloat16"), tmp_path / "packed")
 
 
 def test_it_is_a_quantizer_without_overrides() -> None:
@@ -231,10 +223,10 @@ def test_it_is_a_quantizer_without_overrides() -> None:
     assert not calibrated & set(Mx().model_dump())
 
 
-def test_a_source_in_mxfp4_becomes_nvfp4_without_error(halved: Halved, tmp_path: Path) -> None:
+def test_a_source_in_mxfp4_becomes_nvfp4_without_error(tiny_model: TinyModel, tmp_path: Path) -> None:
     from optkit.stages.dequantize import Dequantize
 
-    quantize(halved("llama"), tmp_path / "mxfp4", type="mxfp4")
+    quantize(tiny_model("llama bfloat16"), tmp_path / "mxfp4", type="mxfp4")
     run_stage(Dequantize(), tmp_path / "mxfp4", tmp_path / "floats")
     report = quantize(tmp_path / "floats", tmp_path / "nvfp4", scale_search="minmax")
     assert report.details["layers_without_error"] == report.changed == 21
@@ -245,9 +237,9 @@ def test_a_source_in_mxfp4_becomes_nvfp4_without_error(halved: Halved, tmp_path:
 
 @pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])
 def test_gptq_comes_nearer_on_the_same_grid(
-    halved: Halved, text: Calibration, tmp_path: Path, type: Literal["nvfp4", "mxfp4"]
+    tiny_model: TinyModel, text: Calibration, tmp_path: Path, type: Literal["nvfp4", "mxfp4"]
 ) -> None:
-    source = halved("llama")
+    source = tiny_model("llama bfloat16")
     stage = Mx(type=type, rounding="gptq", calibration=text)
     report = run_stage(stage, source, tmp_path / "gptq")
     quantize(source, tmp_path / "nearest", type=type)
@@ -264,9 +256,13 @@ def test_gptq_comes_nearer_on_the_same_grid(
     assert compensated < 0.8 * rounded
 
 
-def test_experts_that_saw_few_tokens_are_rounded_to_nearest(halved: Halved, text: Calibration, tmp_path: Path) -> None:
+def test_experts_that_saw_few_tokens_are_rounded_to_nearest(
+    tiny_model: TinyModel, text: Calibration, tmp_path: Path
+) -> None:
     few = text.model_copy(update={"samples": 2})
-    report = quantize(halved("qwen2_moe"), tmp_path / "packed", type="mxfp4", rounding="gptq", calibration=few)
+    report = quantize(
+        tiny_model("qwen2_moe bfloat16"), tmp_path / "packed", type="mxfp4", rounding="gptq", calibration=few
+    )
     nearest = report.details["rounded_to_nearest"]
     assert nearest
     assert all(".experts." in name and tokens < 128 for name, tokens in nearest.items())
@@ -275,7 +271,7 @@ def test_experts_that_saw_few_tokens_are_rounded_to_nearest(halved: Halved, text
 
 
 def test_a_hessian_that_is_none_is_an_error_of_its_layer(
-    halved: Halved, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: TinyModel, text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from optkit.algorithms import microscaling
 
@@ -284,7 +280,7 @@ def test_a_hessian_that_is_none_is_an_error_of_its_layer(
 
     monkeypatch.setattr(microscaling, "compensated", failed)
     with pytest.raises(StageError) as refused:
-        quantize(halved("llama"), tmp_path / "packed", rounding="gptq", calibration=text)
+        quantize(tiny_model("llama bfloat16"), tmp_path / "packed", rounding="gptq", calibration=text)
     assert str(refused.value) == (
         "model.layers.0.self_attn.q_proj: the Hessian is not positive definite, even with damping 10.0. "
         "Set mx.rounding to nearest, or calibrate on more text."

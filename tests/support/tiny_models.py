@@ -188,23 +188,24 @@ def save_tokenizer(directory: Path) -> None:
     )
 
 
-def save_tiny_model(kind: str, directory: Path) -> Path:
-    """Write a seeded random float32 model of one of `CONFIGS`, as transformers saves it, with its
-    tokenizer.
+def save_tiny_model(name: str, directory: Path) -> Path:
+    """Write a seeded random model of one of `CONFIGS`, as transformers saves it, with its tokenizer.
+    It has float32 weights, or another dtype that is named behind it: `llama bfloat16`.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    kind, _, dtype = name.partition(" ")
     config = AutoConfig.for_model(**CONFIGS[kind])
     with torch.random.fork_rng():
         torch.manual_seed(sum(kind.encode()))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for each, parameter in model.named_parameters():
                 if parameter.dim() > 1:
-                    parameter.normal_(0, parameter.shape[-1] ** -0.5 if "embed" not in name else 1.0)
+                    parameter.normal_(0, parameter.shape[-1] ** -0.5 if "embed" not in each else 1.0)
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(directory)
+    model.to(getattr(torch, dtype or "float32")).save_pretrained(directory)
     save_tokenizer(directory)
     return directory

@@ -8,7 +8,6 @@ import torch
 
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
-from optkit.stages.cast import Cast
 from optkit.stages.mx import Mx
 from optkit.verification.blocks import FURTHEST, problem_of, states_of
 from optkit.verification.workers.open_in_transformers import differing_blocks
@@ -23,8 +22,7 @@ TOKENS = torch.arange(40)[None]
 def packed(tiny_model: TinyModel, text: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tiny model in NVFP4 whose layers round their inputs too."""
     place = tmp_path_factory.mktemp("packed")
-    run_stage(Cast(dtype="bfloat16"), tiny_model("llama"), place / "half")
-    run_stage(Mx(activations="dynamic", calibration=text), place / "half", place / "nvfp4")
+    run_stage(Mx(activations="dynamic", calibration=text), tiny_model("llama bfloat16"), place / "nvfp4")
     return place / "nvfp4"
 
 
