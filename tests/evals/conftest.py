@@ -13,6 +13,14 @@ def session() -> BigramSession:
     return BigramSession()
 
 
+@pytest.fixture(scope="module")
+def text(request, tmp_path_factory) -> str:
+    """Return a file of the letters that a module of tests has."""
+    path = tmp_path_factory.mktemp("texts") / "text.txt"
+    path.write_text(request.module.LETTERS)
+    return str(path)
+
+
 @pytest.fixture
 def clock(session, monkeypatch) -> Clock:
     clock = Clock(session)

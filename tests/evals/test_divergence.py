@@ -11,13 +11,6 @@ from tests.support.bigram_session import BigramSession
 LETTERS = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz ", k=300))
 
 
-@pytest.fixture
-def text(tmp_path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_text(LETTERS)
-    return str(path)
-
-
 def softmax(row: list[float]) -> list[float]:
     total = math.fsum(map(math.exp, row))
     return [math.exp(each) / total for each in row]

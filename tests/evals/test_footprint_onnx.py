@@ -9,19 +9,11 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization import QuantType, quantize_dynamic
-from optkit_evals.footprint import Footprint
 
 from optkit.errors import EvalError, SourceError
-from optkit.measure import EvalContext
 from optkit.model.onnx_file import OnnxFile
 from optkit.model.onnx_layer_sizes import onnx_layer_sizes
-from tests.support.bigram_session import BigramSession
-
-
-def measure(directory: Path) -> dict[str, float]:
-    session = BigramSession()
-    session.directory = directory
-    return {metric.name: metric.value for metric in Footprint().run(session, EvalContext())}
+from tests.evals.test_footprint import measure
 
 
 def write(directory: Path, nodes: list[onnx.NodeProto], held: dict[str, np.ndarray | onnx.TensorProto]) -> Path:

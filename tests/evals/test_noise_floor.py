@@ -19,13 +19,6 @@ from tests.support.bigram_session import BigramSession
 LETTERS = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz ", k=300))
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("texts") / "text.txt"
-    path.write_text(LETTERS)
-    return str(path)
-
-
 def test_each_variation_is_measured_beside_one_window_at_a_time(tiny_model: TinyModel, text: str) -> None:
     session = open_session(tiny_model("llama"))
     found = list(NoiseFloor(dataset=text, window=32, windows=3).run(session, EvalContext()))

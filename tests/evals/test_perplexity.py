@@ -18,13 +18,6 @@ from tests.support.bigram_session import BigramSession
 LETTERS = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=250))
 
 
-@pytest.fixture
-def text(tmp_path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_text(LETTERS)
-    return str(path)
-
-
 def by_hand(session: BigramSession, windows: list[list[int]]) -> list[float]:
     """The mean loss of each window, token by token in double precision."""
     losses = []

@@ -11,35 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optkit.algorithms.packing import pack
 from optkit.environment import EXACT
 from optkit.kernels.cpu import huge_pages, native
 from optkit.kernels.cpu.coded_linear import CodedLinear, why_not_coded
 from optkit.kernels.cpu.float_linear import FEW_ROWS, FloatLinear, use_float_kernels_, why_not_float
 from optkit.kernels.cpu.native import STEP_ROWS, dense_linear, exact_products, packed_linear, why_not_native
 from optkit.kernels.packed_linear import PackedWeight
-from tests.support.packed_models import random_grid
+from tests.support.packed_models import random_packed
 
 compiled = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-
-
-def example(
-    outputs: int, inputs: int, group_size: int, bits: int, symmetric: bool, shuffled: bool = False
-) -> tuple[PackedWeight, Tensor]:
-    order = torch.randperm(inputs) if shuffled else None
-    grid, dense = random_grid((outputs, inputs), bits, group_size, symmetric, order)
-    group = torch.arange(inputs) // group_size
-    if order is not None:
-        group[order] = torch.arange(inputs) // group_size
-    return PackedWeight(
-        pack(grid.codes, bits, 1),
-        grid.scales,
-        None if symmetric else grid.zeros,
-        group if shuffled else None,
-        bits,
-        inputs,
-    ), dense
 
 
 IN_16_BITS = 3e-5
@@ -65,7 +46,7 @@ def check(found: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None = Non
 )
 def test_codes_against_float64(bits: int, symmetric: bool, outputs: int, inputs: int, group_size: int) -> None:
     for shuffled in (False, True):
-        weight, dense = example(outputs, inputs, group_size, bits, symmetric, shuffled)
+        weight, dense = random_packed(outputs, inputs, group_size, bits, symmetric, shuffled)
         for bias in (None, torch.randn(outputs)):
             layer = CodedLinear(weight, bias, torch.float32)
             for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 19, 41):
@@ -78,7 +59,7 @@ def test_codes_against_float64(bits: int, symmetric: bool, outputs: int, inputs:
 
 @compiled
 def test_a_variable_keeps_activations_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, _ = example(48, 256, 64, 4, False)
+    weight, _ = random_packed(48, 256, 64, 4, False)
     layer, rows = CodedLinear(weight, None, torch.float32), torch.randn(STEP_ROWS + 1, 256)
     with exact_products():
         exact, said = layer(rows), native.precision()
@@ -92,7 +73,7 @@ def test_a_variable_keeps_activations_in_float32(monkeypatch: pytest.MonkeyPatch
 @compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_activations_of_all_dtypes(dtype: torch.dtype) -> None:
-    weight, dense = example(48, 256, 64, 4, False)
+    weight, dense = random_packed(48, 256, 64, 4, False)
     bias = torch.randn(48).to(dtype)
     layer = CodedLinear(weight, bias, dtype)
     for shape in ((256,), (1, 256), (2, 3, 256)):
@@ -119,7 +100,7 @@ def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)  # new tensors are filled with NaN
     try:
-        weight, dense = example(35, 64, 32, 4, False)
+        weight, dense = random_packed(35, 64, 32, 4, False)
         for count in (1, 9, 130):
             rows = torch.randn(count, 64)
             check(CodedLinear(weight, None, torch.float32)(rows), rows, dense)
@@ -151,7 +132,7 @@ def test_widest_sums_and_what_is_not_finite(bits: int, sign: int, count: int) ->
 
 @compiled
 def test_no_float_copy_is_held() -> None:
-    weight, _ = example(128, 256, 64, 4, False)
+    weight, _ = random_packed(128, 256, 64, 4, False)
     held = sum(buffer.numel() * buffer.element_size() for buffer in CodedLinear(weight, None, torch.float32).buffers())
     assert held == 128 * 256 // 2 + 128 * 4 * (4 + 1)
 
@@ -162,7 +143,7 @@ def test_one_graph_under_torch_compile(dtype: torch.dtype) -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate = CodedLinear(example(24, 64, 32, 4, False, True)[0], torch.randn(24), dtype)
+            self.gate = CodedLinear(random_packed(24, 64, 32, 4, False, True)[0], torch.randn(24), dtype)
             self.head = nn.Linear(24, 10).to(dtype)
             self.head.__class__ = FloatLinear
 
@@ -176,10 +157,12 @@ def test_one_graph_under_torch_compile(dtype: torch.dtype) -> None:
 
 
 def test_reasons_against_coded() -> None:
-    assert why_not_coded(example(8, 64, 32, 4, True)[0], "cuda") == "optkit's CPU kernels run on CPUs"
-    assert why_not_coded(example(8, 64, 32, 3, True)[0], "cpu") == "optkit's CPU kernels have no 3 bits"
-    assert why_not_coded(example(8, 60, 20, 4, True)[0], "cpu") == "groups of 20 inputs do not fill words of 8 codes"
-    weight = example(8, 64, 32, 4, True)[0]
+    assert why_not_coded(random_packed(8, 64, 32, 4, True)[0], "cuda") == "optkit's CPU kernels run on CPUs"
+    assert why_not_coded(random_packed(8, 64, 32, 3, True)[0], "cpu") == "optkit's CPU kernels have no 3 bits"
+    assert (
+        why_not_coded(random_packed(8, 60, 20, 4, True)[0], "cpu") == "groups of 20 inputs do not fill words of 8 codes"
+    )
+    weight = random_packed(8, 64, 32, 4, True)[0]
     uneven = torch.cat([torch.zeros(40), torch.ones(24)]).long()
     assert (
         why_not_coded(PackedWeight(weight.words, weight.scales, None, uneven, 4, 64), "cpu")
@@ -282,7 +265,7 @@ def _permissions(address: int) -> str:
 
 @compiled
 def test_weights_move_into_one_stretch_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, dense = example(33, 64, 32, 4, False)
+    weight, dense = random_packed(33, 64, 32, 4, False)
     embedding = nn.Embedding(40, 33).requires_grad_(False)
     head = nn.Linear(33, 40, bias=False)
     head.weight = embedding.weight  # tied

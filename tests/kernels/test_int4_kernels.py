@@ -2,28 +2,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from optkit.algorithms.packing import pack
 from optkit.kernels import embedding_bag_linear as bag
 from optkit.kernels import integer_kernels as integer
 from optkit.kernels.embedding_bag_linear import BagLinear, why_not_bag
 from optkit.kernels.integer_kernels import packed_layer
 from optkit.kernels.packed_linear import PackedLinear, PackedWeight
-from tests.support.packed_models import random_grid
+from tests.support.packed_models import random_packed
 
 has_bags = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="needs FBGEMM")
-
-
-def example(
-    outputs: int, inputs: int, group_size: int, bits: int = 4, symmetric: bool = True, shuffled: bool = False
-) -> tuple[PackedWeight, Tensor]:
-    torch.manual_seed(outputs + inputs + bits)
-    order = torch.randperm(inputs) if shuffled else None
-    grid, dense = random_grid((outputs, inputs), bits, group_size, symmetric, order)
-    group = torch.arange(inputs) // group_size
-    if order is not None:
-        group[order] = torch.arange(inputs) // group_size
-    zeros = None if symmetric else grid.zeros
-    return PackedWeight(pack(grid.codes, bits, 1), grid.scales, zeros, group if shuffled else None, bits, inputs), dense
 
 
 def error(layer: nn.Module, hidden: Tensor, dense: Tensor, bias: Tensor) -> float:
@@ -41,7 +27,7 @@ def error(layer: nn.Module, hidden: Tensor, dense: Tensor, bias: Tensor) -> floa
 def test_float32_is_exact(
     bits: int, symmetric: bool, shuffled: bool, outputs: int, inputs: int, group_size: int
 ) -> None:
-    weight, dense = example(outputs, inputs, group_size, bits, symmetric, shuffled)
+    weight, dense = random_packed(outputs, inputs, group_size, bits, symmetric, shuffled)
     bias = torch.randn(outputs)
     layers: list[nn.Module] = [PackedLinear(weight, bias, torch.float32)]
     if why_not_bag(weight, "cpu") is None:
@@ -53,7 +39,7 @@ def test_float32_is_exact(
 
 
 def test_no_layer_keeps_a_float_copy() -> None:
-    weight, _ = example(128, 256, 64)
+    weight, _ = random_packed(128, 256, 64)
     codes = 128 * 256 // 2
     for layer in (
         PackedLinear(weight, None, torch.float32),
@@ -68,7 +54,7 @@ def test_which_layer_is_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integer, "why_not_coded", lambda weight, device: "there is no compiler")
 
     def chosen(dtype: torch.dtype, *shape: int, bits: int = 4) -> tuple[type, str]:
-        layer, phrase = packed_layer(example(*shape, bits=bits)[0], None, dtype, "cpu")
+        layer, phrase = packed_layer(random_packed(*shape, bits=bits)[0], None, dtype, "cpu")
         return type(layer), phrase
 
     bag = "use FBGEMM's 4-bit CPU kernel, in float32, because there is no compiler"
@@ -85,7 +71,7 @@ def test_which_layer_is_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_groups_of_different_sizes_are_dequantized() -> None:
-    weight, _ = example(16, 64, 32)
+    weight, _ = random_packed(16, 64, 32)
     uneven = torch.cat([torch.zeros(40), torch.ones(24)]).long()
     odd = PackedWeight(weight.words, weight.scales, None, uneven, 4, 64)
     layer, phrase = packed_layer(odd, None, torch.float32, "cpu")
@@ -96,7 +82,7 @@ def test_groups_of_different_sizes_are_dequantized() -> None:
 
 
 def test_the_graph_reads_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, _ = example(64, 128, 32)
+    weight, _ = random_packed(64, 128, 32)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     able = [kernel for kernel in integer.KERNELS["cuda"] if kernel.refuses(weight, torch.bfloat16, "cuda") is None]
@@ -112,7 +98,7 @@ def test_buffers_are_where_the_words_are() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_packed_on_a_gpu(bits: int) -> None:
-    weight, dense = example(40, 96, 96, bits, False, True)
+    weight, dense = random_packed(40, 96, 96, bits, False, True)
     layer, phrase = packed_layer(
         PackedWeight(
             weight.words.cuda(), weight.scales.cuda(), weight.zeros.cuda(), weight.group_of_input.cuda(), bits, 96

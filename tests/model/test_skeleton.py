@@ -173,8 +173,7 @@ def test_on_a_gpu_it_gives_the_same(tiny_model, kind: str) -> None:
     inputs = skeleton.capture_inputs(tokens, "cuda", 2)
     for index, block in enumerate(skeleton.blocks):
         skeleton.load_(block.name, "cuda")
-        for batch in inputs.batches:
-            inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+        skeleton.advance_(index, inputs)
         skeleton.release_(block.name)
         assert near(inputs.hidden.cpu(), want[index], 1e-4)
 
@@ -189,8 +188,7 @@ def growth_over_the_blocks(directory: Path, tokens: Tensor) -> float:
     inputs = skeleton.capture_inputs(tokens, "cpu", 4)
     for index, block in enumerate(skeleton.blocks):
         skeleton.load_(block.name, "cpu")
-        for batch in inputs.batches:
-            inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+        skeleton.advance_(index, inputs)
         skeleton.release_(block.name)
         resident.append(resident_bytes())
     return (max(resident) - resident[0]) / skeleton.checkpoint.shape.size_bytes

@@ -8,8 +8,9 @@ from optkit.session import open_session
 pytest.importorskip("lm_eval")
 
 from optkit_evals.harness.asking import Asking
-from optkit_evals.harness.task import HarnessTask
 from optkit_evals.lm_eval import LmEval
+
+from tests.support.harness_tasks import by_harness
 
 TASKS = ["arc_easy", "piqa", "lambada_openai"]
 ITEMS = 334
@@ -19,16 +20,7 @@ ITEMS = 334
 @pytest.mark.peers
 @pytest.mark.timeout(7200)
 def test_a_thousand_items_have_the_numbers_of_plain_transformers(smol, shared_data):
-    import lm_eval
-    import torch
-    from lm_eval.models.huggingface import HFLM
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(smol, dtype=torch.float32)
-    peer = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(smol), batch_size=1, device="cpu")
-    loaded = Asking(limit=ITEMS).load([HarnessTask(name=name) for name in TASKS], shared_data, peer)
-    asked = {each.name: each.task for each in loaded}
-    theirs = lm_eval.evaluate(lm=peer, task_dict={"tasks": asked}, limit=ITEMS, bootstrap_iters=0)
+    theirs = by_harness(smol, TASKS, 1, Asking(limit=ITEMS), shared_data)
     session = open_session(smol, [], device="cpu")
     ours = Found.of(LmEval(tasks=TASKS, limit=ITEMS), session, EvalContext(data=shared_data))
     session.close()

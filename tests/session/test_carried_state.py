@@ -14,11 +14,11 @@ from optkit.session import open_session
 from optkit.session.step_bytes import cache_bytes
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
-from optkit.stage import Setting
 from optkit.stages.kv_scales import KvScales
 from optkit.stages.onnx import Onnx
 from optkit.training.generated import continued
 from tests.conftest import TinyModel
+from tests.support.opened import Traced
 from tests.zoo.configs import tiny_config
 
 TOKENS = torch.randint(1, 500, (2, 24), generator=torch.Generator().manual_seed(5))
@@ -33,12 +33,6 @@ STATES = {
     "rwkv": "state",
 }
 HYBRIDS = ("jamba", "granitemoehybrid", "falcon_h1", "qwen3_next", "qwen3_5", "lfm2", "minimax")
-
-
-class Compiled(Setting):
-    def on_load(self, model: Any, device: str) -> Any:
-        model.compile(backend="eager", dynamic=False)
-        return model
 
 
 def likeliest_by_whole_texts(session: Any, tokens: torch.Tensor, new_tokens: int) -> torch.Tensor:
@@ -171,7 +165,7 @@ def test_only_a_model_that_counts_from_zero_is_told_its_positions(tiny_model: Ti
 @pytest.mark.parametrize("kind", ["mamba", "rwkv", "bamba"])
 def test_a_compiled_step_carries_the_state(kind: str, tiny_model: TinyModel) -> None:
     torch._dynamo.reset()
-    session = open_session(tiny_model(kind), [Compiled()])
+    session = open_session(tiny_model(kind), [Traced()])
     assert session.compiled
     tokens = TOKENS[:1]
     assert session.generate(tokens[:, :PROMPT], 5).equal(likeliest_by_whole_texts(session, tokens, 5))

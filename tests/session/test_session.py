@@ -20,7 +20,7 @@ from optkit.stage import Setting
 from tests.conftest import TinyModel
 from tests.support.changes import changed_copy, without
 from tests.support.near import near
-from tests.support.opened import KINDS, prompt, reference
+from tests.support.opened import KINDS, Traced, prompt, reference
 from tests.support.packed_models import save_packed
 
 
@@ -191,14 +191,6 @@ def test_settings_are_applied(tiny_model: TinyModel) -> None:
         session = open_session(tiny_model("llama"), [Attention(implementation=implementation)])
         assert session.model.config._attn_implementation == implementation
         assert near(session.logits(tokens), plain, 1e-4)
-
-
-class Traced(Setting):
-    """As `compile`, without generating code."""
-
-    def on_load(self, model: Any, device: str) -> Any:
-        model.compile(backend="eager", dynamic=False)
-        return model
 
 
 WITH_CODE = pytest.param(

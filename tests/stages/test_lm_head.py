@@ -41,8 +41,7 @@ def test_the_skeleton_gives_what_lm_head_is_given(tiny_model: TinyModel, kind: s
     inputs = skeleton.capture_inputs(TOKENS, "cpu", batch_size=1)
     for index, block in enumerate(skeleton.blocks):
         skeleton.load_(block.name, "cpu")
-        for batch in inputs.batches:
-            inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+        skeleton.advance_(index, inputs)
         skeleton.release_(block.name)
     assert near(torch.cat(list(skeleton.head_inputs(inputs, "cpu"))), seen[0])
 

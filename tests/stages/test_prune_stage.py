@@ -10,12 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from optkit.algorithms.packing import unpack_compressed_tensors
 from optkit.algorithms.pruning import follows
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.linear_layers import Layer, layers_of
-from optkit.model.skeleton import Skeleton
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.awq import Awq
@@ -24,6 +22,8 @@ from optkit.stages.prune import Prune
 from optkit.stages.pruning.allocation import by_outliers, outlier_share
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
+from tests.stages.test_gptq_stage import outputs
+from tests.stages.test_gptq_stage import weights as unpacked
 from tests.support.changes import changed_copy
 from tests.support.crossed import crossed
 from tests.support.pruning import prune
@@ -38,27 +38,6 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
         name: checkpoint.read(f"{name}.weight").T if layer.transposed else checkpoint.read(f"{name}.weight")
         for name, layer in layers.items()
     }
-
-
-def packed_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """Return the weights that packed ones stand for, by layer."""
-    checkpoint = Checkpoint(directory)
-    layers: dict[str, dict[str, torch.Tensor]] = {}
-    for name in checkpoint.tensors:
-        module, _, leaf = name.rpartition(".")
-        layers.setdefault(module, {})[leaf] = checkpoint.read(name)
-    return {
-        name: unpack_compressed_tensors(parts, 4).dequantize().float()
-        for name, parts in layers.items()
-        if "weight_packed" in parts
-    }
-
-
-def outputs(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
-    skeleton = Skeleton(Checkpoint(directory))
-    skeleton.load_("", "cpu")
-    with torch.no_grad():
-        return skeleton.model(tokens).logits
 
 
 @pytest.mark.parametrize(
@@ -117,7 +96,7 @@ def test_zeros_outlive_quantizers_but_where_gptq_is_told_to_fill_them(
 ) -> None:
     prune(tiny_model("llama"), tmp_path / "pruned", pattern="2:4", method="magnitude")
     report = run_stage(QUANTIZERS[name](text), tmp_path / "pruned", tmp_path / "packed")
-    quantized = packed_weights(tmp_path / "packed")
+    quantized = unpacked(tmp_path / "packed")
     assert set(quantized) == set(weights(tmp_path / "pruned"))
     filled = name == "gptq, filling"
     assert all(follows(weight, Pattern(2, 4)) for weight in quantized.values()) is not filled
@@ -135,7 +114,7 @@ def test_gptq_takes_few_zeros_for_chance(tiny_model: TinyModel, tmp_path: Path, 
     for keep in ("auto", False):
         report = run_stage(Gptq(calibration=text, keep_zeros=keep), tmp_path / "pruned", tmp_path / str(keep))
         assert "zeros" not in report.details
-    auto, never = packed_weights(tmp_path / "auto"), packed_weights(tmp_path / "False")
+    auto, never = unpacked(tmp_path / "auto"), unpacked(tmp_path / "False")
     assert all(torch.equal(auto[name], never[name]) for name in auto)
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from optkit.algorithms.packing import unpack_compressed_tensors, unpack_gptq
 from optkit.errors import SourceError
 from optkit.model.checkpoint import Checkpoint
 from optkit.stage import Context
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.stages.test_gptq_stage import weights
 from tests.support.changes import change_json
 from tests.support.near import near
 from tests.support.predictions import predicted
@@ -30,18 +30,8 @@ def quantize(source: Path, target: Path, **fields: Any) -> Checkpoint:
 
 def dequantized(packed: Checkpoint, bits: int) -> dict[str, torch.Tensor]:
     """Return the tensors that the packed ones stand for, as a float checkpoint has them."""
-    layers: dict[str, dict[str, torch.Tensor]] = {}
-    plain = {}
-    for name in packed.tensors:
-        module, _, leaf = name.rpartition(".")
-        if leaf in LEAVES:
-            layers.setdefault(module, {})[leaf] = packed.read(name)
-        else:
-            plain[name] = packed.read(name)
-    for module, tensors in layers.items():
-        weight = unpack_gptq(tensors, bits) if "qweight" in tensors else unpack_compressed_tensors(tensors, bits)
-        plain[f"{module}.weight"] = weight.dequantize().contiguous()
-    return plain
+    plain = {name: packed.read(name) for name in packed.tensors if name.rpartition(".")[2] not in LEAVES}
+    return plain | {f"{name}.weight": tensor.contiguous() for name, tensor in weights(packed.directory, bits).items()}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from optkit.stage import Setting
+
 KINDS = ["llama", "qwen2", "gemma3", "gpt2", "mixtral", "qwen2_moe"]
 
 
@@ -15,3 +17,11 @@ def prompt(batch: int = 2, length: int = 12) -> torch.Tensor:
 
 def reference(directory: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+
+
+class Traced(Setting):
+    """As `compile`, without generating code."""
+
+    def on_load(self, model: Any, device: str) -> Any:
+        model.compile(backend="eager", dynamic=False)
+        return model

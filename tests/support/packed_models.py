@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from optkit.algorithms.grid import QuantizedWeight
-from optkit.algorithms.packing import pack_compressed_tensors, pack_gptq
+from optkit.algorithms.packing import pack, pack_compressed_tensors, pack_gptq
+from optkit.kernels.packed_linear import PackedWeight
 from tests.support.changes import change_json
 
 FORMATS = {
@@ -38,6 +39,20 @@ def random_grid(
         group[order] = torch.arange(inputs) // group_size
     weight = (codes.float() - zeros[:, group].float()) * scales[:, group]
     return QuantizedWeight(codes, scales, zeros, bits), weight
+
+
+def random_packed(
+    outputs: int, inputs: int, group_size: int, bits: int = 4, symmetric: bool = True, shuffled: bool = False
+) -> tuple[PackedWeight, Tensor]:
+    """Return a packed weight on a random grid, and the float32 weight."""
+    torch.manual_seed(outputs + inputs + bits)
+    order = torch.randperm(inputs) if shuffled else None
+    grid, dense = random_grid((outputs, inputs), bits, group_size, symmetric, order)
+    group = torch.arange(inputs) // group_size
+    if order is not None:
+        group[order] = torch.arange(inputs) // group_size
+    zeros = None if symmetric else grid.zeros
+    return PackedWeight(pack(grid.codes, bits, 1), grid.scales, zeros, group if shuffled else None, bits, inputs), dense
 
 
 def save_packed(

@@ -38,8 +38,7 @@ def run_all_blocks(skeleton: Skeleton, tokens: Tensor, batch_size: int) -> list[
     for index, block in enumerate(skeleton.blocks):
         skeleton.load_(block.name, "cpu")
         assert [real(other.module) for other in skeleton.blocks] == [other is block for other in skeleton.blocks]
-        for batch in inputs.batches:
-            inputs.hidden[batch.rows] = skeleton.run_block(index, inputs.hidden[batch.rows], batch.calls[index])
+        skeleton.advance_(index, inputs)
         skeleton.release_(block.name)
         outputs.append(inputs.hidden.clone())
     return outputs

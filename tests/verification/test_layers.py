@@ -14,7 +14,6 @@ import torch
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.schemes import activation_bits
 from optkit.recipe.registry import stage_class
-from optkit.stages.cast import Cast
 from optkit.verification.layers import problems_of_layers
 from tests.conftest import TinyModel
 from tests.support.changes import change_json, changing
@@ -27,11 +26,6 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def quantized(source: Path, target: Path, kind: str, **fields: Any) -> Path:
-    """Run a stage on a model, in bfloat16 if it asks for that."""
-    if kind == "mx":
-        half = target.with_name("bfloat16")
-        run_stage(Cast(dtype="bfloat16"), source, half)
-        source = half
     run_stage(stage_class(kind).model_validate(fields), source, target)  # type: ignore[attr-defined]
     return target
 
@@ -58,8 +52,8 @@ def change(directory: Path, tensors: Callable[[dict[str, torch.Tensor]], object]
         ("gemma3", "rtn", {"group_size": 32}),
         ("opt", "rtn", {"format": "gptq", "group_size": 32, "exclude": ["*.fc1"]}),
         ("gpt2", "rtn", {"format": "gptq"}),
-        ("llama", "mx", {"type": "nvfp4"}),
-        ("llama", "mx", {"type": "mxfp4"}),
+        ("llama bfloat16", "mx", {"type": "nvfp4"}),
+        ("llama bfloat16", "mx", {"type": "mxfp4"}),
         ("llama", "nf4", {}),
         ("llama", "nf4", {"type": "fp4", "double_quantization": False}),
         ("qwen2", "int8", {}),
