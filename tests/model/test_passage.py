@@ -142,9 +142,9 @@ def test_states_go_with_the_stage(
 
     monkeypatch.setattr(entering, "room_for_states", room)
     monkeypatch.setattr(blocks, "room_for_states", room)
-    run(Cast(dtype="bfloat16"), tiny_model("llama"), tmp_path / "source", None)
+    source = tiny_model("llama bfloat16")
     with uncollected():
-        run(STREAMING[kind](few), tmp_path / "source", tmp_path / "made", tmp_path / "work")
+        run(STREAMING[kind](few), source, tmp_path / "made", tmp_path / "work")
         assert made
         assert not any(each() for each in made)
 
