@@ -159,6 +159,8 @@ class AutoBits(Transform):
             choice: sum(row[item.choices.index(choice)] for item, row in zip(problem.items, costs, strict=True))
             for choice in problem.uniform()
         }
+        counts = Counter(choice.form.label for choice in mixed.values())
+        context.progress.say(f"{KIND}: {'; '.join(f'{count} to {label}' for label, count in counts.most_common())}")
         stage = self._stage(mixed)
         report = stage.run(source, target, _beside(context, stage))
         details: dict[str, Any] = {

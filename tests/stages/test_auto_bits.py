@@ -3,6 +3,7 @@ says if it cannot work.
 """
 
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,9 @@ def test_what_held_out_text_says_is_told(
     said: list[str] = []
     monkeypatch.setattr(SilentProgress, "say", lambda _, text: said.append(text))
     fields = {"average_bits": 6, "choices": (SMALL, MIDDLE, LARGE), "calibration": text, "method": "rtn"}
-    quantize(tiny_model("qwen2"), tmp_path / "out", **fields)
+    report = quantize(tiny_model("qwen2"), tmp_path / "out", **fields)
+    counts = Counter(report.details["choices"].values()).most_common()
+    assert said[0] == f"auto_bits: {'; '.join(f'{count} to {label}' for label, count in counts)}"
     assert said[-1] == (
         "auto_bits: the choice is kept: on held-out text it diverges by 0.1 nats, 4 bits, groups of 32 "
         "throughout by 0.2"
