@@ -199,8 +199,9 @@ class AutoBits(Transform):
             for layer in item.layers
         }
         cost, left = self._stage(guess).predict(shape, device)
-        tokens = self.sensitivity_samples * self.calibration.sequence_length
-        ram, gpu = sensitivity_memory(shape, problem.selection.layers, tokens, len(self.choices), device)
+        windows, length = self.calibration.size
+        seen = min(self.sensitivity_samples, windows) * length
+        ram, gpu = sensitivity_memory(shape, problem.selection.layers, seen, len(self.choices), device)
         copies = 2 if self.held_out_samples else 1
         more = {
             "ram_bytes": max(cost.ram_bytes, ram),

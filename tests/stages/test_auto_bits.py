@@ -317,6 +317,16 @@ def test_the_model_to_compare_with_keeps_its_blocks_too(tiny_model: TinyModel, t
     assert kept[1] == 2 * kept[0] > 0
 
 
+def test_windows_that_the_text_does_not_have_need_no_memory(tiny_model: TinyModel, text: Calibration) -> None:
+    shape = Checkpoint(tiny_model("llama")).shape
+    for device in ("cpu", "cuda"):
+        all_there, too_many = (
+            AutoBits(average_bits=6, calibration=text, sensitivity_samples=samples).predict(shape, device)[0]
+            for samples in (text.samples, 1000)
+        )
+        assert all_there == too_many
+
+
 def test_what_is_predicted_is_near_what_is_left(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
     source = tiny_model("llama")
     stage = AutoBits(average_bits=6, choices=(SMALL, MIDDLE, LARGE), calibration=text, method="rtn")
