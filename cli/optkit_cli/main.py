@@ -115,7 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signals.before_the_end(lambda: _say_the_end(invocation, stdout))
         status = _status_of(words, invocation, as_json)
         invocation.over = True
-    return status if print_document(invocation.document) else OptkitError.exit_status
+    lost = print_document(invocation.document)
+    if lost is None:
+        return status
+    if not isinstance(lost, BrokenPipeError):  # one reads no further, and knows it
+        from optkit_cli.failures import failure_of
+
+        failure_of(lost).say(as_json=invocation.logs_json)
+    return OptkitError.exit_status
 
 
 def _status_of(words: list[str], invocation: Invocation, as_json: bool) -> int:

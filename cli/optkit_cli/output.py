@@ -53,8 +53,8 @@ def _leave(document: str) -> None:
     invocation().document = document
 
 
-def print_document(document: str) -> bool:
-    """Print a document on stdout, and return whether it arrived; a closed pipe is no error."""
+def print_document(document: str) -> OSError | None:
+    """Print a document on stdout, and return why it did not arrive."""
     try:
         document.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
@@ -62,10 +62,10 @@ def print_document(document: str) -> bool:
     document = "\n".join(CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", line) for line in document.split("\n"))
     try:
         click.echo(document, nl=False)
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python flushes at its end
-        return False
-    return True
+        return error
+    return None
 
 
 def print_scorecard(scorecard: Scorecard, directory: Path | None, *, verbose: bool) -> None:

@@ -31,7 +31,10 @@ FAR = 100
 MOST_LINES = 10_000
 AMOUNTS = (("samples", "sequence_length"), ("windows", "window"))
 """Fields whose product says how much text is read."""
-WAYS = ("rounding", "learn", "learning_steps", "scale_steps", "copies", "earlier_errors", "effort", "backend")
+WAYS = (
+    *("method", "rounding", "learn", "learning_steps", "scale_steps", "copies", "earlier_errors", "effort"),
+    *("held_out_samples", "devices", "backend"),
+)
 """Fields that change the time by a multiple."""
 IGNORED = frozenset({"revision"})
 

@@ -247,6 +247,17 @@ def test_a_closed_pipe_is_no_error(words: list[str]) -> None:
     assert err == ""
 
 
+@pytest.mark.parametrize("words", [["list", "evals", "--json"], ["list", "evals"]])
+def test_a_full_disk_behind_stdout_is_told(words: list[str]) -> None:
+    process = python(
+        f"import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); "
+        f"from optkit_cli.main import main; sys.exit(main({words}))"
+    )
+    _, err = process.communicate(timeout=60)
+    assert err == "error: the output: the disk is full. Free some space, or use another disk.\n"
+    assert process.returncode == 1
+
+
 @pytest.mark.parametrize("what", ["stages", "evals", "recipes", "datasets", "models"])
 def test_list_prints_names_and_what_they_are(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", what, "--json"]) == 0

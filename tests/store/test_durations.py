@@ -9,6 +9,7 @@ import pytest
 from optkit_evals.perplexity import Perplexity
 
 from optkit.pipeline import plan, run
+from optkit.stages.auto_bits import AutoBits
 from optkit.stages.gptq import Gptq
 from optkit.stages.mx import Mx
 from optkit.stages.rtn import Rtn
@@ -31,6 +32,14 @@ def test_what_was_never_done_here_is_not_known(durations: Durations) -> None:
     assert durations.predict("rtn", Rtn(), 10**9) is None
     assert durations.predict("gptq", gptq(128, learn="blocks"), 10**9) is None
     assert durations.predict("gptq", gptq(128, effort="balanced"), 10**9) is None
+    assert durations.predict("gptq", gptq(128, devices=2), 10**9) is None
+
+
+def test_a_comparison_that_is_left_out_and_another_method_take_another_time(durations: Durations) -> None:
+    durations.note("auto_bits", AutoBits(average_bits=5), 10**9, 60.0)
+    assert durations.predict("auto_bits", AutoBits(average_bits=6), 10**9) == pytest.approx(60)
+    assert durations.predict("auto_bits", AutoBits(average_bits=5, held_out_samples=0), 10**9) is None
+    assert durations.predict("auto_bits", AutoBits(average_bits=5, method="rtn"), 10**9) is None
 
 
 def test_a_stage_that_reads_no_text_says_nothing_of_one_that_does(durations: Durations) -> None:
