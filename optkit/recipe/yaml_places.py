@@ -8,6 +8,7 @@ nothing more. `1e-5` is a number, `yes` and `2024-01-01` are text. Anchors, alia
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ Steps = tuple[str | int, ...]
 
 MOST_NODES = 20_000
 """Aliases can multiply a short text beyond any memory; no recipe comes near this many values."""
+MOST_LEVELS = 50
+"""What is nested deeper than any recipe is refused here, not by what reads it later."""
 
 TAG = "tag:yaml.org,2002:"
 MERGE = TAG + "merge"
@@ -102,7 +105,8 @@ def read_yaml_leniently(text: str, file: str) -> PlacedData:
     except MarkedYAMLError as error:
         raise RecipeError([_syntax_problem(error, text, file)]) from error
     except (YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError([Problem(f"cannot be read as YAML: {error}.", file)]) from error
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise RecipeError([Problem(f"cannot be read as YAML: {why}.", file)]) from error
     if root is not None:
         composed.data = reader.read(root, ())
     return composed
@@ -126,7 +130,10 @@ class _Reader:
     def read(self, node: Node, steps: Steps) -> Any:
         self.nodes += 1
         if self.nodes > MOST_NODES:
-            message = f"more than {MOST_NODES:,} values. Aliases repeat each other; write less of them."
+            message = f"more than {MOST_NODES:,} values. Write less; each alias (*) counts with all that it stands for."
+            raise RecipeError([self.place(node).problem(message)])
+        if len(steps) > MOST_LEVELS:
+            message = f"more than {MOST_LEVELS} lists and mappings inside each other. Write less of them."
             raise RecipeError([self.place(node).problem(message)])
         if id(node) in self.open:
             self.refuse(node, f"the anchor '&{node.anchor}' holds an alias to itself. Write the value out.")
@@ -160,7 +167,7 @@ class _Reader:
                 continue
             key = self.read_scalar(key_node) if isinstance(key_node, ScalarNode) else None
             if not isinstance(key, str):
-                written = key_node.value if isinstance(key_node, ScalarNode) else "a list or mapping"
+                written = (key_node.value or "nothing") if isinstance(key_node, ScalarNode) else "a list or mapping"
                 self.refuse(key_node, f"a key must be text, not {written}.")
             elif key in first:
                 self.refuse(
@@ -214,7 +221,8 @@ _SCALARS: dict[str, Any] = {
 
 
 def _syntax_problem(error: MarkedYAMLError, text: str, file: str) -> Problem:
-    mark = error.problem_mark or error.context_mark
+    unclosed = re.search("end of stream|<stream end>", str(error.problem))
+    mark = (None if unclosed else error.problem_mark) or error.context_mark or error.problem_mark
     line, column = (mark.line, mark.column) if mark else (0, 0)
     found = str(error.problem or error.context)
     lines = text.splitlines()
@@ -222,7 +230,7 @@ def _syntax_problem(error: MarkedYAMLError, text: str, file: str) -> Problem:
     if "\t" in written and "\\t" in found:
         message = "a tab stands here. YAML is indented with spaces; replace the tab by spaces."
     elif "found another document" in found:
-        message = "a second document begins here. A recipe is one document; remove the line '---'."
+        message = "a second document begins here. A recipe is one document; remove the line '---' or '...' before it."
     elif "expected <block end>" in found:
         message = (
             "the indentation does not fit the lines above. Keys of one mapping, and the items of "

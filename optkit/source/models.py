@@ -44,6 +44,7 @@ UNPACKING = 3
 order.
 """
 HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
+HUB_URL = re.compile(rf"https?://(?:huggingface\.co|hf\.co)/({HUB_ID.pattern})")
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ def find_model(source: ModelSource) -> Path | HubRepo:
         "no such model",
         where=source.name,
         why=f"{gone}, it is not a built-in name and not of the form org/name",
-        remedy=_nearest(path),
+        remedy=f"Write {url[1]}" if (url := HUB_URL.match(source.name)) else _nearest(path),
     )
 
 

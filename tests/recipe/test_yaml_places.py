@@ -79,7 +79,8 @@ def test_all_duplicate_keys_are_refused_at_once() -> None:
         ("a:\n\tb: 1\n", "r.yaml:2:1: a tab stands here. YAML is indented with spaces; replace the tab by spaces."),
         (
             "a: 1\n---\nb: 2\n",
-            "r.yaml:2:1: a second document begins here. A recipe is one document; remove the line '---'.",
+            "r.yaml:2:1: a second document begins here. A recipe is one document; remove the line '---' or '...' "
+            "before it.",
         ),
         (
             "a: b: c\n",
@@ -102,7 +103,11 @@ def test_all_duplicate_keys_are_refused_at_once() -> None:
         ),
         (
             "a: [1\n",
-            "r.yaml:2:1: this is not YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'.",
+            "r.yaml:1:4: this is not YAML: while parsing a flow sequence, expected ',' or ']', but got '<stream end>'.",
+        ),
+        (
+            "a: 'b\nc: d\n",
+            "r.yaml:1:4: this is not YAML: while scanning a quoted scalar, found unexpected end of stream.",
         ),
         ("a: *x\n", "r.yaml:1:4: this is not YAML: found undefined alias 'x'."),
         ("a: !new 3\n", "r.yaml:1:4: the tag !new is not supported. Remove it."),
@@ -115,6 +120,7 @@ def test_all_duplicate_keys_are_refused_at_once() -> None:
         ("a: .nan\n", "r.yaml:1:4: .nan is not a finite number."),
         ("5: a\n", "r.yaml:1:1: a key must be text, not 5."),
         ("? [a]\n: b\n", "r.yaml:1:3: a key must be text, not a list or mapping."),
+        (": b\n", "r.yaml:1:1: a key must be text, not nothing."),
         ("a: &a [*a]\n", "r.yaml:1:4: the anchor '&a' holds an alias to itself. Write the value out."),
         ("b: 1\na: \x00\n", "r.yaml:2:4: the character U+0000 cannot stand in YAML. Remove it."),
     ],
@@ -129,6 +135,12 @@ def test_aliases_cannot_multiply_without_bound() -> None:
     ]
     (problem,) = problems_of("\n".join(lines))
     assert f"more than {MOST_NODES:,} values" in problem
+
+
+@pytest.mark.parametrize(("levels", "said"), [(200, "r.yaml:1:54: more than 50 lists"), (5000, "r.yaml: cannot be")])
+def test_what_is_nested_too_deeply_is_refused(levels: int, said: str) -> None:
+    (problem,) = problems_of(f"a: {'[' * levels}{']' * levels}\n")
+    assert problem.startswith(said)
 
 
 def test_nesting_without_end_is_no_traceback() -> None:

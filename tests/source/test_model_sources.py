@@ -64,6 +64,10 @@ class TestNames:
         with pytest.raises(SourceError, match=f"{name}: no such model. There is no directory /"):
             pin_model(ModelSource(name=name))
 
+    def test_an_address_on_the_hub_is_told_its_id(self):
+        with pytest.raises(SourceError, match=r"form org/name\. Write org/a-1\.5b\.$"):
+            pin_model(ModelSource(name="https://huggingface.co/org/a-1.5b/tree/main"))
+
     def test_a_pinned_directory_that_is_gone_is_not_looked_for_on_the_hub(self):
         with pytest.raises(
             SourceError,
