@@ -106,8 +106,7 @@ def test_what_vllm_cannot_do_is_an_error(session, tasks, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_code_of_the_model_runs_under_vllm_if_it_is_trusted(tiny_model, tasks, tmp_path, monkeypatch, trusted):
-    model = tmp_path / "own"
-    shutil.copytree(tiny_model("llama"), model)
+    model = Path(shutil.copytree(tiny_model("llama"), tmp_path / "own"))
     change_json(model / "config.json", auto_map={"AutoConfig": "configuration_mine.Mine"})
     monkeypatch.setenv("OPTKIT_VLLM_PYTHON", program(tmp_path, refusal("ValueError: it wants its own code")))
     requests = []

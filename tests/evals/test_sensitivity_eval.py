@@ -72,14 +72,12 @@ def test_what_cannot_be_predicted_is_refused(tiny_model: TinyModel, tmp_path: Pa
         evaluation.run(after, EvalContext())
     with pytest.raises(EvalError, match=r"no layer is quantized in a form that optkit reads"):
         evaluation.run(before, EvalContext(baseline=before))
-    folded = tmp_path / "folded"
-    shutil.copytree(artifact, folded)
+    folded = Path(shutil.copytree(artifact, tmp_path / "folded"))
     with changing(folded) as tensors:
         tensors["model.layers.1.input_layernorm.weight"] *= 1.1
     with pytest.raises(EvalError, match=r"model.layers.1.input_layernorm.weight differs from the unmodified model's"):
         evaluation.run(open_session(folded), EvalContext(baseline=before))
-    adapted = tmp_path / "adapted"
-    shutil.copytree(artifact, adapted)
+    adapted = Path(shutil.copytree(artifact, tmp_path / "adapted"))
     (adapted / "adapter").mkdir()
     (adapted / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(

@@ -118,8 +118,7 @@ def test_a_weight_lies_once_in_one_file(quick: tuple[Path, Path, Any]) -> None:
 
 
 def test_parts_that_are_missing_or_strange(quick: tuple[Path, Path, Any], tmp_path: Path) -> None:
-    target = tmp_path / "made"
-    shutil.copytree(quick[1], target)
+    target = Path(shutil.copytree(quick[1], tmp_path / "made"))
     with pytest.raises(StageError, match="runs causal language models, and this is an encoder-decoder. Leave engine"):
         open_session(target, [OnnxProvider(engine="onnxruntime-genai")])
     with pytest.raises(SourceError, match="give to its input encoder_attention_mask.*It knows input_ids"):

@@ -192,8 +192,7 @@ def test_the_modules_of_sentence_transformers_are_downloaded(
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     pinned = ModelSource(name="org/tiny", revision="a" * 40)
-    snapshot = HubRepo("org/tiny").snapshot("a" * 40)
-    shutil.copytree(tiny_encoder_source("BertModel"), snapshot)
+    snapshot = Path(shutil.copytree(tiny_encoder_source("BertModel"), HubRepo("org/tiny").snapshot("a" * 40)))
     modules = [{"type": "x.Transformer", "path": ""}, {"type": "x.Pooling", "path": "1_Pooling"}]
     (snapshot / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
     assert locate_model(pinned) is None

@@ -49,8 +49,7 @@ class Oracle:
 @pytest.fixture
 def pruned(tiny_model: TinyModel, tmp_path: Path) -> Path:
     """The tiny Llama without its last block: another model with the same vocabulary."""
-    target = tmp_path / "draft"
-    shutil.copytree(tiny_model("llama"), target)
+    target = Path(shutil.copytree(tiny_model("llama"), tmp_path / "draft"))
     model = AutoModelForCausalLM.from_pretrained(target, num_hidden_layers=2)
     model.save_pretrained(target)
     return target

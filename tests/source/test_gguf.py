@@ -19,10 +19,8 @@ gguf = pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
 
 class TestImport:
     @pytest.mark.parametrize("architecture", sorted(LAYOUTS))
-    def test_float_weights_come_back_as_they_were(self, models, tmp_path, architecture):
+    def test_float_weights_come_back_as_they_were(self, models, tmp_path, target, architecture):
         file = save_gguf(models[architecture], tmp_path / "model.gguf", architecture)
-        target = tmp_path / "imported"
-        target.mkdir()
         details = import_gguf(file, target, SilentProgress())
         original, imported = Checkpoint(models[architecture]), Checkpoint(target)
         assert set(imported.tensors) == set(original.tensors)
@@ -33,11 +31,9 @@ class TestImport:
         assert {name: imported.config.get(name) for name in shape.config} == dict(shape.config)
 
     @pytest.mark.parametrize("architecture", sorted(LAYOUTS))
-    def test_the_imported_model_computes_the_same(self, models, tmp_path, architecture):
+    def test_the_imported_model_computes_the_same(self, models, tmp_path, target, architecture):
         from transformers import AutoModelForCausalLM
 
-        target = tmp_path / "imported"
-        target.mkdir()
         import_gguf(save_gguf(models[architecture], tmp_path / "model.gguf", architecture), target, SilentProgress())
         tokens = torch.arange(24).reshape(2, 12) * 7
         with torch.no_grad():
@@ -49,12 +45,12 @@ class TestImport:
     @pytest.mark.parametrize(
         ("architecture", "quantization"), [("llama", "Q8_0"), ("llama", "Q4_1"), ("qwen2", "Q4_0"), ("llama", "BF16")]
     )
-    def test_quantized_weights_are_those_that_transformers_unpacks(self, models, tmp_path, architecture, quantization):
+    def test_quantized_weights_are_those_that_transformers_unpacks(
+        self, models, tmp_path, target, architecture, quantization
+    ):
         from transformers import AutoModelForCausalLM, GgufConfig
 
         file = save_gguf(models[architecture], tmp_path / "model.gguf", architecture, quantization)
-        target = tmp_path / "imported"
-        target.mkdir()
         import_gguf(file, target, SilentProgress())
         reference = AutoModelForCausalLM.from_pretrained(
             tmp_path, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32

@@ -146,11 +146,9 @@ class TestLayout:
 
     @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
     @pytest.mark.parametrize("key", ["rope__scale_linear", "rope__scaling__factor"])
-    def test_stretched_positions_are_those_of_the_file(self, models, tmp_path, architecture, key):
+    def test_stretched_positions_are_those_of_the_file(self, models, tmp_path, target, architecture, key):
         from transformers import AutoModelForCausalLM
 
-        target = tmp_path / "imported"
-        target.mkdir()
         file = save_gguf(models[architecture], tmp_path / "model.gguf", architecture, **{f"{architecture}__{key}": 4.0})
         import_gguf(file, target, SilentProgress())
         assert Checkpoint(target).config["rope_parameters"] == {

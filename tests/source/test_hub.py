@@ -155,7 +155,7 @@ class TestOnline:
         assert online.asked == [("org/tiny", "dev")]
         assert online.downloaded == ["config.json"]
 
-    def test_the_import_downloads_what_is_needed_and_no_more(self, hub_cache, online, files, tmp_path):
+    def test_the_import_downloads_what_is_needed_and_no_more(self, hub_cache, online, files, target):
         pinned = pin_model(ModelSource(name="org/tiny"))
         assert locate_model(pinned) is None
         steps = []
@@ -167,8 +167,6 @@ class TestOnline:
                 task.advance = lambda count=1, note="": steps.append(count)
                 return task
 
-        target = tmp_path / "target"
-        target.mkdir()
         details = import_model(pinned, target, Counting())
         assert sorted(online.downloaded) == sorted(files)
         assert steps == [("download org/tiny", 10 * len(files), "bytes"), *[10] * len(files)]

@@ -265,13 +265,11 @@ def test_fields_that_the_format_awq_has_not(tmp_path: Path, fields: str, said: s
         load_recipe(path)
 
 
-def test_inputs_that_are_not_finite_are_refused(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
+def test_inputs_that_are_not_finite_are_refused(tmp_path: Path, model: Path, text: Calibration) -> None:
 
-    source = tmp_path / "source"
-    shutil.copytree(tiny_model("llama"), source)
-    with changing(source) as tensors:
+    with changing(model) as tensors:
         tensors["model.layers.0.mlp.up_proj.weight"] *= 1e30
         tensors["model.layers.0.mlp.gate_proj.weight"] *= 1e30
     with pytest.raises(StageError, match=r"down_proj: the inputs of the layer are NaN or Inf on the calibration text"):
-        run_stage(Awq(group_size=32, calibration=text), source, tmp_path / "awq")
-    assert json.loads((source / "config.json").read_text())["model_type"] == "llama"
+        run_stage(Awq(group_size=32, calibration=text), model, tmp_path / "awq")
+    assert json.loads((model / "config.json").read_text())["model_type"] == "llama"

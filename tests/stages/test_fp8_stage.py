@@ -129,8 +129,7 @@ def test_static_scales_reach_every_calibrated_input(tiny_model: TinyModel, tmp_p
 
 
 def test_an_expert_without_tokens_is_calibrated_as_the_others(tiny_model: TinyModel, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(tiny_model("mixtral"), source)
+    source = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "source"))
     with changing(source) as tensors:
         router = next(name for name in tensors if name.endswith("0.block_sparse_moe.gate.weight"))
         tensors[router] = torch.zeros_like(tensors[router])  # all alike: every token goes to the same two experts
@@ -156,15 +155,13 @@ def test_layers_without_any_token_are_refused(
         run_stage(Fp8(**STATIC), tiny_model("llama"), tmp_path / "fp8")
 
 
-def test_inputs_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(tiny_model("llama"), source)
-    with changing(source) as tensors:
+def test_inputs_that_are_not_numbers(tmp_path: Path, model: Path) -> None:
+    with changing(model) as tensors:
         tensors["model.layers.1.mlp.up_proj.weight"].fill_(3e38)
     with pytest.raises(
         StageError, match=r"layers\.1\.mlp\.down_proj: the inputs of the layer are NaN or Inf.*do not fit float32"
     ):
-        run_stage(Fp8(**STATIC), source, tmp_path / "fp8")
+        run_stage(Fp8(**STATIC), model, tmp_path / "fp8")
 
 
 def test_conv1d_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -186,13 +183,11 @@ def test_experts_half_left_out(tiny_model: TinyModel, tmp_path: Path) -> None:
         run_stage(Fp8(exclude=("*.experts.0.*",)), tiny_model("mixtral"), tmp_path / "fp8")
 
 
-def test_weights_that_are_not_numbers(tiny_model: TinyModel, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(tiny_model("llama"), source)
-    with changing(source) as tensors:
+def test_weights_that_are_not_numbers(tmp_path: Path, model: Path) -> None:
+    with changing(model) as tensors:
         tensors["model.layers.1.mlp.up_proj.weight"][0] = torch.nan
     with pytest.raises(SourceError, match=r"up_proj\.weight: 64 of 8,192 weights are NaN or Inf"):
-        run_stage(Fp8(), source, tmp_path / "fp8")
+        run_stage(Fp8(), model, tmp_path / "fp8")
 
 
 @pytest.mark.parametrize(

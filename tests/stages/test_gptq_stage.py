@@ -2,7 +2,6 @@
 cannot work.
 """
 
-import shutil
 import weakref
 from pathlib import Path
 from threading import Event, current_thread
@@ -254,20 +253,18 @@ def test_hessian_that_no_damping_mends_is_an_error(
     assert not list((tmp_path / "q").glob("*.safetensors"))
 
 
-def test_activations_that_overflow_are_an_error(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(tiny_model("llama"), source)
-    tensors = {name: tensor.half() for name, tensor in load_file(source / "model.safetensors").items()}
+def test_activations_that_overflow_are_an_error(tmp_path: Path, model: Path, text: Calibration) -> None:
+    tensors = {name: tensor.half() for name, tensor in load_file(model / "model.safetensors").items()}
     tensors["model.layers.0.mlp.down_proj.weight"] *= 30_000
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    config = (source / "config.json").read_text().replace('"float32"', '"float16"')
-    (source / "config.json").write_text(config)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    config = (model / "config.json").read_text().replace('"float32"', '"float16"')
+    (model / "config.json").write_text(config)
     message = (
         r"layers.1.*: the inputs of the layer are NaN or Inf .* Activations do not fit float16. Put "
         r"`- cast: \{dtype: bfloat16\}`"
     )
     with pytest.raises(StageError, match=message):
-        run_stage(Gptq(calibration=text), source, tmp_path / "q")
+        run_stage(Gptq(calibration=text), model, tmp_path / "q")
 
 
 def test_text_that_is_too_short_is_an_error(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:

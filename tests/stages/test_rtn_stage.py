@@ -136,15 +136,13 @@ def test_report_counts_the_bits_of_the_written_file(tiny_model: TinyModel, tmp_p
     assert report.calibrated_on == ()
 
 
-def test_scales_have_the_dtype_of_the_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
-    source = tmp_path / "half"
-    shutil.copytree(tiny_model("llama"), source)
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    packed = quantize(source, tmp_path / "packed")
+def test_scales_have_the_dtype_of_the_weights(tmp_path: Path, model: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    packed = quantize(model, tmp_path / "packed")
     assert packed.tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == "BF16"
     assert packed.tensors["model.norm.weight"].dtype == "BF16"
-    in_gptq = quantize(source, tmp_path / "gptq", format="gptq")
+    in_gptq = quantize(model, tmp_path / "gptq", format="gptq")
     assert in_gptq.tensors["model.layers.0.mlp.up_proj.scales"].dtype == "F16"
 
 

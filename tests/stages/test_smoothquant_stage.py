@@ -43,8 +43,7 @@ def outliers(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
     """Return a llama that computes what the tiny one does, with two channels of each norm's output
     100 times larger.
     """
-    directory = tmp_path_factory.mktemp("outliers") / "llama"
-    shutil.copytree(tiny_model("llama"), directory)
+    directory = Path(shutil.copytree(tiny_model("llama"), tmp_path_factory.mktemp("outliers") / "llama"))
     with changing(directory) as tensors:
         for name, tensor in tensors.items():
             if "layernorm" in name:

@@ -71,8 +71,7 @@ def test_elements_that_the_next_norm_hardly_reads_do_not_decide(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration
 ) -> None:
     """One element of the hidden states is 100 times as large and read a hundredth as much, as in Gemma."""
-    source = tmp_path / "source"
-    shutil.copytree(tiny_model("qwen2"), source)
+    source = Path(shutil.copytree(tiny_model("qwen2"), tmp_path / "source"))
     with changing(source) as tensors:
         growth = torch.ones(tensors["model.norm.weight"].numel())
         growth[0] = 100
@@ -216,14 +215,12 @@ def test_zeros_of_pruning_and_layers_rounded_to_nearest_stay(
         assert torch.equal(weight, gptq[name]) == (name == kept)
 
 
-def test_a_model_in_bfloat16_learns(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
-    source = tmp_path / "half"
-    shutil.copytree(tiny_model("llama"), source)
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    config = (source / "config.json").read_text().replace('"float32"', '"bfloat16"')
-    (source / "config.json").write_text(config)
-    report = quantize(source, tmp_path / "learned", few, scale_steps=4)
+def test_a_model_in_bfloat16_learns(tmp_path: Path, model: Path, few: Calibration) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    config = (model / "config.json").read_text().replace('"float32"', '"bfloat16"')
+    (model / "config.json").write_text(config)
+    report = quantize(model, tmp_path / "learned", few, scale_steps=4)
     assert all(after < 0.95 * before for before, after in report.details["block_losses"].values())
     before, after = report.details["divergence"]
     assert after < before

@@ -43,8 +43,7 @@ def test_a_wrong_layer_is_found_in_its_block_alone(packed: Path, tmp_path: Path)
     assert len(right) == len(states) - 1
     assert max(right) < 0.1
     assert problem_of(right) == ""
-    wrong = tmp_path / "wrong"
-    shutil.copytree(packed, wrong)
+    wrong = Path(shutil.copytree(packed, tmp_path / "wrong"))
     with changing(wrong) as tensors:
         layer = f"model.layers.{len(right) - 1}.mlp.down_proj"
         for leaf in ("weight_packed", "weight_scale"):

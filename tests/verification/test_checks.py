@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,20 +139,18 @@ def test_a_tokenizer_that_is_lost_or_damaged(model: Path, tmp_path: Path) -> Non
     assert broken(published(model, tmp_path / "two"))["tokenizer"] == "there is no tokenizer"
 
 
-def test_shards_and_their_index(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_shards_and_their_index(tiny_model: TinyModel, tmp_path: Path, model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    sharded = tmp_path / "sharded"
-    shutil.copytree(tiny_model("llama"), sharded)
-    (sharded / "model.safetensors").unlink()
-    AutoModelForCausalLM.from_pretrained(tiny_model("llama")).save_pretrained(sharded, max_shard_size="200KB")
-    assert broken(published(sharded, tmp_path / "whole")) == {}
-    path = sharded / "model.safetensors.index.json"
+    (model / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(tiny_model("llama")).save_pretrained(model, max_shard_size="200KB")
+    assert broken(published(model, tmp_path / "whole")) == {}
+    path = model / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     norm = index["weight_map"].pop("model.norm.weight")
     index["weight_map"]["model.extra.weight"] = norm
     path.write_text(json.dumps(index))
-    found = broken(published(sharded, tmp_path / "mixed"))
+    found = broken(published(model, tmp_path / "mixed"))
     assert f"model.extra.weight is not in {norm}; model.norm.weight in {norm} is not in {path.name}" in found["weights"]
 
 

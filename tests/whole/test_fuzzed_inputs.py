@@ -61,8 +61,7 @@ def sharded(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> 
     """Return a model in two files with an index."""
     from safetensors.torch import load_file, save_file
 
-    target = tmp_path_factory.mktemp("sharded") / "model"
-    shutil.copytree(tiny_model("llama"), target)
+    target = Path(shutil.copytree(tiny_model("llama"), tmp_path_factory.mktemp("sharded") / "model"))
     tensors = load_file(target / "model.safetensors")
     (target / "model.safetensors").unlink()
     places = {name: f"model-{1 + index % 2:05}-of-00002.safetensors" for index, name in enumerate(tensors)}
