@@ -12,14 +12,12 @@ from optkit.model.conversions import rewritten_tensor
 from optkit.model.shape import ModelShape, TensorInfo
 from optkit.model.unfound import refuse_unfound
 from optkit.model.unrotated import refuse_unrotated
-from optkit.plan import make_plan
-from optkit.recipe.recipe import load_recipe
 from optkit.stage import Context
 from optkit.stages.fp8 import Fp8
 from optkit.stages.kv_scales import KvScales
 from optkit.stages.rotate import Rotate
 from optkit.stages.rtn import Rtn
-from optkit.store.store import Store
+from tests.support.planning import plan_of
 from tests.support.running import run_stage
 from tests.zoo.models import save_model
 
@@ -118,7 +116,7 @@ def test_plan_and_run_refuse_the_same(kind: str, stage: Any, tmp_path: Path) -> 
         f"model: {source}\nstages:\n- {stage.kind}: {stage.model_dump_json()}\n", encoding="utf-8"
     )
     with pytest.raises(OptkitError, match=rf"^{stage.kind}"):
-        make_plan(load_recipe(file).pinned(None), Store(tmp_path / "store"), "cpu")
+        plan_of(file, tmp_path / "store")
 
 
 def test_a_gate_beside_the_queries_keeps_the_heads_as_they_are(tmp_path: Path) -> None:

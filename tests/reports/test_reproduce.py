@@ -107,7 +107,6 @@ def test_another_stage_than_before_is_found_and_told(
 
 def _shifted(run: Callable[..., Any]) -> Callable[..., Any]:
     def shifted(stage: Rtn, source: Path, target: Path, context: Any) -> Any:
-
         report = run(stage, source, target, context)
         with changing(target) as tensors:
             tensors["model.norm.weight"][3] += 0.25

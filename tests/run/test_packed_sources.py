@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 import optkit
 from optkit.artifact import read_artifact, recorded_recipe
 from optkit.errors import RecipeError, SourceError, StageError
-from optkit.plan import Plan, make_plan
-from optkit.recipe import load_recipe
+from optkit.plan import Plan
 from optkit.stages.rtn import Rtn
 from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.support.changes import change_json
 from tests.support.packed_models import fp8, rewritten, save_packed
+from tests.support.planning import plan_of
 from tests.support.running import run_stage
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
@@ -40,8 +40,9 @@ def packed(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def plan(tmp_path: Path, model: Path, *stages: Any) -> Plan:
-    recipe = load_recipe({"name": "r", "model": str(model), "stages": list(stages), "evals": ["footprint"]})
-    return make_plan(recipe.pinned(None), Store(tmp_path / "store"), "cpu")
+    return plan_of(
+        {"name": "r", "model": str(model), "stages": list(stages), "evals": ["footprint"]}, tmp_path / "store"
+    )
 
 
 def kinds(plan: Plan) -> list[str]:

@@ -11,12 +11,10 @@ from transformers import AutoConfig, PreTrainedConfig
 from optkit.errors import MissingPackageError, StageError
 from optkit.model.compiling import RECOMPILE_LIMIT
 from optkit.model.shape import ModelShape
-from optkit.plan import make_plan
-from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.settings import attention
 from optkit.settings.attention import Attention
-from optkit.store.store import Store
+from tests.support.planning import plan_of
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
@@ -67,9 +65,8 @@ def test_flash_attention_3_needs_its_package_and_a_hopper_gpu(monkeypatch: pytes
 
 
 def test_flash_attention_is_refused_at_plan_time(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    recipe = load_recipe({"model": str(tiny_model("llama")), "stages": ["flash_attention_2"]})
     with pytest.raises(StageError, match="flash_attention_2 does not run on cpu"):
-        make_plan(recipe.pinned(None), Store(tmp_path), "cpu")
+        plan_of({"model": str(tiny_model("llama")), "stages": ["flash_attention_2"]}, tmp_path)
 
 
 def test_flash_attention_needs_half_precision() -> None:

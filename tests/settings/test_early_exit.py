@@ -12,14 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from optkit.errors import StageError
 from optkit.measure import EvalContext
-from optkit.plan import make_plan
-from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.session.torch_session import TorchSession
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
-from optkit.store.store import Store
 from tests.conftest import TinyModel
+from tests.support.planning import plan_of
 
 PROMPTS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7], [1, 2, 3, 1, 2, 3, 1, 2]])
 NORMS = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm", "gptj": "transformer.ln_f"}
@@ -111,16 +109,11 @@ def test_more_layers_than_there_are(tiny_model: TinyModel, tmp_path: Path) -> No
         r"^speculative: early_exit: 3 leaves nothing out: the model has 3 layers\. The first.*Set "
         r"early_exit to at most 2\.$"
     )
-    recipe = load_recipe({"model": str(tiny_model("llama")), "stages": [{"speculative": {"early_exit": 3}}]})
     with pytest.raises(StageError, match=message):
-        make_plan(recipe.pinned(None), Store(tmp_path), "cpu")
+        plan_of({"model": str(tiny_model("llama")), "stages": [{"speculative": {"early_exit": 3}}]}, tmp_path)
     with pytest.raises(StageError, match=message):
         exiting(tiny_model("llama"), 3)
-    make_plan(
-        load_recipe({"model": str(tiny_model("llama")), "stages": [{"speculative": {"early_exit": 2}}]}).pinned(None),
-        Store(tmp_path),
-        "cpu",
-    )
+    plan_of({"model": str(tiny_model("llama")), "stages": [{"speculative": {"early_exit": 2}}]}, tmp_path)
 
 
 def test_an_architecture_whose_layers_need_each_other(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,10 @@ from pydantic import ValidationError
 
 from optkit.errors import StageError
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.plan import make_plan
-from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.settings import precision
 from optkit.settings.precision import Precision
-from optkit.store.store import Store
+from tests.support.planning import plan_of
 
 TOKENS = torch.arange(24).reshape(2, 12)
 
@@ -128,8 +126,7 @@ def test_a_plan_refuses_it_for_the_model_that_the_stages_leave(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     def plan(*stages: object) -> None:
-        recipe = load_recipe({"model": str(tiny_model("llama")), "stages": list(stages)})
-        make_plan(recipe.pinned(None), Store(tmp_path), "cpu")
+        plan_of({"model": str(tiny_model("llama")), "stages": list(stages)}, tmp_path)
 
     plan({"precision": "autocast"})
     with pytest.raises(StageError, match="the weights are bfloat16"):

@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
-from optkit.plan import make_plan
-from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.session.speculation import PromptLookup
 from optkit.session.torch_session import TorchSession
@@ -21,8 +19,8 @@ from optkit.settings.compile import Compile
 from optkit.settings.kv_cache import KvCache
 from optkit.settings.speculative import Speculative
 from optkit.source.tokenizer import refuse_other_tokens
-from optkit.store.store import Store
 from tests.conftest import TinyModel
+from tests.support.planning import plan_of
 
 PROMPTS = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7], [1, 2, 3, 1, 2, 3, 1, 2]])
 
@@ -139,9 +137,8 @@ def test_windows_and_linear_attention_are_refused(tiny_model: TinyModel, tmp_pat
         r"^speculative: the model.s layers have windows of their own\. .*taken out of the KV cache "
         r"again.*Take it out for this"
     )
-    recipe = load_recipe({"model": str(tiny_model("gemma3")), "stages": [{"speculative": {"prompt_lookup": 3}}]})
     with pytest.raises(StageError, match=message):
-        make_plan(recipe.pinned(None), Store(tmp_path), "cpu")
+        plan_of({"model": str(tiny_model("gemma3")), "stages": [{"speculative": {"prompt_lookup": 3}}]}, tmp_path)
     with pytest.raises(StageError, match=r"the KV cache has layers of another kind: DynamicSlidingWindowLayer"):
         speculating(tiny_model("gemma3"), prompt_lookup=3)
 
@@ -163,9 +160,8 @@ def test_a_compiled_step_is_refused(tiny_model: TinyModel, monkeypatch: pytest.M
 
 
 def refused(model: Path, draft: Path, store: Path) -> str:
-    recipe = load_recipe({"model": str(model), "stages": [{"speculative": {"draft": str(draft)}}]})
     with pytest.raises(StageError) as caught:
-        make_plan(recipe.pinned(None), Store(store), "cpu")
+        plan_of({"model": str(model), "stages": [{"speculative": {"draft": str(draft)}}]}, store)
     return str(caught.value)
 
 
@@ -211,8 +207,9 @@ def test_a_draft_that_is_no_directory(tiny_model: TinyModel, tmp_path: Path, mon
 
 def test_the_draft_is_part_of_the_key(tiny_model: TinyModel, pruned: Path, tmp_path: Path) -> None:
     def key() -> str:
-        recipe = load_recipe({"model": str(tiny_model("llama")), "stages": [{"speculative": {"draft": str(pruned)}}]})
-        return make_plan(recipe.pinned(None), Store(tmp_path / "store"), "cpu").artifact_key
+        return plan_of(
+            {"model": str(tiny_model("llama")), "stages": [{"speculative": {"draft": str(pruned)}}]}, tmp_path / "store"
+        ).artifact_key
 
     before = key()
     assert key() == before

@@ -6,13 +6,11 @@ import torch
 
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.gguf_file import read_gguf
-from optkit.plan import make_plan
 from optkit.progress import SilentProgress
-from optkit.recipe.recipe import load_recipe
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape
-from optkit.store.store import Store
 from tests.support.gguf_files import save_gguf
+from tests.support.planning import plan_of
 
 gguf = pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
 
@@ -93,19 +91,16 @@ class TestImport:
 
 
 def test_a_plan_counts_the_unpacking_of_the_largest_tensor(llama_file, tmp_path):
-    recipe = load_recipe({"name": "r", "model": str(llama_file), "stages": [{"cast": {"dtype": "bfloat16"}}]})
-    step = make_plan(recipe.pinned(None), Store(tmp_path), "cpu").steps[0]
+    step = plan_of(
+        {"name": "r", "model": str(llama_file), "stages": [{"cast": {"dtype": "bfloat16"}}]}, tmp_path
+    ).steps[0]
     largest = max(info.size_bytes for info in checkpoint_shape(read_gguf(llama_file)).tensors.values())
     assert step.cost.ram_bytes == step.size_bytes + 3 * largest
 
 
 def test_the_size_of_the_file_itself_is_told(models, tmp_path):
     file = save_gguf(models["llama"], tmp_path / "model.gguf", "llama", "Q4_1")
-    plan = make_plan(
-        load_recipe({"model": str(file), "stages": ["rtn"], "evals": ["footprint"]}).pinned(None),
-        Store(tmp_path / "s"),
-        "cpu",
-    )
+    plan = plan_of({"model": str(file), "stages": ["rtn"], "evals": ["footprint"]}, tmp_path / "s")
     (note,) = plan.steps[0].cost.notes
     assert note.startswith("the file model.gguf itself has ")
     assert note.endswith(" of float32 that it is unpacked to")
@@ -114,7 +109,5 @@ def test_the_size_of_the_file_itself_is_told(models, tmp_path):
 def test_a_gate_on_size_that_cannot_pass_is_in_the_plan(models, tmp_path):
     recipe = {"model": str(models["llama"]), "stages": [{"rtn": {"bits": 8}}], "evals": ["footprint"]}
     for limit, doomed in (("<= 0.1x", 1), ("<= 1x", 0)):
-        plan = make_plan(
-            load_recipe({**recipe, "gates": {"size_bytes": limit}}).pinned(None), Store(tmp_path / "s"), "cpu"
-        )
+        plan = plan_of({**recipe, "gates": {"size_bytes": limit}}, tmp_path / "s")
         assert len(plan.doomed) == doomed

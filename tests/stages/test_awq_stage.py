@@ -266,7 +266,6 @@ def test_fields_that_the_format_awq_has_not(tmp_path: Path, fields: str, said: s
 
 
 def test_inputs_that_are_not_finite_are_refused(tmp_path: Path, model: Path, text: Calibration) -> None:
-
     with changing(model) as tensors:
         tensors["model.layers.0.mlp.up_proj.weight"] *= 1e30
         tensors["model.layers.0.mlp.gate_proj.weight"] *= 1e30

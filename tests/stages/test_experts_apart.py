@@ -11,8 +11,6 @@ from optkit.errors import StageError
 from optkit.model.apart import CheckpointApart, parts_of
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.inventory import take_inventory
-from optkit.plan import make_plan
-from optkit.recipe.recipe import load_recipe
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
 from optkit.stages.auto_bits import AutoBits
@@ -21,7 +19,7 @@ from optkit.stages.gptq import Gptq
 from optkit.stages.int8 import Int8
 from optkit.stages.qat import Qat
 from optkit.stages.rtn import Rtn
-from optkit.store.store import Store
+from tests.support.planning import plan_of
 from tests.support.predictions import predicted
 from tests.support.running import run_stage
 from tests.support.vision_models import save_vision_model
@@ -73,7 +71,7 @@ def test_floats_of_experts_that_lie_one_by_one_are_refused(tmp_path: Path) -> No
         recipe.write_text(f"model: {target}\nstages: [{{{stages}}}]", encoding="utf-8")
         said = r"experts\.0\..*: its float weights would lie expert by expert\. .* a float llama4_text joined\. Start"
         with pytest.raises(StageError, match=said):
-            make_plan(load_recipe(recipe).pinned(None), Store(tmp_path / "store"), "cpu")
+            plan_of(recipe, tmp_path / "store")
 
 
 def test_an_expert_counts_the_tokens_that_the_router_sends_to_it(tmp_path: Path) -> None:

@@ -11,14 +11,12 @@ from optkit.errors import MissingPackageError, StageError
 from optkit.execute import check_packages
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
-from optkit.plan import make_plan
-from optkit.recipe.recipe import load_recipe
 from optkit.stages.gguf import Gguf
-from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.stages.test_gguf_stage import WRITTEN, YARN, save
 from tests.support.changes import changing
 from tests.support.packed_models import save_packed
+from tests.support.planning import plan_of
 from tests.support.running import run_stage
 
 pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
@@ -121,7 +119,6 @@ def test_weights_that_are_no_codes(tiny_model: TinyModel, tmp_path: Path) -> Non
 
 
 def test_rows_that_are_not_those_of_config_json(tmp_path: Path) -> None:
-
     source = save("llama", tmp_path / "source")
     with changing(source) as held:
         held["model.layers.0.self_attn.q_proj.weight"] = held["model.layers.0.self_attn.q_proj.weight"][1:].contiguous()
@@ -130,7 +127,6 @@ def test_rows_that_are_not_those_of_config_json(tmp_path: Path) -> None:
 
 
 def test_numbers_beyond_float16(tmp_path: Path) -> None:
-
     source = save("llama", tmp_path / "source")
     with changing(source) as held:
         held["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5
@@ -144,7 +140,7 @@ def test_what_evals_of_a_file_need_is_said_before_it_is_made(
     monkeypatch.setattr("optkit.execute.unmet", lambda needs: [need for need in needs if need.startswith("llama")])
     asked = {"model": str(tiny_model("llama")), "stages": ["gguf"]}
     for evals in ([], ["footprint"]):
-        plan = make_plan(load_recipe(asked | {"evals": evals}).pinned(None), Store(tmp_path / "store"), "cpu")
+        plan = plan_of(asked | {"evals": evals}, tmp_path / "store")
         if not evals:
             check_packages(plan)
             continue

@@ -19,6 +19,7 @@ from optkit.stages.smoothquant import SmoothQuant
 from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.support.changes import changed_copy
+from tests.support.planning import plan_of
 from tests.support.recovering import RECOVER, recipe, run, short_training
 
 
@@ -162,9 +163,7 @@ def test_formats_follow_what_it_reads(tmp_path: Path, tiny_model: TinyModel) -> 
         ((RECOVER, "rtn"), ["checkpoint", "checkpoint", "quantized"]),
         (("rtn: {group_size: 32}", RECOVER, "compile"), ["checkpoint", "quantized", "adapted"]),
     ):
-        plan = make_plan(
-            load_recipe(recipe(tmp_path, tiny_model("llama"), *stages)).pinned(None), Store(tmp_path / "store"), "cpu"
-        )
+        plan = plan_of(recipe(tmp_path, tiny_model("llama"), *stages), tmp_path / "store")
         assert [step.format for step in plan.steps] == formats
 
 
@@ -185,9 +184,7 @@ def test_an_adapted_model_takes_no_second_adapter(
 
 def test_it_needs_peft(tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optkit.execute.unmet", lambda needs: [need for need in needs if need.startswith("peft")])
-    plan = make_plan(
-        load_recipe(recipe(tmp_path, tiny_model("llama"), RECOVER)).pinned(None), Store(tmp_path / "store"), "cpu"
-    )
+    plan = plan_of(recipe(tmp_path, tiny_model("llama"), RECOVER), tmp_path / "store")
     with pytest.raises(
         MissingPackageError,
         match="lora_recover: the package `peft>=0.18` is not installed. Run: pip install 'peft>=0.18'",

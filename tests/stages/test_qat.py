@@ -127,7 +127,6 @@ def stored(directory: Path, bits: int) -> dict[str, Tensor]:
 
 
 def _widened(weight: Any) -> Tensor:
-
     return replace(weight, scales=weight.scales.float()).dequantize()
 
 

@@ -17,11 +17,8 @@ from optkit.errors import StageError
 from optkit.model.attention_choice import EAGER
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape, TensorInfo
-from optkit.plan import make_plan
 from optkit.progress import SilentProgress
-from optkit.recipe.recipe import load_recipe
 from optkit.stages.distill import Distill
-from optkit.store.store import Store
 from optkit.training.data import split
 from optkit.training.loop import Loop
 from optkit.training.objective import LossWeights, Objective
@@ -31,6 +28,7 @@ from optkit.training.teacher import LiveTeacher
 from optkit.training.training_options import TrainingOptions
 from tests.support.crossed import crossed
 from tests.support.live_memory import LiveBytes
+from tests.support.planning import plan_of
 from tests.support.tiny_models import CONFIGS, save_tiny_model
 
 BATCH, LENGTH = 4, 128
@@ -211,8 +209,7 @@ def test_the_teacher_of_a_pruned_student_is_the_whole_model(
     pruned = {"remove_layers": [1, 2, 3], "calibration": "python-reference"}
     fields = {"precision": "float32", "sequence_length": 8, "texts": ["python-reference"]}
     stages: list[Any] = [{"prune_structured": pruned}, {kind: fields}]
-    recipe = load_recipe({"name": "r", "model": str(source), "stages": stages})
-    cost = make_plan(recipe.pinned(None), Store(tmp_path), "cpu").steps[-1].cost
+    cost = plan_of({"name": "r", "model": str(source), "stages": stages}, tmp_path).steps[-1].cost
     whole = 4 * Checkpoint(source).shape.elements
     assert whole <= cost.by_kind["teacher"] < 1.01 * whole
     assert cost.by_kind["weights" if kind == "distill" else "frozen weights"] < 0.8 * whole

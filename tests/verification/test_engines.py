@@ -251,7 +251,6 @@ def test_transformers_gives_the_logits_of_transformers(tiny_model: TinyModel, tm
 def test_transformers_refuses_with_its_own_words(
     tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     monkeypatch.setattr("optkit.verification.engines.Child", child_of)
     directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     with changing(directory) as held:

@@ -12,15 +12,14 @@ import torch
 
 from optkit.errors import RecipeError, SourceError
 from optkit.model.safetensors_file import read_header
-from optkit.plan import make_plan
 from optkit.recipe.recipe import load_recipe
 from optkit.source.directory import check_directory
 from optkit.source.models import ModelSource, pin_model
 from optkit.source.texts import TextSource
-from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.support.changes import change_json, changing
 from tests.support.fresh_python import python
+from tests.support.planning import plan_of
 
 
 @pytest.mark.parametrize(
@@ -138,9 +137,8 @@ def test_a_weight_that_stages_do_not_read(model: Path, stage: str, dtype: torch.
     with changing(model) as tensors:
         name = "model.layers.1.mlp.down_proj.weight" if dtype else "lm_head.weight"
         tensors[name] = tensors[name].to(dtype) if dtype else torch.tensor(1.0)
-    recipe = load_recipe({"name": "r", "model": str(model), "stages": [stage]})
     with pytest.raises(SourceError, match=said):
-        make_plan(recipe.pinned(None), Store(model / "store"), "cpu")
+        plan_of({"name": "r", "model": str(model), "stages": [stage]}, model / "store")
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "notes"])

@@ -19,16 +19,14 @@ from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.gguf_file import read_gguf
 from optkit.model.pooling import read_pooling
 from optkit.model.safetensors_file import read_header
-from optkit.plan import make_plan
-from optkit.recipe.recipe import load_recipe
 from optkit.source.calibration import load_tokenizer
 from optkit.source.directory import check_directory
 from optkit.source.gguf_llama import checkpoint_shape
 from optkit.source.tokenizer import refuse_other_tokens
-from optkit.store.store import Store
 from tests.conftest import TinyModel
 from tests.support import mutations
 from tests.support.fuzzing import Changed, damages, read_or_refused
+from tests.support.planning import plan_of
 from tests.support.running import run_stage
 
 HEADER = {"a.weight": ("F32", (4, 8), 128), "b": ("BF16", (3,), 6), "c": ("I8", (), 1), "d": ("F4", (2, 4), 4)}
@@ -101,7 +99,7 @@ def planned(model: Path, store: Path) -> None:
     ):
         text = f"model: {json.dumps(str(model))}\nstages: [{stage}]\nevals: [footprint, perplexity, throughput]\n"
         try:
-            make_plan(load_recipe(text).pinned(None), Store(store), "cpu")
+            plan_of(text, store)
         except OptkitError:
             continue
 
