@@ -1,6 +1,7 @@
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,25 @@ def test_no_directory(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "absent")
 
 
-def test_no_config(model: Path) -> None:
-    (model / "config.json").unlink()
-    with pytest.raises(SourceError, match=r"there is no config\.json"):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda model: (model / "config.json").unlink(), r"there is no config\.json"),
+        (lambda model: (model / "model.safetensors").unlink(), "there are no weights"),
+        (
+            lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
+            r"the weights are pickles \(pytorch_model\.bin\)",
+        ),
+        (lambda model: (model / INDEX).write_text("{}"), "is not an index"),
+        (
+            lambda model: (model / "model.safetensors").write_bytes(b"\4" + bytes(7) + b"abcd" + bytes(100)),
+            "the header is not safetensors",
+        ),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(model: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(model)
+    with pytest.raises(SourceError, match=message):
         Checkpoint(model)
 
 
@@ -114,29 +131,11 @@ def test_broken_config(model: Path, text: str, message: str) -> None:
         _ = Checkpoint(model).config
 
 
-def test_no_weights(model: Path) -> None:
-    (model / "model.safetensors").unlink()
-    with pytest.raises(SourceError, match="there are no weights"):
-        Checkpoint(model)
-
-
-def test_only_pickles(model: Path) -> None:
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-    with pytest.raises(SourceError, match=r"the weights are pickles \(pytorch_model\.bin\)"):
-        Checkpoint(model)
-
-
 @pytest.mark.parametrize("keep", [-100, 2000, 5])
 def test_truncated_file(model: Path, keep: int) -> None:
     file = model / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(SourceError, match=r"header asks for|not a whole safetensors file"):
-        Checkpoint(model)
-
-
-def test_header_that_is_not_json(model: Path) -> None:
-    (model / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"abcd" + bytes(100))
-    with pytest.raises(SourceError, match="the header is not safetensors"):
         Checkpoint(model)
 
 
@@ -207,12 +206,6 @@ def test_a_tensor_in_two_shards(model: Path) -> None:
 def test_files_of_weights_that_nothing_reads_are_known(model: Path) -> None:
     save_file({"head": torch.zeros(2)}, model / "value_head.safetensors")
     assert Checkpoint(model).unnamed == ("value_head.safetensors",)
-
-
-def test_broken_index(model: Path) -> None:
-    (model / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(SourceError, match="is not an index"):
-        Checkpoint(model)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,6 +1,7 @@
 """The skeleton over files that are not as transformers writes them today, or that are wrong."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,17 +90,23 @@ def test_an_expert_that_is_missing_is_named(tiny_model, tmp_path: Path) -> None:
         Skeleton(Checkpoint(directory))
 
 
-def test_shapes_that_differ_from_the_config(tiny_model, tmp_path: Path) -> None:
-    directory = changed_copy(tiny_model("llama"), tmp_path, intermediate_size=256)
-    with pytest.raises(SourceError, match=r"9 of 29 tensors have another shape .*is \[64, 128\], not \[64, 256\]"):
-        Skeleton(Checkpoint(directory))
-
-
-def test_a_tied_tensor_of_another_shape_is_named_once(tiny_model, tmp_path: Path) -> None:
-    directory = changed_copy(tiny_model("llama"), tmp_path, vocab_size=600)
-    with pytest.raises(
-        SourceError, match=r"says: model.embed_tokens.weight is \[512, 64\], not \[600, 64\]\. See that"
-    ):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"intermediate_size": 256}, r"9 of 29 tensors have another shape .*is \[64, 128\], not \[64, 256\]"),
+        ({"vocab_size": 600}, r"says: model.embed_tokens.weight is \[512, 64\], not \[600, 64\]\. See that"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"the model is quantized already \(gptq\)"),
+        (
+            {"model_type": "not_a_model", "architectures": ["NotAModelForCausalLM"]},
+            r"transformers cannot build NotAModelForCausalLM\. .*not_a_model",
+        ),
+        ({"hidden_act": "nosuch"}, r"cannot build LlamaForCausalLM\. KeyError: 'nosuch'\. Take config.json from"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_the_config(tiny_model, tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    directory = changed_copy(tiny_model("llama"), tmp_path, **config)
+    with pytest.raises(SourceError, match=message):
         Skeleton(Checkpoint(directory))
 
 
@@ -116,33 +123,11 @@ def test_weights_that_overflow_the_dtype(tiny_model, tmp_path: Path) -> None:
         Skeleton(Checkpoint(directory), torch.float16).load_outside_("cpu")
 
 
-def test_quantized_models_are_refused(tiny_model, tmp_path: Path) -> None:
-    directory = changed_copy(tiny_model("llama"), tmp_path, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(SourceError, match=r"the model is quantized already \(gptq\)"):
-        Skeleton(Checkpoint(directory))
-
-
 def test_an_attention_that_the_architecture_does_not_have(tiny_model) -> None:
     with pytest.raises(
         SourceError, match=r"transformers cannot build GptOssForCausalLM\. .*scaled_dot_product_attention"
     ):
         Skeleton(Checkpoint(tiny_model("gpt_oss")), attention="sdpa")
-
-
-def test_an_architecture_that_transformers_does_not_know(tiny_model, tmp_path: Path) -> None:
-    directory = changed_copy(
-        tiny_model("llama"), tmp_path, model_type="not_a_model", architectures=["NotAModelForCausalLM"]
-    )
-    with pytest.raises(SourceError, match=r"transformers cannot build NotAModelForCausalLM\. .*not_a_model"):
-        Skeleton(Checkpoint(directory))
-
-
-def test_a_value_that_transformers_does_not_know(tiny_model, tmp_path: Path) -> None:
-    directory = changed_copy(tiny_model("llama"), tmp_path, hidden_act="nosuch")
-    with pytest.raises(
-        SourceError, match=r"cannot build LlamaForCausalLM\. KeyError: 'nosuch'\. Take config.json from"
-    ):
-        Skeleton(Checkpoint(directory))
 
 
 def test_weights_that_transformers_rewrites_are_refused(tiny_model, tmp_path: Path) -> None:
