@@ -77,12 +77,17 @@ def cell_text(cell: Cell | None, column: Column) -> CellText:
     return CellText(value, ratio, interval, cell.change)
 
 
+def of_one_model(entries: Sequence[Entry]) -> bool:
+    """Say whether all ratios are to one unmodified model."""
+    return len({entry.model for entry in entries}) == 1
+
+
 def unmodified_cells(comparison: Comparison, group: Group, columns: list[Column]) -> list[CellText] | None:
     """Return the line of the unmodified model, None if there are several or nothing is known of it.
     A timing is the mean of all measurements of it.
     """
     entries = comparison.members(group)
-    if len({entry.model for entry in entries}) > 1:
+    if not of_one_model(entries):
         return None
 
     def mean(key: str) -> float | None:
@@ -191,7 +196,8 @@ def legend(comparison: Comparison, group: Group) -> str:
     standings = {standing(entry) for entry in entries}
     pick = f"Pick: of those that pass, the best by {comparison.best}." if comparison.best else f"Pick: {near}."
     words = [
-        "x: ratio to the unmodified model, behind it its 95% interval. ↓: less is better, ↑: more.",
+        f"x: ratio to {'the' if of_one_model(entries) else 'its own'} unmodified model, behind it its 95% interval. "
+        "↓: less is better, ↑: more.",
         f"Behind: another is at least as good in {axes} and measurably better in one; the others are the front."
         if len(group.entries) > 1
         else "",

@@ -45,6 +45,9 @@ def test_ratios_to_several_unmodified_models_are_told() -> None:
         "ratios are to 2 unmodified models: good of small; big, huge of large@sha256:0a0a0a0a0a0a",
     )
     assert compared(*others).notes == ()
+    several, one = compared(GOOD, *others), compared(*others)
+    assert legend(several, several.groups[0]).startswith("x: ratio to its own unmodified model,")
+    assert legend(one, one.groups[0]).startswith("x: ratio to the unmodified model,")
 
 
 def test_what_fails_is_not_the_best_of_an_axis() -> None:

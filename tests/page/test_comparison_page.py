@@ -169,6 +169,13 @@ def test_a_logarithmic_scale_has_ticks_on_both_sides_of_all_values(values: tuple
     assert scale == {"type": "log", "domain": [ticks[0], ticks[-1]], "ticks": ticks}
 
 
+def test_of_several_unmodified_models_none_is_drawn() -> None:
+    page = Page(comparison_page(compared(made("a", 0.1), made("b", 0.2, model="other"))))
+    marks = [mark for name, chart in page.charts.items() if name.startswith("against-") for mark in chart["marks"]]
+    assert {record["label"] for mark in marks if mark["kind"] == "dot" for record in mark["data"]} == {"a", "b"}
+    assert "diamond" not in page.attributes("class")
+
+
 def test_the_unmodified_model_has_one_shape_in_the_chart_and_its_legend(page: Page) -> None:
     dots = [mark["options"] for mark in page.charts["against-0-0"]["marks"] if mark["kind"] == "dot"]
     assert [each["fill"] for each in dots if each.get("symbol") == "diamond"] == ["var(--orange)"]

@@ -13,8 +13,8 @@ from optkit.scorecard import Scorecard
 READ = "Resident memory of the run and of the processes that it started"
 ON_GPU = " On the GPU it is what torch allocated in the run's own process; that of other processes is not counted."
 COLOURS: dict[str, Colour] = {"": "grey", **dict(MODELS)}
-LETTER = 0.018
-"""About the share of a chart's width that a letter takes; a phase that has no room for its name has none."""
+LETTER = 0.025
+"""About the share of a chart's width that a letter takes on a phone; a phase that has no room for its name has none."""
 
 
 def memory(scorecard: Scorecard) -> list[Chart]:

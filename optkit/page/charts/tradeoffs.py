@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from optkit.comparison import Column, Comparison, Entry, Floor, Group
-from optkit.comparison.table import field_text, heading, standing
+from optkit.comparison.table import field_text, heading, of_one_model, standing
 from optkit.page.charts.chart import Chart, Colour, Key, Mark, log_scale, paint
 from optkit.recipe.gates import Verdict
 from optkit.scorecard import format_ratio, format_value
@@ -59,7 +59,9 @@ class Side:
         return {name: value, f"{name}_low": low, f"{name}_high": high, f"{name}_text": words}
 
     def unmodified(self, entries: Sequence[Entry]) -> float | None:
-        """Return the number of the unmodified model, as the first entry has it."""
+        """Return the number of the unmodified model, as the first entry has it; None if there are several."""
+        if not of_one_model(entries):
+            return None
         found = (cell for each in entries if (cell := each.cell(self.column.key)) and cell.baseline is not None)
         return next((1.0 if self.by_ratio else cell.baseline for cell in found), None)
 
@@ -92,9 +94,8 @@ def _columns(comparison: Comparison, group: Group) -> list[Column]:
 
 def _side(column: Column, entries: Sequence[Entry]) -> Side:
     cells = [cell for each in entries if (cell := each.cell(column.key)) and cell.value is not None]
-    one_model = len({each.model for each in entries}) == 1
     paired = all(cell.ratio is not None for cell in cells) and any(cell.ratio_interval for cell in cells)
-    return Side(column, one_model and paired)
+    return Side(column, of_one_model(entries) and paired)
 
 
 def _chart(comparison: Comparison, entries: Sequence[Entry], x: Side, y: Side, name: str) -> Chart | None:
