@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from optkit.common.own_files import OWN_FILES
 from optkit.errors import ResourceError, StageError
 from optkit.model import writer as writer_module
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.writer import CheckpointWriter, copy_companions, disk_space_for, write_config
+from tests.support.opened import transformers_logits
 
 
 def copy_model(source: Path, target: Path, shard_bytes: int) -> None:
@@ -31,9 +32,8 @@ def test_transformers_opens_the_copy(tiny_model, tmp_path: Path, shard_bytes: in
     source = tiny_model("llama")
     copy_model(source, tmp_path, shard_bytes)
     tokens = AutoTokenizer.from_pretrained(tmp_path)("def add(left, right):", return_tensors="pt").input_ids
-    with torch.no_grad():
-        want = AutoModelForCausalLM.from_pretrained(source)(tokens).logits
-        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, want)
+    want = transformers_logits(source, tokens)
+    assert torch.equal(transformers_logits(tmp_path, tokens), want)
 
 
 def test_one_shard_has_the_plain_name_and_the_format(tmp_path: Path) -> None:

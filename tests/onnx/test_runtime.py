@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
 from optkit.errors import MissingPackageError, OptkitError, ResourceError, SourceError
 from optkit.model.onnx_file import OnnxFile
@@ -26,6 +25,7 @@ from optkit.stage import Opening
 from tests.support.handmade_decoder import VOCABULARY, expected, handmade
 from tests.support.near import near
 from tests.support.onnx_changes import change_graph
+from tests.support.opened import transformers_logits
 
 TinyOnnx = Callable[[str, str], Path]
 TOLERANCE = {"float": 1e-5, "float16": 5e-3, "bfloat16": 5e-2}
@@ -73,8 +73,7 @@ def test_a_prompt_and_ten_steps_are_one_long_sequence(tiny_onnx: TinyOnnx, preci
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_logits_are_those_of_torch(tiny_onnx: TinyOnnx, tiny_model: Callable[[str], Path], kind: str) -> None:
     tokens = some_tokens(2, 40)
-    with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(tiny_model(kind), dtype=torch.float32)(tokens).logits
+    theirs = transformers_logits(tiny_model(kind), tokens, dtype=torch.float32)
     assert near(OnnxRunner(tiny_onnx(kind, "fp32")).logits(tokens), theirs)
 
 

@@ -10,6 +10,7 @@ from optkit.progress import SilentProgress
 from optkit.source.gguf_import import import_gguf
 from optkit.source.gguf_llama import LAYOUTS, checkpoint_shape
 from tests.support.gguf_files import save_gguf
+from tests.support.opened import transformers_logits
 from tests.support.planning import plan_of
 
 gguf = pytest.importorskip("gguf", reason="needs gguf, of the extra `gguf`")
@@ -30,14 +31,10 @@ class TestImport:
 
     @pytest.mark.parametrize("architecture", sorted(LAYOUTS))
     def test_the_imported_model_computes_the_same(self, models, tmp_path, target, architecture):
-        from transformers import AutoModelForCausalLM
 
         import_gguf(save_gguf(models[architecture], tmp_path / "model.gguf", architecture), target, SilentProgress())
         tokens = torch.arange(24).reshape(2, 12) * 7
-        with torch.no_grad():
-            expected, found = (
-                AutoModelForCausalLM.from_pretrained(place)(tokens).logits for place in (models[architecture], target)
-            )
+        expected, found = (transformers_logits(place, tokens) for place in (models[architecture], target))
         assert torch.equal(found, expected)
 
     @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from optkit.errors import ResourceError, StageError
 from optkit.execute import execute
@@ -23,6 +22,7 @@ from optkit.training import checkpoints
 from optkit.training import teacher as teachers
 from optkit.training.loop import Loop
 from tests.support.changes import change_json
+from tests.support.opened import transformers_logits
 from tests.support.running import run_stage
 
 FAST = {
@@ -61,11 +61,7 @@ def distill(student: Path, origin: Path | None, root: Path, **fields) -> tuple[P
 
 def divergence_from(teacher: Path, student: Path) -> float:
     tokens = torch.randint(0, 512, (4, 32), generator=torch.Generator().manual_seed(9))
-    with torch.no_grad():
-        ours, theirs = (
-            AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)(tokens).logits
-            for each in (student, teacher)
-        )
+    ours, theirs = (transformers_logits(each, tokens, dtype=torch.float32) for each in (student, teacher))
     return float((theirs.softmax(-1) * (theirs.log_softmax(-1) - ours.log_softmax(-1))).sum(-1).mean())
 
 

@@ -20,6 +20,7 @@ from optkit.session import open_session
 from optkit.source.gguf_import import import_gguf
 from optkit.stages.gguf import Gguf
 from tests.conftest import TinyModel
+from tests.support.opened import transformers_logits
 from tests.support.packed_models import save_packed
 from tests.support.running import run_stage
 from tests.support.tiny_models import SIZES, save_tokenizer
@@ -116,7 +117,7 @@ def test_transformers_reads_the_same_model(tiny_model: TinyModel, tmp_path: Path
         tmp_path / "gguf", gguf_file="model.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(source)(TOKENS).logits
+        expected = transformers_logits(source, TOKENS)
         assert torch.allclose(theirs(TOKENS).logits, expected, atol=1e-5)
 
 

@@ -14,6 +14,7 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Report
 from optkit.stages.mx import Mx
 from tests.conftest import TinyModel
+from tests.support.opened import transformers_logits
 from tests.support.predictions import predicted
 from tests.support.running import run_stage
 
@@ -31,7 +32,6 @@ def test_inputs_are_rounded_as_transformers_rounds_them(
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
-    from transformers import AutoModelForCausalLM
 
     source, calibrated = tiny_model("qwen2 bfloat16"), {"calibration": text} if type == "nvfp4" else {}
     report = quantize(source, tmp_path / "packed", type=type, activations="dynamic", **calibrated)
@@ -45,8 +45,7 @@ def test_inputs_are_rounded_as_transformers_rounds_them(
     unsaid = {"observer"}  # calibrates in compressed-tensors alone
     assert scheme.input_activations.model_dump(exclude=unsaid) == preset.input_activations.model_dump(exclude=unsaid)
     packed, weights = (open_session(tmp_path / name) for name in ("packed", "weights"))
-    with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")(TOKENS).logits.float()
+    expected = transformers_logits(tmp_path / "packed", TOKENS).float()
     assert torch.equal(packed.logits(TOKENS), expected)
     assert not torch.allclose(weights.logits(TOKENS), expected, atol=1e-2)
     assert packed.notes[0].endswith("torch has no kernel for them; inputs are rounded in blocks")

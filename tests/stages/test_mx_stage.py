@@ -21,6 +21,7 @@ from optkit.stages.mx import Mx
 from optkit.stages.quantizing.streaming import LayerQuantizer
 from tests.conftest import TinyModel
 from tests.support.changes import changed_copy
+from tests.support.opened import transformers_logits
 from tests.support.predictions import predicted
 from tests.support.running import run_stage
 
@@ -39,15 +40,12 @@ def test_a_session_computes_what_transformers_does(
     tiny_model: TinyModel, tmp_path: Path, type: str, kind: str, fields: dict[str, Any]
 ) -> None:
     pytest.importorskip("compressed_tensors")
-    from transformers import AutoModelForCausalLM
 
     quantize(tiny_model(f"{kind} bfloat16"), tmp_path / "packed", type=type, **fields)
     session = open_session(tmp_path / "packed")
-    with torch.no_grad():
-        expected, original = (
-            AutoModelForCausalLM.from_pretrained(place)(TOKENS).logits
-            for place in (tmp_path / "packed", tiny_model(f"{kind} bfloat16"))
-        )
+    expected, original = (
+        transformers_logits(place, TOKENS) for place in (tmp_path / "packed", tiny_model(f"{kind} bfloat16"))
+    )
     assert torch.equal(session.logits(TOKENS), expected.float())
     assert not torch.allclose(expected, original, atol=1e-2)
     assert session.notes[0].startswith(f"{type}: ")
@@ -57,15 +55,11 @@ def test_a_session_computes_what_transformers_does(
 
 def test_transformers_opens_experts_in_mxfp4(tiny_model: TinyModel, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    from transformers import AutoModelForCausalLM
 
     report = quantize(tiny_model("qwen2_moe bfloat16"), tmp_path / "packed", type="mxfp4")
     assert any(".experts." in name for name in Checkpoint(tmp_path / "packed").tensors)
     assert set(report.skipped.values()) == {"router", "outside the decoder blocks"}
-    with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)(
-            TOKENS
-        ).logits.float()
+    expected = transformers_logits(tmp_path / "packed", TOKENS, dtype=torch.bfloat16).float()
     assert torch.allclose(open_session(tmp_path / "packed").logits(TOKENS), expected, atol=0.05)
 
 

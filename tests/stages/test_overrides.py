@@ -21,6 +21,7 @@ from optkit.stages.quantizing.overrides import Override, override_of
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
 from tests.support.near import near
+from tests.support.opened import transformers_logits
 from tests.support.predictions import predicted
 from tests.support.running import run_stage
 from tests.zoo.models import TOKENS as LETTERS
@@ -73,12 +74,10 @@ def test_each_layer_has_the_form_that_its_pattern_says(tiny_model: TinyModel, tm
 
 def test_every_reader_opens_the_mixture(tiny_model: TinyModel, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    from transformers import AutoModelForCausalLM
 
     packed = quantize(tiny_model("qwen2"), tmp_path / "packed", overrides=OVERRIDES).directory
     tokens = torch.arange(32).view(2, 16)
-    with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)(tokens).logits
+    expected = transformers_logits(packed, tokens, dtype=torch.float32)
     assert near(open_session(packed).logits(tokens), expected)
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from optkit.errors import SourceError, StageError
 from optkit.model.checkpoint import Checkpoint
@@ -17,6 +16,7 @@ from optkit.stages.dequantize import Dequantize
 from optkit.stages.int8 import Int8
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel
+from tests.support.opened import transformers_logits
 from tests.support.running import run_stage
 from tests.zoo.models import TOKENS as ZOO_TOKENS
 from tests.zoo.models import plain_logits, save_model
@@ -55,8 +55,7 @@ def test_transformers_opens_what_is_written_and_computes_the_same(
     session = open_session(tmp_path)
     found = session.logits(TOKENS)
     session.close()
-    with torch.no_grad():
-        wanted = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(TOKENS).logits
+    wanted = transformers_logits(tmp_path, TOKENS)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 

@@ -17,6 +17,7 @@ from optkit.stage import Context, Report
 from optkit.stages.rotate import Rotate
 from tests.conftest import TinyModel
 from tests.support.changes import changing
+from tests.support.opened import transformers_logits
 from tests.support.predictions import predicted
 
 SIZES = {
@@ -35,9 +36,7 @@ def rotate(source: Path, target: Path, seed: int = 0, **fields: bool) -> Report:
 
 def logits(directory: Path) -> Tensor:
     tokens = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        made: Tensor = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(tokens).logits
-    return made
+    return transformers_logits(directory, tokens, dtype=torch.float32)
 
 
 def saved(directory: Path, **config: object) -> Path:

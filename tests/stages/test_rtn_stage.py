@@ -17,6 +17,7 @@ from tests.conftest import TinyModel
 from tests.stages.test_gptq_stage import weights
 from tests.support.changes import change_json
 from tests.support.near import near
+from tests.support.opened import transformers_logits
 from tests.support.predictions import predicted
 from tests.support.running import run_stage
 
@@ -54,7 +55,6 @@ def test_plain_transformers_computes_the_same(
     tiny_model: TinyModel, tmp_path: Path, kind: str, fields: dict[str, Any]
 ) -> None:
     pytest.importorskip("compressed_tensors")
-    from transformers import AutoModelForCausalLM
 
     source = tiny_model(kind)
     packed = quantize(source, tmp_path / "packed", **fields)
@@ -65,11 +65,10 @@ def test_plain_transformers_computes_the_same(
         metadata={"format": "pt"},
     )
     tokens = torch.arange(60).view(2, 30)
-    with torch.no_grad():
-        expected, found, original = (
-            AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(tokens).logits
-            for place in (tmp_path / "reference", packed.directory, source)
-        )
+    expected, found, original = (
+        transformers_logits(place, tokens, dtype=torch.float32)
+        for place in (tmp_path / "reference", packed.directory, source)
+    )
     assert near(found, expected)
     assert not torch.allclose(found, original, atol=1e-3)
 

@@ -19,6 +19,12 @@ def reference(directory: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, **options).eval()
 
 
+def transformers_logits(directory: Path, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = reference(directory, **options)(tokens).logits
+    return logits
+
+
 class Traced(Setting):
     """As `compile`, without generating code."""
 

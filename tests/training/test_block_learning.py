@@ -11,7 +11,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from optkit.algorithms.pruning import zeros_of_pruning
 from optkit.errors import StageError
@@ -26,6 +25,7 @@ from tests.conftest import TinyModel
 from tests.stages.test_gptq_stage import outputs, weights
 from tests.support.changes import changing
 from tests.support.encoder_decoders import write_pairs
+from tests.support.opened import transformers_logits
 from tests.support.predictions import predicted
 from tests.support.pruning import prune
 from tests.support.running import run_stage
@@ -97,8 +97,7 @@ def test_elements_that_the_next_norm_hardly_reads_do_not_decide(
 def test_plain_transformers_opens_what_learned(tiny_model: TinyModel, tmp_path: Path, few: Calibration) -> None:
     source, tokens = tiny_model("llama"), few.tokens(tiny_model("llama"), None)
     quantize(source, tmp_path / "learned", few, 2)
-    with torch.no_grad():
-        opened = AutoModelForCausalLM.from_pretrained(tmp_path / "learned", dtype=torch.float32)(tokens).logits
+    opened = transformers_logits(tmp_path / "learned", tokens, dtype=torch.float32)
     torch.testing.assert_close(opened, outputs(source, tokens, weights(tmp_path / "learned", 2)), rtol=1e-3, atol=1e-4)
 
 

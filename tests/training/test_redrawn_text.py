@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.skeleton import Skeleton
@@ -15,6 +14,7 @@ from optkit.training import predicted_memory
 from optkit.training.redrawn_text import redrawn
 from tests.conftest import TinyModel
 from tests.support.changes import changing
+from tests.support.opened import transformers_logits
 
 COPIES = 400
 
@@ -27,8 +27,7 @@ def test_tokens_are_drawn_from_what_the_model_expects_there(
     with changing(source) as tensors:
         tensors[last] *= 30  # else it expects all tokens alike
     tokens = text.tokens(source, None)[:3, :8]
-    with torch.no_grad():
-        logits: Tensor = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(tokens).logits
+    logits: Tensor = transformers_logits(source, tokens, dtype=torch.float32)
     monkeypatch.setattr(predicted_memory, "LOGIT_BYTES", {"cpu": 4 * logits.shape[-1] * 5})  # few at once
     skeleton = Skeleton(Checkpoint(source))
     copies = redrawn(skeleton, tokens, COPIES, "cpu", 2, 0, "").view(COPIES, *tokens.shape)
