@@ -98,7 +98,7 @@ def comparing_bytes(shape: ModelShape, weights: int, graph: int, rounds: bool) -
     return max(weights + kept, graph + (2 if rounds else 1) * kept + TEMPORARIES * longest)
 
 
-def float_bytes(shape: ModelShape) -> int:
+def bytes_while_compared(shape: ModelShape) -> int:
     """Return the source's bytes while it is compared: floats in float32, codes as they are."""
     wide = DTYPE_BITS["F32"] // 8
     sizes = (

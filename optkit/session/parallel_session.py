@@ -19,7 +19,7 @@ from optkit.devices.peak_memory import Peak
 from optkit.errors import StageError
 from optkit.progress import of_pairs
 from optkit.session.generating import GeneratingSession
-from optkit.session.rank_group import Ranks
+from optkit.session.rank_group import RankGroup
 from optkit.stage import Opening
 
 
@@ -42,7 +42,7 @@ class ParallelSession(GeneratingSession):
             "dtype": opening.dtype,
             "trust_remote_code": opening.trust_remote_code,
         }
-        self._ranks = Ranks(job, self.devices)
+        self._ranks = RankGroup(job, self.devices)
         told = self._ranks.opened
         self.vocabulary, self.positions = int(told[0]["vocabulary"]), int(told[0]["positions"])
         self.dtype, self.product_dtype = str(told[0]["dtype"]), str(told[0]["product_dtype"])

@@ -25,7 +25,7 @@ TIMEOUT_S = 600.0
 """How long a rank waits for the others, and how long the others may take once one has answered."""
 
 
-class Ranks:
+class RankGroup:
     """One process for each share of a model. Every call goes to all of them; they end with this
     process, however that ends.
     """

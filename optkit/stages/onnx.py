@@ -36,7 +36,7 @@ from optkit.onnx.exporters import OPSET, OPSETS, exporter_for, refuse_untraced, 
 from optkit.onnx.genai_config import write_genai_config
 from optkit.onnx.genai_tokenizer import agree_on_tokens
 from optkit.onnx.matmul_nbits_limits import DTYPES, head_group_size, refuse_scheme, why_not_matmul_nbits
-from optkit.onnx.prediction import comparing_bytes, exported_shape, float32_shape, float_bytes, is_tied
+from optkit.onnx.prediction import bytes_while_compared, comparing_bytes, exported_shape, float32_shape, is_tied
 from optkit.stage import Context, Cost, Format, Report, Transform
 
 LIBRARY_BYTES = 700_000_000
@@ -232,7 +232,7 @@ class Onnx(Transform):
         order = self._order(shape, Path(), Path(), Context(device=device))
         left = exported_shape(shape, order)
         rounds = order.head_bits is not None or not order.float_activations
-        compared = comparing_bytes(shape, float_bytes(shape), left.size_bytes, rounds)
+        compared = comparing_bytes(shape, bytes_while_compared(shape), left.size_bytes, rounds)
         return Cost(disk_bytes=left.size_bytes, ram_bytes=LIBRARY_BYTES + max(2 * left.size_bytes, compared)), left
 
     def _refuse_for(self, exporter: str, shape: ModelShape) -> None:

@@ -200,7 +200,7 @@ class Prune(SharedText):
         if not processes.first:
             return Report(changed=0)
         copy_companions(source, target, context.trust_remote_code, skeleton.checkpoint.config)
-        counted = recount(Checkpoint(target), selection.layers, self._pattern)
+        counted = recounted_zeros(Checkpoint(target), selection.layers, self._pattern)
         notes = [engines_note(self._pattern, counted["sparsity"], len(selection.layers))]
         if pruner.by_magnitude:
             notes.append(few_tokens_note(pruner.by_magnitude, "pruned by magnitude", self.method, KIND))
@@ -263,7 +263,7 @@ class Prune(SharedText):
         return by_sensitivity(source, layers, few, self._share, spread, self.method, context)
 
 
-def recount(written: Checkpoint, layers: Mapping[str, Layer], pattern: Pattern | None) -> dict[str, float]:
+def recounted_zeros(written: Checkpoint, layers: Mapping[str, Layer], pattern: Pattern | None) -> dict[str, float]:
     """Return the share of zeros in the pruned layers and in the model, counted in the files.
 
     Raises StageError if a layer does not follow its pattern.

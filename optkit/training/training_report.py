@@ -111,7 +111,7 @@ def _speed(result: TrainingResult, trainee: Trainee, device: str, devices: int) 
         )
     except SourceError:
         return None
-    peak = None if device == "cpu" and devices > 1 else peak_of(device)  # processes on a CPU share its rate
+    peak = None if device == "cpu" and devices > 1 else roof_of(device)  # processes on a CPU share its rate
     seconds = result.course.step_seconds
     return speed_record(result.tokens, seconds, flops, trainee.length, devices, peak, trainee.arithmetic)
 
@@ -147,6 +147,6 @@ def speed_record(
     return record.model_copy(update=shares)
 
 
-def peak_of(device: str) -> Device | None:
+def roof_of(device: str) -> Device | None:
     """Return a GPU's datasheet, else the measured roof (`optkit roofline`); None without either."""
     return (datasheet_of(device_name(device)) if device != "cpu" else None) or kept_device(device)

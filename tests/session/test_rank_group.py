@@ -12,7 +12,7 @@ from optkit.errors import EvalError, ResourceError, SourceError, StageError
 from optkit.processes.child import Child
 from optkit.progress import ToActOn, as_pairs, asking, of_pairs
 from optkit.session import rank_group as ranks
-from optkit.session.rank_group import Ranks
+from optkit.session.rank_group import RankGroup
 from tests.support.waiting import ended
 
 FAKE = str(Path(__file__).parents[1] / "support" / "fake_rank.py")
@@ -24,20 +24,20 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optkit.processes.child.GRACE_S", 0.3)
 
 
-def start(mode: str = "", timeout_s: float = 20.0) -> Ranks:
-    return Ranks(
+def start(mode: str = "", timeout_s: float = 20.0) -> RankGroup:
+    return RankGroup(
         {"directory": mode, "settings": [], "dtype": None, "trust_remote_code": False}, ("cpu", "cpu"), timeout_s
     )
 
 
 @pytest.fixture
-def two() -> Iterator[Ranks]:
+def two() -> Iterator[RankGroup]:
     started = start()
     yield started
     started.close()
 
 
-def test_every_call_goes_to_all_and_the_answers_come_in_order(two: Ranks) -> None:
+def test_every_call_goes_to_all_and_the_answers_come_in_order(two: RankGroup) -> None:
     assert [each["rank"] for each in two.opened] == [0, 1]
     assert two.call("echo", value="x") == [[0, "x"], [1, "x"]]
     pids = [each["pid"] for each in two.opened]
@@ -49,7 +49,7 @@ def test_every_call_goes_to_all_and_the_answers_come_in_order(two: Ranks) -> Non
         two.call("echo", value=1)
 
 
-def test_what_all_refuse_is_an_error_after_which_they_go_on(two: Ranks) -> None:
+def test_what_all_refuse_is_an_error_after_which_they_go_on(two: RankGroup) -> None:
     with pytest.raises(EvalError, match=r"^somewhere: too long\.$"):
         two.call("fail")
     with pytest.raises(
@@ -94,7 +94,7 @@ def test_where_one_alone_has_no_memory_the_other_does_not_wait() -> None:
         start("half refused")
 
 
-def test_ctrl_c_ends_them_at_once(two: Ranks) -> None:
+def test_ctrl_c_ends_them_at_once(two: RankGroup) -> None:
     timer = threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):

@@ -16,7 +16,7 @@ from optkit.model.attention import attention_of
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.training.flops import StepFlops, forward_flops, step_flops
-from optkit.training.training_report import peak_of, speed_record
+from optkit.training.training_report import roof_of, speed_record
 
 TinyModel = Callable[[str], Path]
 DENSE = ("llama", "qwen2", "gemma", "gpt2", "gptj", "opt")
@@ -158,12 +158,12 @@ def test_the_rate_of_a_cpu_is_known_where_it_was_measured(tmp_path: Path, monkey
     from optkit.devices import kept_roofs, measured, roof
 
     monkeypatch.setenv("OPTKIT_STORE", str(tmp_path))
-    assert peak_of("cpu") is None
+    assert roof_of("cpu") is None
     rate = roof.Rate(value=5e9, low=5e9, high=5e9, repeats=1)
     monkeypatch.setattr(
         measured, "measure_roof", lambda *_: roof.Roof(reading=rate, copying=rate, products={"fp32": rate})
     )
     kept_roofs.measured_device("cpu")
-    found = peak_of("cpu")
+    found = roof_of("cpu")
     assert found is not None
     assert found.rate("fp32") == 5e9

@@ -119,7 +119,7 @@ def test_several_processes_on_a_cpu_are_no_share_of_its_rate(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peak = Device("a CPU", 1e12, {"fp32": 1e12}, 1e9, "measured")
-    monkeypatch.setattr("optkit.training.training_report.peak_of", lambda device: peak)
+    monkeypatch.setattr("optkit.training.training_report.roof_of", lambda device: peak)
     trainee = Trainee(
         Checkpoint(tiny_model("llama")).shape, 512, "fp32", recomputed=False, adapter_elements=None, teacher=None
     )

@@ -105,7 +105,7 @@ def is_path(name: str) -> bool:
     return name.endswith(SUFFIXES)
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_task_config(path: Path) -> dict[str, Any]:
     """Return what a definition says with what it includes. Raises SourceError for what is none."""
     with reading(path, "is no task definition of the harness", "Write it as the harness' documentation says"):
         return _merged(path, ())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.errors import SourceError, did_you_mean
-from optkit_evals.harness.definitions import OURS, Definition, Row, is_path, read_config
+from optkit_evals.harness.definitions import OURS, Definition, Row, is_path, read_task_config
 from optkit_evals.harness.names import Names, check_harness, harness_names, names_in
 
 OF_GROUP = frozenset({"group", "group_alias", "task", "aggregate_metric_list", "metadata"})
@@ -61,7 +61,7 @@ class Finder:
 
     ours: Callable[[str], Path | None]
     """The file of our definition of a name, if it is to be taken."""
-    read: Callable[[Path], dict[str, Any]] = read_config
+    read: Callable[[Path], dict[str, Any]] = read_task_config
     beside: Names = field(default=NONE)
 
     def find(self, name: str) -> Definition | Group:

@@ -16,7 +16,7 @@ from optkit.source import python_reference
 from optkit.source.digests import PREFIX, require_revision
 from optkit.source.hub import HubRepo
 from optkit.source.texts import NAME_DATA
-from optkit_evals.harness.definitions import BUILT_IN, Definition, is_path, read_config
+from optkit_evals.harness.definitions import BUILT_IN, Definition, is_path, read_task_config
 from optkit_evals.harness.groups import Finder, Group, our_definition
 from optkit_evals.harness.names import harness_names
 
@@ -49,7 +49,9 @@ class HarnessTask(Frozen):
         """Return a definition with the same numbers, wherever its data are; raises as `Finder.find`."""
         return Finder(our_definition).find(self.name)
 
-    def definition(self, data: Path | None, read: Callable[[Path], dict[str, Any]] = read_config) -> Definition | Group:
+    def definition(
+        self, data: Path | None, read: Callable[[Path], dict[str, Any]] = read_task_config
+    ) -> Definition | Group:
         """Return its definition: of each task ours, if its data are here or nothing else defines it.
         Raises SourceError, MissingPackageError.
         """
@@ -102,7 +104,7 @@ class HarnessTask(Frozen):
         path = our_definition(definition.name)
         looked = ""
         if path:
-            wanted = read_config(path)["dataset_kwargs"]["data_files"]
+            wanted = read_task_config(path)["dataset_kwargs"]["data_files"]
             looked = f"A data directory could hold it as {', '.join(wanted.values())}"
         return HubRepo(dataset, "dataset", looked=looked, remedy=NAME_DATA if path else "").commit(commit)
 

@@ -24,7 +24,7 @@ from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight
 from optkit.model.together import ALONE, Together
 from optkit.stage import Context
-from optkit.stages.pruning.blocks import LESS_MEMORY, input_squares
+from optkit.stages.pruning.blocks import LESS_MEMORY, block_input_squares
 from optkit.stages.pruning.fitting import LEVELS
 from optkit.stages.sensitivity.measure import finite, layer_gradients
 
@@ -54,7 +54,7 @@ def outlier_shares(
         for index, block in enumerate(skeleton.blocks):
             with skeleton.loaded(block, context.device, LESS_MEMORY):
                 modules = {name: module for name, module in skeleton.linears(block).items() if name in layers}
-                squares = input_squares(skeleton, index, inputs, modules)
+                squares = block_input_squares(skeleton, index, inputs, modules)
                 scores = [wanda_scores(float_weight(modules[name]), each.norms()) for name, each in squares.items()]
                 shares |= dict.fromkeys(modules, outlier_share(scores, threshold))
                 if index + 1 < len(skeleton.blocks):

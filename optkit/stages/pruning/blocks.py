@@ -91,7 +91,7 @@ class BlockPruner:
         if inputs is None or not modules:
             self._by_magnitude_(modules)
         elif options.method == "wanda":
-            squares = input_squares(self.skeleton, index, inputs, modules)
+            squares = block_input_squares(self.skeleton, index, inputs, modules)
             self._by_magnitude_(self._barely_seen(modules, squares))
             for name, module in modules.items():
                 if name not in self.by_magnitude:
@@ -145,7 +145,7 @@ class BlockPruner:
         return weight_of(module).detach().to(self.skeleton.stored_dtype(f"{name}.weight"), copy=True)
 
 
-def input_squares(
+def block_input_squares(
     skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module]
 ) -> dict[str, InputSquares]:
     """Return the summed squares of the inputs of each layer of a loaded block that saw a token."""
