@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optkit import __version__
-from optkit.artifact import (
-    Artifact,
-    is_artifact,
-    publish,
-    read_finished,
-    settings_of,
-    standing,
-    steps_of,
-)
+from optkit.artifact import Artifact, is_artifact, publish, read_finished, settings_of, standing, steps_of
 from optkit.common.own_files import SCORECARD_HTML, SCORECARD_JSON, SCORECARD_MARKDOWN
 from optkit.common.spans import span, tracing
 from optkit.comparison.history import remember_artifact
@@ -40,17 +32,8 @@ from optkit.progress import Progress, SilentProgress
 from optkit.publishing.signing import Trusted, check_signature
 from optkit.recipe.gate_places import require_earlier_release
 from optkit.recipe.recipe import Recipe, load_recipe
-from optkit.scorecard import (
-    Scorecard,
-    file_lines,
-    to_json,
-    to_markdown,
-)
-from optkit.scorecard.published import (
-    published_attachments,
-    published_scorecard,
-    without_places,
-)
+from optkit.scorecard import Scorecard, file_lines, to_json, to_markdown
+from optkit.scorecard.published import published_attachments, published_scorecard, without_places
 from optkit.source.directory import left_out, without_processor
 from optkit.source.lineage import models_in
 from optkit.source.models import locate_model, places_of

@@ -20,22 +20,12 @@ from optkit_cli.pipeline_files import PipelineFiles, pipeline_options
     help="A recipe, shipped (e.g. llama_int4) or yours, or any YAML file with a list `evals:`.",
 )
 @click.option(
-    "--model",
-    "unmodified",
-    metavar="MODEL",
-    help="Model that the artifact was made from, if it is not found.",
+    "--model", "unmodified", metavar="MODEL", help="Model that the artifact was made from, if it is not found."
 )
 @takes("retime", "against")
 @pipeline_options
 @takes("place", "json", "verbose", "quiet", "trust")
-def command(
-    model: str,
-    evals: str,
-    junit: Path | None,
-    metrics: Path | None,
-    verbose: bool,
-    **asked: Any,
-) -> int:
+def command(model: str, evals: str, junit: Path | None, metrics: Path | None, verbose: bool, **asked: Any) -> int:
     """Measure a model (built-in, directory, .gguf file, hub id) or an artifact with FILE's evals.
 
     An artifact is measured beside its unmodified model. Exit status: as for `optkit run`, by the

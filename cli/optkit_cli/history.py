@@ -36,11 +36,7 @@ SAID = {"there": "", "gone": "  (gone)", "replaced": "  (replaced)"}
 )
 @takes("store", "json")
 def command(
-    model: str | None,
-    recipe: str | None,
-    verdict: str | None,
-    where: tuple[str, ...],
-    store: Path | None,
+    model: str | None, recipe: str | None, verdict: str | None, where: tuple[str, ...], store: Path | None
 ) -> None:
     """List the artifacts that runs with this store made, newest first.
 

@@ -13,12 +13,7 @@ from optkit_cli.options import FILE, Command, invocation, takes
 @click.command(cls=Command, short_help="Write a page that says which artifact to take.")
 @takes("artifacts")
 @click.option(
-    "--out",
-    metavar="FILE",
-    type=FILE,
-    default=Path("report.html"),
-    show_default=True,
-    help="Where to write the page.",
+    "--out", metavar="FILE", type=FILE, default=Path("report.html"), show_default=True, help="Where to write the page."
 )
 @takes("comparison", "json")
 def command(places: tuple[Path, ...], out: Path, **asked: Any) -> int:

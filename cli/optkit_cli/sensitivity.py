@@ -34,13 +34,7 @@ from optkit_cli.options import DIRECTORY, Command, number_option, takes
 @click.option("--out", metavar="DIR", type=DIRECTORY, help="Write sensitivity.json, .md and .svg there.")
 @takes("place", "json", "quiet", "trust")
 def command(
-    model: str,
-    calibration: str,
-    samples: int,
-    sequence_length: int,
-    choices: str,
-    out: Path | None,
-    **asked: Any,
+    model: str, calibration: str, samples: int, sequence_length: int, choices: str, out: Path | None, **asked: Any
 ) -> None:
     """Predict how far quantizing each layer of MODEL alone moves its predictions.
     Several forms are tried in one pass over a text.

@@ -25,8 +25,7 @@ def refuse_unasked(found: Verified) -> None:
     skipped = [each for each in found.loading if each.verdict == "skipped"]
     if skipped:
         raise OptkitError(
-            "; ".join(f"{each.engine} was not asked, {each.reason}" for each in skipped),
-            where=str(found.artifact),
+            "; ".join(f"{each.engine} was not asked, {each.reason}" for each in skipped), where=str(found.artifact)
         )
 
 

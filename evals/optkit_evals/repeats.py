@@ -12,16 +12,7 @@ from optkit.devices.gpu_watch import GpuWatch, devices_of
 from optkit.devices.peak_memory import Peak, peak_of
 from optkit.measure import AttendingSession, EvalContext, ProposingSession, Session
 from optkit.progress import Task
-from optkit_evals.timing import (
-    SETTLED,
-    Timing,
-    WarmUp,
-    answer,
-    is_certain,
-    random_tokens,
-    uninterrupted,
-    warm_up,
-)
+from optkit_evals.timing import SETTLED, Timing, WarmUp, answer, is_certain, random_tokens, uninterrupted, warm_up
 
 CALM = 0.05
 """Share of the cores that other processes may use during a repeat that counts."""

@@ -86,13 +86,7 @@ class Key:
     dot: bool = False
 
 
-def picture(
-    panels: Sequence[Panel],
-    *,
-    heading: Sequence[str] = (),
-    legend: Sequence[Key] = (),
-    note: str = "",
-) -> str:
+def picture(panels: Sequence[Panel], *, heading: Sequence[str] = (), legend: Sequence[Key] = (), note: str = "") -> str:
     """Return the picture: headings, panels in rows, legend, note."""
     left, above, right, below = MARGIN
     columns = min(COLUMNS, len(panels))

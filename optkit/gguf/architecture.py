@@ -99,11 +99,7 @@ def _of_experts(gate: str, experts: str, names: tuple[str, str, str]) -> dict[st
 
 
 LLAMA = Architecture("llama", WEIGHTS, permuted=True, ropes=(*ROPES, "llama3"))
-GEMMA: dict[str, Any] = {
-    "activation": "gelu_pytorch_tanh",
-    "norms_less_one": True,
-    "ropes": ("default", "linear"),
-}
+GEMMA: dict[str, Any] = {"activation": "gelu_pytorch_tanh", "norms_less_one": True, "ropes": ("default", "linear")}
 EXPORTED = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,

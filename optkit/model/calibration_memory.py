@@ -126,13 +126,7 @@ def less_memory(stage: str) -> str:
 
 
 def calibrated_work(
-    shape: ModelShape,
-    layers: Mapping[str, Layer],
-    text: Text,
-    batch: int,
-    sums: int,
-    work: int,
-    devices: int = 1,
+    shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, sums: int, work: int, devices: int = 1
 ) -> Work:
     """Return what it takes to run a text through the blocks. `batch`: sequences at once; `sums`: bytes
     kept of the inputs of a block's layers; `work`: of changing its layers, one after another; `devices`

@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 
 def entering(
-    skeleton: Skeleton,
-    prompts: Tensor | Prompts,
-    device: str | torch.device,
-    batch_size: int,
-    together: Together,
+    skeleton: Skeleton, prompts: Tensor | Prompts, device: str | torch.device, batch_size: int, together: Together
 ) -> BlockInputs:
     """Return what a share of prompts is before the first block; raises as `Skeleton.capture_inputs`."""
     prompts = together.share(prompts)

@@ -190,11 +190,7 @@ class Skeleton:
         self._release(self._outside())
 
     def capture_inputs(
-        self,
-        prompts: Tensor | Prompts,
-        device: str | torch.device,
-        batch_size: int = 8,
-        together: Together = ALONE,
+        self, prompts: Tensor | Prompts, device: str | torch.device, batch_size: int = 8, together: Together = ALONE
     ) -> BlockInputs:
         """Return what prompts are before the blocks, and their calls.
         They are int64 [sequences, sequence_length], or such with images, which run one by one. Of several

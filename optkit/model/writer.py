@@ -148,11 +148,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str
 
 
 def write_blocks(
-    skeleton: Skeleton,
-    target: Path,
-    changed: Iterable[Mapping[str, Tensor]],
-    task: Task,
-    together: Together = ALONE,
+    skeleton: Skeleton, target: Path, changed: Iterable[Mapping[str, Tensor]], task: Task, together: Together = ALONE
 ) -> None:
     """Write every tensor of a model, block after block; `changed` yields those of each that are others.
     Of several processes the first writes. Raises SourceError for weights that are NaN or Inf,

@@ -93,11 +93,7 @@ def export_encoder_decoder(source: Path, target: Path, opset: int = OPSET, trust
             name_by_modules_(graph)
             ModelWriter(graph, target, shared).finish()
     copy_companions(source, target, trusted, exported_config(config, "float32"))
-    return {
-        "architecture": type(model).__name__,
-        **about_graphs(target),
-        **_compare(model, target, features),
-    }
+    return {"architecture": type(model).__name__, **about_graphs(target), **_compare(model, target, features)}
 
 
 def _parts(

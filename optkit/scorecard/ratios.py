@@ -5,14 +5,7 @@ from __future__ import annotations
 import re
 
 from optkit.common.paired_items import paired_mean_ratio
-from optkit.common.statistics import (
-    Estimate,
-    exact_ratio,
-    independent_ratio,
-    mean,
-    paired_log_ratio,
-    paired_ratio,
-)
+from optkit.common.statistics import Estimate, exact_ratio, independent_ratio, mean, paired_log_ratio, paired_ratio
 from optkit.measure import Metric
 
 _PARTS = re.compile(r"[;,] ")

@@ -61,10 +61,7 @@ class RankGroup:
         """
         if self._broken:
             raise StageError(
-                "its processes were ended",
-                where=WHERE,
-                why=f"Before, {self._broken}",
-                remedy="Open it again",
+                "its processes were ended", where=WHERE, why=f"Before, {self._broken}", remedy="Open it again"
             )
         if tokens is not None:
             os.pwrite(self.memory, tokens.to("cpu", torch.int64).numpy().tobytes(), 0)

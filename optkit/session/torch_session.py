@@ -231,10 +231,7 @@ class TorchSession(GeneratingSession, TorchModel):
         tokens = tokens.to(self.device)
         batch, prompt = tokens.shape
         found = []
-        with (
-            self._state(batch, prompt + 1) as state,
-            self._computes("in a prompt", "Lower the batch or the prompt"),
-        ):
+        with self._state(batch, prompt + 1) as state, self._computes("in a prompt", "Lower the batch or the prompt"):
             for part in (tokens, tokens[:, :1]):
                 with watched_attention() as kernels:
                     state.step(part, last=True)

@@ -36,9 +36,7 @@ OTHERWISE = {
     "glm5_next_text": "By transformers' plan its shares do not fit each other: a tiny model fails",
 }
 """`model_type` of language models that compute something else if they are split, and how it shows."""
-EXCLUDED: dict[type[Setting], str] = {
-    Speculative: "The processes follow one request token by token",
-}
+EXCLUDED: dict[type[Setting], str] = {Speculative: "The processes follow one request token by token"}
 
 
 class TensorParallel(Setting):

@@ -12,14 +12,7 @@ from optkit.common.field_types import Amount
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.kernels.cpu.families import why_not_config
-from optkit.model.calibration_memory import (
-    Work,
-    calibrated_work,
-    code_bytes,
-    hessian_bytes,
-    less_memory,
-    waiting_bytes,
-)
+from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes, less_memory, waiting_bytes
 from optkit.model.linear_layers import Layer, by_block
 from optkit.model.linear_layers import stacks as sharing_input
 from optkit.model.output_layer import HEAD

@@ -26,12 +26,7 @@ from optkit.packed_tensors.microscaled import BLOCKS, Microscaled
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.eight_bits import HESSIAN_COPIES
-from optkit.stages.quantizing.fitting import (
-    refuse_conv1d,
-    refuse_layers,
-    refuse_other_dtypes,
-    refuse_some_experts,
-)
+from optkit.stages.quantizing.fitting import refuse_conv1d, refuse_layers, refuse_other_dtypes, refuse_some_experts
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.quantizing.stacked_experts import pack_stacked, with_stacked

@@ -19,15 +19,7 @@ from optkit.model.onnx_shape import GENAI_CONFIG
 from optkit.model.output_layer import HEAD
 from optkit.model.packed_names import CODES
 from optkit.model.shape import ModelShape
-from optkit.model.task import (
-    ENCODER_DECODERS,
-    KNOWN_TASKS,
-    PHRASES,
-    Task,
-    architecture_of,
-    refuse_multi_modal,
-    task_of,
-)
+from optkit.model.task import ENCODER_DECODERS, KNOWN_TASKS, PHRASES, Task, architecture_of, refuse_multi_modal, task_of
 from optkit.model.unfound import refuse_without_blocks
 from optkit.onnx.builder import Order, build, refuse_architecture
 from optkit.onnx.builds import GENAI_BUILDS, installed
@@ -183,8 +175,7 @@ class Onnx(Transform):
             details = export(source, target, self.opset or OPSET, context.trust_remote_code)
         seconds = round(time.monotonic() - started, 1)
         return Report(
-            changed=len(Format.ONNX.shape(target).tensors),
-            details={"dtype": "float32", **details, "export_s": seconds},
+            changed=len(Format.ONNX.shape(target).tensors), details={"dtype": "float32", **details, "export_s": seconds}
         )
 
     def _export_decoder(self, source: Path, target: Path, context: Context) -> Report:

@@ -94,10 +94,7 @@ def test_a_run_and_each_of_its_steps_and_evals(
         spans_of_a_run(overrides=["seed=1"])
     assert [
         (each.name, each.status.status_code.name, each.status.description) for each in kept.get_finished_spans()
-    ] == [
-        ("step cast", "ERROR", "StageError: it broke."),
-        ("run tiny", "ERROR", "StageError: it broke."),
-    ]
+    ] == [("step cast", "ERROR", "StageError: it broke."), ("run tiny", "ERROR", "StageError: it broke.")]
 
 
 def test_an_endpoint_is_sent_them_below_the_span_that_calls_optkit(

@@ -7,13 +7,7 @@ from random import Random
 import numpy
 import pytest
 
-from optkit.common.statistics import (
-    PAIRED_NEIGHBOURS,
-    half_widths,
-    neighbours_half_width,
-    standard_error,
-    t_quantile,
-)
+from optkit.common.statistics import PAIRED_NEIGHBOURS, half_widths, neighbours_half_width, standard_error, t_quantile
 from optkit.comparison import Comparison, compare_scorecards
 from optkit.comparison.axes import Axis, widen
 from optkit.comparison.columns import table_of

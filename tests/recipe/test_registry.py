@@ -59,12 +59,7 @@ def test_listing_imports_nothing() -> None:
     loaded = imported_by("from optkit.recipe.registry import *; names_of('stage'), names_of('eval')")
     assert "optkit.recipe.registry" in loaded
     assert (
-        not {
-            "torch",
-            "transformers",
-            "numpy",
-            *(target.partition(":")[0] for target in (STAGES | EVALS).values()),
-        }
+        not {"torch", "transformers", "numpy", *(target.partition(":")[0] for target in (STAGES | EVALS).values())}
         & loaded
     )
 

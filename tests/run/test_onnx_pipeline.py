@@ -162,14 +162,12 @@ def test_what_has_no_place_in_an_onnx_model(
     directory = tiny_onnx("llama", "fp32")
     (tmp_path / "tiny.yaml").write_text(recipe(directory, "bf16"))
     with pytest.raises(
-        StageError,
-        match="cast reads a checkpoint .* is an ONNX model. Start from the checkpoint that it was exported",
+        StageError, match="cast reads a checkpoint .* is an ONNX model. Start from the checkpoint that it was exported"
     ):
         plan("tiny.yaml", device="cpu")
     (tmp_path / "tiny.yaml").write_text(recipe(tiny_model("llama"), "fuse"))
     with pytest.raises(
-        StageError,
-        match="fuse reads an ONNX model and .* is a checkpoint with float weights. Put onnx before it",
+        StageError, match="fuse reads an ONNX model and .* is a checkpoint with float weights. Put onnx before it"
     ):
         plan("tiny.yaml", device="cpu")
     (tmp_path / "tiny.yaml").write_text(f"name: tiny\nmodel: {directory}\nstages: [tone]\nevals: [footprint]\n")

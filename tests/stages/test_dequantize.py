@@ -76,11 +76,7 @@ def test_fp8_blocks_that_do_not_divide_a_weight_begin_at_its_corner(tiny_model: 
     """transformers refuses them; DeepSeek-V3's kv_a_proj_with_mqa has 576 outputs."""
     tile = (48, 40)
     source = rewritten(
-        tiny_model("llama"),
-        tmp_path / "fp8",
-        partial(fp8, tile=tile),
-        quant_method="fp8",
-        weight_block_size=tile,
+        tiny_model("llama"), tmp_path / "fp8", partial(fp8, tile=tile), quant_method="fp8", weight_block_size=tile
     )
     name = "model.layers.1.mlp.down_proj.weight"
     stored = load_file(source / "model.safetensors")

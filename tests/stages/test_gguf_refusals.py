@@ -56,11 +56,7 @@ def test_what_llama_cpp_computes_otherwise(tmp_path: Path, fields: dict[str, Any
         ("llama", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor is 2.0. optkit writes"),
         ("llama", {"rope_parameters": {**YARN, "beta_fast": 16}}, "beta_fast is 16. optkit writes models with 32"),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is False. optkit writes models with True"),
-        (
-            "qwen3_moe",
-            {"mlp_only_layers": [0]},
-            r"0.mlp.\w+.weight: llama.cpp has no such tensor in a plain qwen3moe",
-        ),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"0.mlp.\w+.weight: llama.cpp has no such tensor in a plain qwen3moe"),
         ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings is False. optkit writes models with True"),
         ("gemma2", {"query_pre_attn_scalar": 5}, "query_pre_attn_scalar is 5. optkit writes models with 16"),
         ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping is not set. llama.cpp caps"),

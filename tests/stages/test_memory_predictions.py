@@ -96,11 +96,7 @@ def test_a_stage_takes_what_it_said(
 
 @pytest.mark.parametrize("stage", ["fp8", pytest.param("sparsegpt", marks=pytest.mark.slow)])
 def test_hessians_of_one_expert_at_a_time_are_what_a_plan_says(
-    wide_model: Callable[[str], Path],
-    text: Calibration,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stage: str,
+    wide_model: Callable[[str], Path], text: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     monkeypatch.setattr(calibration_memory, "HESSIANS_AT_ONCE", 1)
     test_a_stage_takes_what_it_said(wide_model, text, tmp_path, "mixtral", stage)

@@ -135,11 +135,7 @@ def test_a_source_in_mxfp4_comes_out_without_error(tiny_model: TinyModel, tmp_pa
 @pytest.mark.parametrize(
     ("fields", "changes", "message"),
     [
-        (
-            {"exclude": ("*.0.*",)},
-            {},
-            "mx.exclude: the experts are packed, all of them, and nothing else. transf",
-        ),
+        ({"exclude": ("*.0.*",)}, {}, "mx.exclude: the experts are packed, all of them, and nothing else. transf"),
         (
             {"rounding": "gptq", "calibration": Calibration(dataset="c4", experts="all")},
             {},

@@ -91,12 +91,7 @@ def steps(losses: Sequence[float]) -> list[StepLine]:
     quantized = {"changed": 210, "skipped": {"lm_head": "outside the decoder blocks"}, "details": {"losses": layers}}
     return [
         StepLine(
-            kind="gptq",
-            key="a" * 64,
-            cached=False,
-            seconds=61.2,
-            report=quantized,
-            memory=memory("gptq", on_gpu=True),
+            kind="gptq", key="a" * 64, cached=False, seconds=61.2, report=quantized, memory=memory("gptq", on_gpu=True)
         ),
         StepLine(
             kind="lora_recover", key="b" * 64, cached=True, seconds=12.0, report={"details": {"training": training}}

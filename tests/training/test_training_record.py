@@ -14,14 +14,7 @@ from optkit.devices.datasheets import Device
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.recipe.recipe import load_recipe
-from optkit.scorecard import (
-    Scorecard,
-    StepLine,
-    Training,
-    to_markdown,
-    training_line,
-    trainings,
-)
+from optkit.scorecard import Scorecard, StepLine, Training, to_markdown, training_line, trainings
 from optkit.training.memory_kinds import MemoryKinds
 from optkit.training.ranks import Ranks
 from optkit.training.training_options import Course, TrainingResult

@@ -15,15 +15,7 @@ import torch
 from optkit.environment import package_version
 from optkit.errors import UsageError
 from optkit.verification.agreement import compare_logits, read_logits
-from optkit.verification.engines import (
-    TRANSFORMERS,
-    VLLM,
-    WORKERS,
-    Answer,
-    ask,
-    install_command,
-    interpreter,
-)
+from optkit.verification.engines import TRANSFORMERS, VLLM, WORKERS, Answer, ask, install_command, interpreter
 from optkit.verification.registry import ENGINES, engine_of
 from optkit.verification.workers import open_in_vllm
 from tests.conftest import TinyModel

@@ -27,11 +27,7 @@ def test_the_page_counts_the_combinations() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_the_searches_run(
-    words: list[str],
-    tmp_path: Path,
-    tiny_model: Callable[[str], Path],
-    letters: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    words: list[str], tmp_path: Path, tiny_model: Callable[[str], Path], letters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = YAML(typ="safe").load(RECIPE) | {"model": str(tiny_model("llama"))}
     asked["evals"][0]["perplexity"] = {"dataset": str(letters), "window": 32, "windows": 4}

@@ -60,13 +60,7 @@ def main() -> None:
         "nf4": _lines(
             "Error of normal weights in 4 bits", "weights that share a scale", by_code(), OF_VALUES, apart=True
         ),
-        "fp8": _lines(
-            "What an outlier costs the other inputs",
-            "outlier, times the rest",
-            by_size(),
-            OF_VALUES,
-            "log",
-        ),
+        "fp8": _lines("What an outlier costs the other inputs", "outlier, times the rest", by_size(), OF_VALUES, "log"),
         "kv-cache": _lines(
             "Error by the scale of float8", "scale, times the exact one", by_scale(), OF_VALUES, apart=True
         ),

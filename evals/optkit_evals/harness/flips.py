@@ -12,12 +12,7 @@ from optkit.common.paired_items import flips, mcnemar, mean_of_ratios
 from optkit.measure import Attachment, Found, Metric
 
 ITEMS, FLIPS = "items.jsonl", "flips.jsonl"
-COMPARED = {
-    "right_to_wrong": "items",
-    "wrong_to_right": "items",
-    "mcnemar_p": "probability",
-    "recovery": "percent",
-}
+COMPARED = {"right_to_wrong": "items", "wrong_to_right": "items", "mcnemar_p": "probability", "recovery": "percent"}
 """Metric -> unit of what two models say together."""
 MAIN = ("acc_norm", "acc", "exact_match", "f1")
 """Which metric of a task says what it is about, the first that there is."""

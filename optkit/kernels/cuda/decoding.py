@@ -27,15 +27,7 @@ from optkit.kernels.cuda.model_steps import ModelSteps
 from optkit.kernels.cuda.nvrtc import compiled
 from optkit.kernels.cuda.prompts import Prompts
 from optkit.kernels.cuda.split_layers import why_not_split
-from optkit.kernels.cuda.step_layers import (
-    Layer,
-    epsilon_of,
-    kv_heads_of,
-    norm_of,
-    read_layers,
-    rotations,
-    why_not,
-)
+from optkit.kernels.cuda.step_layers import Layer, epsilon_of, kv_heads_of, norm_of, read_layers, rotations, why_not
 from optkit.kernels.cuda.step_products import takes_lined
 from optkit.kernels.cuda.wide import Lined, tokens_of
 from optkit.kernels.shares import split_dimension, whole

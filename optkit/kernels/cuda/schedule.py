@@ -157,16 +157,8 @@ SCHEDULES = {
         "narrow": Schedule(8, 2, 2, 1),
         "usual": Schedule(8, 3, 1, 1),
     },
-    (4, False): {
-        "gated": Schedule(8, 3, 2, 2),
-        "long": Schedule(8, 2, 2, 1, span=2),
-        "usual": Schedule(8, 2, 2, 2),
-    },
-    (8, False): {
-        "gated": Schedule(8, 3, 2, 1),
-        "long": Schedule(8, 3, 2, 1),
-        "usual": Schedule(8, 2, 1, 2, span=2),
-    },
+    (4, False): {"gated": Schedule(8, 3, 2, 2), "long": Schedule(8, 2, 2, 1, span=2), "usual": Schedule(8, 2, 2, 2)},
+    (8, False): {"gated": Schedule(8, 3, 2, 1), "long": Schedule(8, 3, 2, 1), "usual": Schedule(8, 2, 1, 2, span=2)},
     (16, False): {
         "gated": Schedule(16, 1, 2, 1),
         "long": Schedule(16, 1, 2, 1),

@@ -29,8 +29,7 @@ def target_of(address: str) -> Target:
     scheme, separator, rest = address.partition("://")
     if not separator:
         raise UsageError(
-            f"'{address}' is no address of a target",
-            remedy=f"Write it as SCHEME://PLACE; schemes: {', '.join(known)}",
+            f"'{address}' is no address of a target", remedy=f"Write it as SCHEME://PLACE; schemes: {', '.join(known)}"
         )
     if scheme not in known:
         raise UsageError(f"there is no target '{scheme}'.{did_you_mean(scheme, known)}", where=f"{scheme}://")

@@ -218,11 +218,7 @@ class Compensation:
         return list(zip(weight.rows(each), errors[:, :2].split(each), strict=True))
 
     def _put_(
-        self,
-        layers: Mapping[str, nn.Module],
-        whole: QuantizedWeight,
-        errors: Tensor | None,
-        hessian: Hessian | None,
+        self, layers: Mapping[str, nn.Module], whole: QuantizedWeight, errors: Tensor | None, hessian: Hessian | None
     ) -> dict[str, QuantizedWeight]:
         """Put the rounded weights of layers that share their input into the modules, and return them."""
         job, sizes = self.job, [self.job.selection.layers[name].outputs for name in layers]

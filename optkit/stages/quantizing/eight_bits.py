@@ -103,10 +103,7 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
                 job.details.setdefault("rounded_to_nearest", {})[name] = inputs.tokens if inputs else 0
         else:
             codes = self._compensated(job, name, weight, hessian, scales)
-        tensors = {
-            "weight": codes,
-            "weight_scale": (scales.view(-1) if self.scales == "tensor" else scales).to(dtype),
-        }
+        tensors = {"weight": codes, "weight_scale": (scales.view(-1) if self.scales == "tensor" else scales).to(dtype)}
         if inputs is not None and self.activations == "static":
             tensors["input_scale"] = (
                 amax_scales(inputs.amax.amax().view(1, 1), (1, 1), numbers, dtype).view(-1).to(dtype)

@@ -161,11 +161,7 @@ def turns_of(skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mappin
 
 
 def watch_inputs(
-    skeleton: Skeleton,
-    index: int,
-    inputs: BlockInputs,
-    layers: Mapping[str, nn.Module],
-    start: Callable[[Tensor], S],
+    skeleton: Skeleton, index: int, inputs: BlockInputs, layers: Mapping[str, nn.Module], start: Callable[[Tensor], S]
 ) -> dict[str, S]:
     """Run a loaded block on all batches, and return the sums of the inputs of its layers.
     `start` begins them with a layer's first input; a layer that saw no token has none.

@@ -90,11 +90,7 @@ class RayExecutor(NodesExecutor):
             what = f"no node has what it needs ({_size(*wanted.values())})"
             raise ResourceError(what, where=order.name, why=f"Ray's nodes have {has}", remedy="Start a larger one")
         task = self._make.options(
-            num_cpus=needs.cpus,
-            num_gpus=needs.gpus,
-            memory=needs.ram_bytes,
-            max_retries=LOST_NODES,
-            name=order.name,
+            num_cpus=needs.cpus, num_gpus=needs.gpus, memory=needs.ram_bytes, max_retries=LOST_NODES, name=order.name
         )
         self._tasks[task.remote(described, self._queue)] = order.name
 

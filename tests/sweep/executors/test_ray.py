@@ -101,10 +101,7 @@ def test_what_no_node_can_do_is_said(embedded: str, tmp_path: Path, tiny_model: 
 
 @pytest.mark.parametrize(
     ("address", "where", "remedy", "tries"),
-    [
-        ("nobody:1", "--address nobody:1", START_A_NODE, 1),
-        ("", "--executor ray", START_BEFORE, 3),
-    ],
+    [("nobody:1", "--address nobody:1", START_A_NODE, 1), ("", "--executor ray", START_BEFORE, 3)],
 )
 def test_a_ray_that_cannot_be_had_is_said(
     monkeypatch: pytest.MonkeyPatch, address: str, where: str, remedy: str, tries: int
