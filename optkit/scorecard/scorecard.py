@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, computed_field, field_validator, model_validator
 
@@ -19,7 +19,7 @@ from optkit.common.statistics import Estimate
 from optkit.devices.memory_watch import MemoryTrace
 from optkit.errors import ArtifactError
 from optkit.measure import Metric
-from optkit.recipe.gates import Of, Other, Verdict, overall
+from optkit.recipe.gates import Of, Other, Verdict, overall, parse_gate
 from optkit.scorecard.loading import Loading
 from optkit.training.training_record import KEY, TrainingRecord
 
@@ -52,7 +52,11 @@ class StepLine(Frozen):
     @field_validator("report")
     @classmethod
     def _check_report(cls, report: dict[str, Any]) -> dict[str, Any]:
-        texts_of(report.get("skipped") or {})
+        read = report.get("calibrated_on") or ()
+        if not isinstance(read, list | tuple):
+            raise ValueError(f"it is calibrated on {shown(read)}")
+        for texts in (report.get("skipped") or {}, *read):
+            texts_of(texts)
         details = report.get("details") or {}
         if not isinstance(details, Mapping):
             raise ValueError(f"its details are {shown(details)}")
@@ -87,7 +91,7 @@ class StepLine(Frozen):
     @property
     def did(self) -> str:
         """What it changed, what it skipped and what it was calibrated on, in one line."""
-        texts = self.report.get("calibrated_on", ())
+        texts = self.report.get("calibrated_on") or ()
         read = [f"calibrated on {text.get('dataset')} {text.get('split')}" for text in texts]
         return ", ".join(filter(None, [self.changed, self.skipped, *read]))
 
@@ -105,6 +109,11 @@ class GateResult(Frozen):
     """The whole interval keeps the limit, breaks it, or the limit lies inside."""
     why: str = ""
     """Why the number, or that of the other model, could not be measured or compared."""
+
+    @model_validator(mode="after")
+    def _is_a_gate(self) -> Self:
+        parse_gate(self.key, self.limit)
+        return self
 
 
 class Beside(Frozen):

@@ -40,3 +40,20 @@ def test_json_of_a_scorecard_that_was_changed(tmp_path: Path, changed: dict[str,
     path.write_text(json.dumps(json.loads(to_json(full_scorecard())) | changed))
     with pytest.raises(ArtifactError, match=f"the scorecard is damaged. .*{said}.* Run its recipe again"):
         read_json(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ('"key": "perplexity"', '"key": "<script>"', "'<script>' names no metric"),
+        ('"limit": "<= 1.1x"', '"limit": "small"', "'small' is no limit"),
+        ('"report": {', '"report": {"calibrated_on": ["c4"], ', '"c4" is not an object'),
+        ('"report": {', '"report": {"calibrated_on": 5, ', "it is calibrated on 5"),
+    ],
+)
+def test_parts_that_other_commands_rely_on(tmp_path: Path, name: str, value: str, said: str) -> None:
+    path, text = tmp_path / "scorecard.json", to_json(full_scorecard())
+    assert name in text
+    path.write_text(text.replace(name, value))
+    with pytest.raises(ArtifactError, match=f"the scorecard is damaged. .*{said}.* Run its recipe again"):
+        read_json(path)
