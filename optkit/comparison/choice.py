@@ -61,22 +61,19 @@ def named_columns(table: Table, text: str, option: str) -> list[Column]:
 
 def judged(gate: Gate, rows: Iterable[Measured]) -> GateResult:
     """Return what a scorecard makes of a limit; the worst of the rows that it is about."""
-    found = [_judge(gate, row) for row in rows if gate.matches(row.metric)]
-    if not found:
-        return GateResult(key=gate.key, limit=gate.text, of=gate.of, verdict=Verdict.FAIL, why="it was not measured")
-    return max(found, key=lambda each: ORDER.index(each.verdict))
+    found = [_verdict(gate, row) for row in rows if gate.matches(row.metric)]
+    unmeasured = Verdict.FAIL, "it was not measured"
+    verdict, why = max(found, key=lambda each: ORDER.index(each[0]), default=unmeasured)
+    return GateResult(key=gate.key, limit=gate.text, of=gate.of, verdict=verdict, why=why)
 
 
-def _judge(gate: Gate, row: Measured) -> GateResult:
-    def result(verdict: Verdict, why: str = "") -> GateResult:
-        return GateResult(key=gate.key, limit=gate.text, of=gate.of, verdict=verdict, why=why)
-
+def _verdict(gate: Gate, row: Measured) -> tuple[Verdict, str]:
     if row.metric.failure:
-        return result(Verdict.FAIL, row.metric.failure)
+        return Verdict.FAIL, row.metric.failure
     number = row.number(gate.of)
     if number is None:
-        return result(Verdict.FAIL, f"there is no ratio to {NAMES.get(gate.of, gate.of)}")
-    return result(gate.judge(number))
+        return Verdict.FAIL, f"there is no ratio to {NAMES.get(gate.of, gate.of)}"
+    return gate.judge(number), ""
 
 
 def reason(pick: str, other: str, differences: Sequence[tuple[Column, Difference]]) -> str:

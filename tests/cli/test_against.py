@@ -8,26 +8,16 @@ import pytest
 
 from optkit import pipeline
 from optkit.errors import RecipeError
+from tests.cli.test_run import RECIPE as LIMITED
 from tests.support.command_line import desk_with, spoken
 
-RECIPE = """\
-name: tiny
-model: {model}
-stages:
-  - bf16
-evals:
-  - footprint
-  - perplexity: {{dataset: python-reference, split: test, window: 64, windows: 4}}
-gates:
-  size_bytes: "<= 0.9x"
-  perplexity: "<= 1.01x of previous"
-"""
+RECIPE = LIMITED + '  perplexity: "<= 1.01x of previous"\n'
 
 
 @pytest.fixture
 def desk(tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an empty working directory with a recipe and a store of its own."""
-    return desk_with(tmp_path, monkeypatch, "tiny.yaml", RECIPE.format(model=tiny_model("llama")))
+    return desk_with(tmp_path, monkeypatch, "tiny.yaml", RECIPE.format(model=tiny_model("llama"), limit="<= 0.9x"))
 
 
 def test_releases_one_after_the_other(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:

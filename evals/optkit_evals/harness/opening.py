@@ -74,4 +74,4 @@ def _unreadable(name: str, error: Exception, path: Path | str) -> SourceError:
 def _built_in(**_: Any) -> dict[str, Any]:
     from datasets import Dataset
 
-    return {"test": Dataset.from_list([{"text": row} for row in built_in_rows("test")])}
+    return {"test": Dataset.from_list([{"text": row} for row in built_in_rows()])}
