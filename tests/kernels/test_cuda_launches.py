@@ -68,7 +68,13 @@ def test_products_of_many_rows_of_4_bits(launched: list[str]) -> None:
     lined = Lined.empty(40, OUTPUTS // 2, x)
     multiply_wide(given, x, lined, norm=x[0], epsilon=1e-5, gated=True)
     multiply_wide(given, Lined.empty(40, INPUTS, x), torch.ones(40, OUTPUTS), add=True)
-    assert launched == ["line_up", "wide", "wide"]
+    finish(
+        Products(given, torch.ones(40, OUTPUTS, dtype=torch.bfloat16)),
+        x[:, : OUTPUTS // 2].clone(),
+        add=False,
+        gated=True,
+    )
+    assert launched == ["line_up", "wide", "wide", "finish"]
 
 
 @pytest.mark.parametrize("weights", ["E4M3", "int8"])

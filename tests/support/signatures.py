@@ -1,7 +1,7 @@
 """What the kernels of *.cu take, read from their text: a launch hands over bytes, which no compiler checks."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -16,13 +16,19 @@ DTYPES = {
 }
 """Of what a pointer points to. Other types are vectors of anything, or 16 bits, which a CPU may have as float32."""
 
+UNREAD: dict[str, Callable[[Mapping[str, int]], bool]] = {
+    "given": lambda macros: macros["BITS"] == 4,
+    "scales": lambda macros: macros.get("BITS") == 4 and "SCALED" not in macros,
+}
+"""Arguments that a kernel compiled so does not read, or as words that hold something else."""
+
 
 def check_launch(source: str, name: str, macros: Mapping[str, int], arguments: tuple[Any, ...]) -> None:
     """Hold the arguments of a launch against the parameters of its kernel."""
     parameters = parameters_of(source, name, frozenset(macros))
     assert len(arguments) == len(parameters), f"{name} of {source} takes {parameters}"
     for (kind, is_pointer, called), given in zip(parameters, arguments, strict=True):
-        wanted = None if called == "given" and macros["BITS"] == 4 else DTYPES.get(kind)  # it is not read then
+        wanted = None if called in UNREAD and UNREAD[called](macros) else DTYPES.get(kind)
         if not is_pointer:
             fits = isinstance(given, float if kind == "float" else int)
         elif isinstance(given, Tensor):  # of uint8 is memory for anything
