@@ -13,7 +13,7 @@ from optkit.scorecard import Scorecard
 READ = "Resident memory of the run and of the processes that it started"
 ON_GPU = " On the GPU it is what torch allocated in the run's own process; that of other processes is not counted."
 COLOURS: dict[str, Colour] = {"": "grey", **dict(MODELS)}
-LETTER = 0.025
+LETTER = 0.028
 """About the share of a chart's width that a letter takes on a phone; a phase that has no room for its name has none."""
 
 
@@ -48,7 +48,7 @@ def _chart(name: str, title: str, phases: Sequence[tuple[MemoryTrace, str]], cap
             for at, here, gpu in zip(trace.seconds, trace.resident_bytes, allocated, strict=True)
         ]
         bands.append({"begin": begin, "end": end, "name": trace.name, "of": trace.of})
-    wide = [band for band in bands if band["end"] - band["begin"] > LETTER * len(band["name"]) * end]
+    wide = [band for band in bands if band["end"] - band["begin"] > LETTER * (len(band["name"]) + 1) * end]
     on_gpu = [point for point in points if point["allocated"] is not None]
     line = {"x": "time", "z": "phase", "strokeWidth": 1.8}
     marks = [
