@@ -36,16 +36,19 @@ def memory(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
-def peak(kind, directory, tiny):
-    open_session(Path(tiny)).close()  # what libraries load when they are first used
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: libraries take more while they are imported
-    before = memory("VmRSS")
+def run(kind, directory):
     session = open_session(Path(directory))
     text = {"dataset": "python-reference", "window": int(sys.argv[1]), "windows": 2}
     if kind == "perplexity":
         optkit_evals.perplexity.Perplexity(**text).run(session, EvalContext())
     else:
         optkit_evals.divergence.Divergence(**text).run(session, EvalContext(baseline=open_session(Path(directory))))
+
+def peak(kind, directory, tiny):
+    run(kind, tiny)  # libraries load what they need at first use, and pages of theirs are no memory of the eval
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: libraries take more while they are imported
+    before = memory("VmRSS")
+    run(kind, directory)
     return 1024 * (memory("VmHWM") - before)
 
 torch.set_num_threads(1)
@@ -85,10 +88,10 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
     """Return the model and the peak of each case."""
     root = tmp_path_factory.mktemp("peaks")
     models = {dtype: write_model(root / dtype, 32_768, dtype) for _, dtype in CASES[:2]}
-    cases = [(kind, str(models[dtype]), str(write_model(root / "tiny" / dtype, 256, dtype))) for kind, dtype in CASES]
+    cases = [(kind, str(models[dtype]), str(write_model(root / "tiny" / dtype, 512, dtype))) for kind, dtype in CASES]
     command = [sys.executable, "-c", MEASURE, str(WINDOW), json.dumps(cases)]
     with warm_pythons():
-        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
     return [(models[dtype], int(peak)) for (_, dtype), peak in zip(CASES, said, strict=True)]
 
 

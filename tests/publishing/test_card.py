@@ -119,9 +119,9 @@ def test_a_gate_that_is_not_kept_is_said_first(artifact: Path) -> None:
     path = artifact / "scorecard.json"
     said = json.loads(path.read_text(encoding="utf-8"))
     name = said["rows"][0]["metric"]["name"]
-    said["rows"][0]["gates"] = [{"key": name, "limit": "<= 1 kB", "verdict": "FAIL"}]
+    said["rows"][0]["gates"] = [{"key": name, "limit": "<= 1000", "verdict": "FAIL"}]
     path.write_text(json.dumps(said), encoding="utf-8")
-    assert f"Gates that it does not keep:\n\n- {name} <= 1 kB: FAIL, " in card(artifact).text.partition("## ")[0]
+    assert f"Gates that it does not keep:\n\n- {name} <= 1000: FAIL, " in card(artifact).text.partition("## ")[0]
 
 
 def test_an_encoder(tiny_encoder_source: Callable[[str], Path], tmp_path: Path) -> None:

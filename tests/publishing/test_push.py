@@ -60,7 +60,7 @@ def gated(artifact: Path, verdict: str) -> Path:
     """Give the first number of a scorecard a gate."""
 
     first = read_json(artifact / "scorecard.json").rows[0]
-    gate = {"key": first.metric.name, "limit": "<= 1 kB", "verdict": verdict}
+    gate = {"key": first.metric.name, "limit": "<= 1000", "verdict": verdict}
     change_json(artifact / "scorecard.json", lambda card: card["rows"][0].update(gates=[gate]))
     return artifact
 
@@ -111,17 +111,17 @@ def test_a_record_that_is_a_link_to_elsewhere_stays_here(artifact: Path, tmp_pat
 
 
 def test_a_failed_gate_stays_here_unless_told(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UnsoundError, match=r"a gate failed: .* <= 1 kB FAIL: .*\. .*: --allow-failed-gates\.$"):
+    with pytest.raises(UnsoundError, match=r"a gate failed: .* <= 1000 FAIL: .*\. .*: --allow-failed-gates\.$"):
         prepare_push(gated(artifact, "FAIL"), "directory://x")
     words = ("push", str(artifact), "directory://x", "--dry-run")
     spoken(capsys, *words, status=3)
     _, err = spoken(capsys, *words, "--allow-failed-gates")
-    assert "<= 1 kB FAIL" in err
+    assert "<= 1000 FAIL" in err
 
 
 def test_an_inconclusive_gate_is_said(artifact: Path) -> None:
     (said,) = prepare_push(gated(artifact, "INCONCLUSIVE"), "directory://x").warnings
-    assert "<= 1 kB INCONCLUSIVE: " in said
+    assert "<= 1000 INCONCLUSIVE: " in said
 
 
 @pytest.mark.parametrize(
