@@ -132,8 +132,8 @@ def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with an artifact `out`, the recipe `tiny.yaml` that it was made by, and
+def tiny_run(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Give a directory with an artifact `out`, the recipe `tiny.yaml` that it was made by, and
     the store; the same one for every test, so copy the artifact before changing it.
     """
     from optkit import pipeline
@@ -141,7 +141,9 @@ def tiny_run(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) ->
     place = tmp_path_factory.mktemp("run")
     (place / "tiny.yaml").write_text(RUN.format(model=tiny_model("llama")), encoding="utf-8")
     pipeline.run(place / "tiny.yaml", out=place / "out", store=place / "store", device="cpu")
-    return place
+    made = {path: path.read_bytes() for path in (place / "out").iterdir()}
+    yield place
+    assert {path: path.read_bytes() for path in (place / "out").iterdir()} == made, "a test changed what all tests read"
 
 
 @pytest.fixture

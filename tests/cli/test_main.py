@@ -54,7 +54,7 @@ def test_help_answers_at_once_because_it_imports_little() -> None:
 
 
 def test_commands_that_only_read_import_no_torch(
-    tiny_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_run: Path, artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPTKIT_STORE", f"{tiny_run}/store")
     lists = [["list", each] for each in ("stages", "evals", "datasets", "models", "recipes")]
@@ -65,8 +65,8 @@ def test_commands_that_only_read_import_no_torch(
         ["validate", *map(str, (ROOT / "recipes").glob("*.yaml"))],
         ["plan", f"{tiny_run}/tiny.yaml"],
         ["init", "new.yaml", "--model", "smollm2-135m"],
-        *[[each, f"{tiny_run}/out"] for each in ("show", "compare", "card")],
-        ["report", f"{tiny_run}/out", "--out", "page.html"],
+        *[[each, str(artifact)] for each in ("show", "compare", "card")],
+        ["report", str(artifact), "--out", "page.html"],
         ["history", "--where", "size_bytes<=2x"],
         ["store", "show"],
     ]
