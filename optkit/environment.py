@@ -153,21 +153,24 @@ def offline_on(device: str) -> dict[str, str]:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the CPU's model name, e.g. `AMD EPYC 9654 96-Core Processor`."""
-    if cpuinfo.is_file():
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", cpuinfo.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
-        )
-        if found:
-            return found[1].strip()
-    return platform.processor() or platform.machine()
+    """Return the CPU's model name, e.g. `AMD EPYC 9654 96-Core Processor`.
+    Behind a name without a number stand Linux's: virtual machines call each `AMD EPYC`.
+    """
+    name, family, model = (_cpu_field(cpuinfo, field) for field in ("model name", "cpu family", "model"))
+    if name and family and not re.search(r"\d", name):
+        return f"{name} family {family} model {model}"
+    return name or platform.processor() or platform.machine()
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Return what Linux lists of the CPU's instructions, e.g. `avx512_bf16`; nothing elsewhere."""
+    return frozenset(_cpu_field(cpuinfo, "(?:flags|Features)").split())
+
+
+def _cpu_field(cpuinfo: Path, field: str) -> str:
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
-    found = re.search(r"^(?:flags|Features)\s*:(.+)$", text, re.MULTILINE)
-    return frozenset(found[1].split() if found else ())
+    found = re.search(rf"^{field}\s*:(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""
 
 
 @cache
@@ -238,9 +241,7 @@ def asks_exact() -> bool:
 
 
 def _physical_cores(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Return how many physical cores this process may run on.
-    If the kernel does not say, each is one.
-    """
+    """Return how many physical cores this process may run on; each is one if the kernel does not say."""
     if not hasattr(os, "sched_getaffinity"):
         return cpu_cores()
     places = [cpus / f"cpu{index}" / "topology" for index in os.sched_getaffinity(0)]

@@ -121,6 +121,11 @@ def test_cpu_name(tmp_path):
     cpuinfo.write_text("processor\t: 0\nmodel name\t: A Fast One @ 3 GHz\nmodel name\t: B\n")
     assert environment.cpu_name(cpuinfo) == "A Fast One @ 3 GHz"
     assert environment.cpu_name(tmp_path / "none")
+    numbers = "cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: {}\n"
+    cpuinfo.write_text(numbers.format("AMD EPYC"))
+    assert environment.cpu_name(cpuinfo) == "AMD EPYC family 26 model 2"
+    cpuinfo.write_text(numbers.format("AMD EPYC 9654"))
+    assert environment.cpu_name(cpuinfo) == "AMD EPYC 9654"
 
 
 def test_cpu_flags_are_read_on_both_architectures(tmp_path):
