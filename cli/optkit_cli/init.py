@@ -26,7 +26,7 @@ MODEL = "smollm2-135m"
 
 
 class Size(click.ParamType[str]):
-    """`0.3x` of the unmodified model, or bytes: `4GB`."""
+    """`0.3x` of the unmodified model, or a size: `4 GB`."""
 
     name = "size"
 
@@ -38,9 +38,11 @@ class Size(click.ParamType[str]):
             return value
         share = re.fullmatch(r"(0?\.\d+|1(?:\.0*)?)x", value)
         try:
-            return f"{float(share[1]):g}x" if share and float(share[1]) > 0 else str(size_bytes(value))
-        except ValueError:
-            self.fail(f"'{value}' is no size. Use a part of the unmodified model, 0.3x, or bytes, 4GB.", param, ctx)
+            if not (share and float(share[1])):
+                size_bytes(value)
+            return value
+        except ValueError as error:
+            self.fail(f"{error} A part of the unmodified model is 0.3x.", param, ctx)
 
 
 @click.command(cls=Command, short_help="Write a first recipe from a few answers.")
@@ -141,4 +143,6 @@ def _beside(plan: Plan) -> int:
 
 
 def _most(size: str, before: int) -> float:
-    return float(size[:-1]) * before if size.endswith("x") else float(size)
+    from optkit.common.byte_sizes import size_bytes
+
+    return float(size[:-1]) * before if size.endswith("x") else size_bytes(size)

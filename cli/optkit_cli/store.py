@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from optkit.common.byte_sizes import size_bytes
 from optkit.common.cache import default_store
 from optkit.errors import UsageError
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, takes
@@ -19,23 +19,22 @@ if TYPE_CHECKING:
     from optkit.store.remote import Remote
 
 SECONDS = {"m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-BYTES = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def amount(name: str, units: Mapping[str, int], examples: str) -> Callable[[str], int]:
-    """Return what reads a number with its unit: `30d` in seconds, `20GB` in bytes."""
-
-    def read(value: str) -> int:
-        found = re.fullmatch(rf"([0-9]{{1,12}}(?:\.[0-9]+)?)\s*({'|'.join(units)})", value.strip())
-        if not found:
-            raise click.BadParameter(f"'{value}' is no {name}. Write {examples}.")
-        return int(float(found[1]) * units[found[2]])
-
-    return read
+def age(value: str) -> int:
+    """Return the seconds of `30d`."""
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]+)?)\s*([mhdw])", value.strip())
+    if not found:
+        raise click.BadParameter(f"'{value}' is no age. Write 45m, 12h, 30d or 2w.")
+    return int(float(found[1]) * SECONDS[found[2]])
 
 
-AGE = amount("age", SECONDS, "45m, 12h, 30d or 2w")
-SIZE = amount("size", BYTES, "500MB, 20GB or 0B")
+def size(value: str) -> int:
+    """Return the bytes of `20GB`; `0B` is a size too."""
+    try:
+        return size_bytes(value, least=0)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 @click.group(cls=Group, context_settings=CONTEXT_SETTINGS, short_help="See, prune and share what was finished before.")
@@ -114,13 +113,13 @@ def _reached(url: str) -> Remote:
 
 @command.command("prune", cls=Command, short_help="Delete old steps, or until the rest fits.")
 @click.option(
-    "--older-than", "older_than_s", metavar="AGE", type=AGE, help="Delete what was not used for so long, e.g. 30d."
+    "--older-than", "older_than_s", metavar="AGE", type=age, help="Delete what was not used for so long, e.g. 30d."
 )
 @click.option(
     "--max-size",
     "max_bytes",
     metavar="SIZE",
-    type=SIZE,
+    type=size,
     help="Delete steps, those used longest ago first, until the rest fits.",
 )
 @click.option("--all", "everything", is_flag=True, help="Delete all steps and numbers.")

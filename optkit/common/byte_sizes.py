@@ -9,19 +9,21 @@ UNITS: dict[str, int] = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgt", start=1)
     for ending, base in (("b", 1000), ("ib", 1024))
 }  # fmt: skip
+LEAST = 1000
+"""What a number without a unit is at least: with fewer, the unit was forgotten."""
 LARGEST = 1e15
 """Bytes; what is written larger is a slip."""
+_SIZE = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:[eE]\+?\d{1,2})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
-def size_bytes(written: int | str) -> int:
-    """Return the bytes of a size, e.g. `20 GiB`; raises ValueError if it is not above zero."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(written))
-    if found is None or found[2].lower() not in UNITS:
-        raise ValueError(f"'{written}' is no size: write 20 GiB, 500 MB or a number of bytes")
-    size = float(found[1]) * UNITS[found[2].lower()]
-    if not 0.5 < size <= LARGEST:
-        raise ValueError(f"'{written}' is no size above zero and up to {size_text(LARGEST)}")
-    return round(size)
+def size_bytes(written: float | str, *, least: float = 1) -> int:
+    """Return the bytes of a size, e.g. `20 GiB` or `300e6`; raises ValueError if it is none, or below `least`."""
+    found = _SIZE.fullmatch(str(written))
+    if found and (unit := UNITS.get(found[2].lower())):
+        size = float(found[1]) * unit
+        if (least if found[2] else LEAST) <= size <= LARGEST:
+            return round(size)
+    raise ValueError(f"'{written}' is no size. Write 20 GiB, 500 MB, or a number of bytes from {LEAST} to {LARGEST:g}.")
 
 
 def size_text(size: float) -> str:

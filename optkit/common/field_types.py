@@ -8,10 +8,12 @@ import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
+
+from optkit.common.byte_sizes import size_bytes
 
 T = TypeVar("T")
 
@@ -77,8 +79,8 @@ Width = Annotated[int, Field(ge=1, le=LARGEST_WIDTH)]
 """Channels or heads of a layer."""
 Devices = Annotated[int, Field(ge=1, le=1024)]
 """Processes or GPUs."""
-Bytes = Annotated[int, Field(ge=1, le=10**15)]
-"""A size."""
+Bytes = Annotated[int, BeforeValidator(size_bytes, json_schema_input_type=int | str)]
+"""A size, e.g. `20 GiB`."""
 CodeBits = Literal[2, 3, 4, 5, 6, 8]
 """Bits of a code that readers of compressed-tensors open."""
 Bits = Annotated[float, Field(ge=1, le=32)]

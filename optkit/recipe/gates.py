@@ -2,7 +2,7 @@
 
 perplexity: "<= 1.10x"                      at most 1.10 times the baseline's
 perplexity: "<= 1.01x of previous"          at most 1.01 times that of an earlier release
-size_bytes: "<= 300e6"                      at most 300 MB
+size_bytes: "<= 300 MB"                     at most 300 MB, which is also <= 300e6
 decode_tokens_per_s[batch=1]: ">= 1.2x"     only the rows measured at batch 1
 arc_easy.acc_norm: ">= 0.99x"               as acc_norm[task=arc_easy]
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, TypeAlias, get_args
 
-from optkit.common.byte_sizes import size_text
+from optkit.common.byte_sizes import UNITS, size_bytes, size_text
 from optkit.common.frozen import Frozen
 from optkit.common.statistics import Estimate
 from optkit.errors import did_you_mean
@@ -32,7 +32,7 @@ _DOTTED = re.compile(r"^(?:\w+\.)?(?P<task>[\w-]+)\.(?P<name>[A-Za-z_]\w*)$", re
 _LABEL = re.compile(r"\s*(\w+)\s*=\s*([^\s=]+)\s*", re.ASCII)
 _LIMIT = re.compile(
     r"(?P<operator><=|>=|<|>)\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
-    r"\s*(?P<relative>(?:[xX×]\s*(?P<of>\S.*)?)?)",
+    r"\s*(?:(?P<relative>[xX×]\s*(?P<of>\S.*)?)|(?P<unit>[a-zA-Z]*[bB]))?",
     re.ASCII,
 )
 
@@ -111,6 +111,8 @@ class Gate(Frozen):
     """Labels that a row must have; none: every row of that name."""
     operator: str
     limit: float
+    unit: str = ""
+    """That the limit is written in, if it is a size; `limit` is in bytes."""
     of: Of = ""
     """The limit is a ratio to the same number of this model; empty: it is absolute."""
 
@@ -123,7 +125,8 @@ class Gate(Frozen):
     def text(self) -> str:
         """The limit as a recipe spells it."""
         ratio = {"": "", "baseline": "x", "same engine": "x same engine"}.get(self.of, f"x of {self.of}")
-        return f"{self.operator} {self.limit:.12g}{ratio}"
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.operator} {self.limit / UNITS[self.unit.lower()]:.12g}{unit}{ratio}"
 
     def matches(self, metric: Metric) -> bool:
         """Return whether the gate is about this metric."""
@@ -164,7 +167,7 @@ def parse_gate(key: str, text: str) -> Gate:
     stated = _LIMIT.fullmatch(text.strip())
     if not stated:
         raise ValueError(
-            f'\'{text}\' is no limit. Write <=, >=, < or > and a number: "<= 25", or "<= 1.10x" '
+            f'\'{text}\' is no limit. Write <=, >=, < or > and a number: "<= 25", "<= 4 GB", or "<= 1.10x" '
             'relative to the baseline. "<= 1.01x of previous" is relative to an earlier release, '
             '">= 2x same engine" to the baseline in the artifact\'s engine.'
         )
@@ -172,11 +175,14 @@ def parse_gate(key: str, text: str) -> Gate:
         raise ValueError(
             f"'{text}' is no limit: {stated['limit']} is beyond all numbers. Write a number that can be reached."
         )
+    if (unit := stated["unit"] or "") and not named["name"].endswith("_bytes"):
+        raise ValueError(f"'{text}' is a size, and '{named['name']}' has none. Write a number without {unit}.")
     return Gate(
         name=named["name"],
         labels=labels,
         operator=stated["operator"],
-        limit=float(stated["limit"]),
+        limit=size_bytes(stated["limit"] + unit) if unit else float(stated["limit"]),
+        unit=unit,
         of=_read_of(stated["of"] or "baseline", text) if stated["relative"] else "",
     )
 

@@ -48,7 +48,7 @@ def test_the_form_that_loses_least_and_fits_is_taken(
     assert kinds == {"0.9x": (8, 64), "300kB": (8, 64), "240kB": (4, 32), "225kB": (4, 64)}
     assert main([*given, "--size", "1kB"]) == 2
     said = capsys.readouterr().err
-    assert "--size 1000: no form that transformers opens on cpu is so small. The smallest is INT" in said
+    assert "--size 1kB: no form that transformers opens on cpu is so small. The smallest is INT" in said
     assert "Take a larger size" in said
 
 
@@ -75,7 +75,10 @@ def test_on_a_terminal_it_asks_for_what_no_option_says(
     ("words", "message"),
     [
         (["there.yaml"], "there.yaml: there is a file of this name. Name another, or add --force."),
-        (["--size", "2x"], "'2x' is no size. Use a part of the unmodified model, 0.3x, or bytes, 4GB."),
+        (
+            ["--size", "2x"],
+            "1000 to 1e+15. A part of the unmodified model is 0.3x.",
+        ),
         (["--size", "0x"], "'0x' is no size."),
         (["--model", "all-minilm-l6-v2"], "--model all-minilm-l6-v2: no recipe of init is for this model. "),
     ],

@@ -43,6 +43,26 @@ def test_limits(text, sign, limit, of):
     assert parse_gate(gate.key, gate.text) == gate
 
 
+@pytest.mark.parametrize(
+    ("text", "limit", "shown"),
+    [("<= 1 GB", 10**9, "<= 1 GB"), ("<1.5GiB", 1.5 * 2**30, "< 1.5 GiB"), ("<= 3e8 B", 3e8, "<= 300000000 B")],
+)
+def test_a_limit_to_bytes_may_be_a_size(text, limit, shown):
+    gate = parse_gate("size_bytes", text)
+    assert (gate.limit, gate.of, gate.text) == (limit, "", shown)
+    assert parse_gate("size_bytes", shown) == gate
+    assert gate.judge(Estimate(limit)) is (Verdict.FAIL if gate.operator == "<" else Verdict.PASS)
+
+
+def test_a_size_that_is_none():
+    with pytest.raises(ValueError, match="'<= 1 GB' is a size, and 'perplexity' has none. Write a number without GB"):
+        parse_gate("perplexity", "<= 1 GB")
+    with pytest.raises(ValueError, match=r"'1lb' is no size\. Write 20 GiB"):
+        parse_gate("size_bytes", "<= 1 lb")
+    with pytest.raises(ValueError, match="is no limit"):
+        parse_gate("size_bytes", "<= 1 GBx")
+
+
 def test_labels_pick_rows_and_a_bare_name_takes_all():
     gate = parse_gate("decode_tokens_per_s[batch=1, prompt=128]", ">= 1.2x")
     assert gate.labels == {"batch": 1, "prompt": 128}

@@ -248,12 +248,11 @@ def test_a_prune_that_was_killed_is_finished_by_the_next(store: Store) -> None:
         ([], "error: nothing says what to delete. Give --older-than 30d, --max-size 20GB or --all."),
         (["--all", "--max-size", "1GB"], "error: --all deletes everything. Leave out --older-than and --max-size."),
         (["--older-than", "30"], "error: Invalid value for '--older-than': '30' is no age. Write 45m, 12h, 30d or 2w."),
-        (["--max-size", "２GB"], "error: Invalid value for '--max-size': '２GB' is no size. Write 500MB, 20GB or 0B."),
         (
-            ["--max-size", f"{10**13}B"],
-            f"error: Invalid value for '--max-size': '{10**13}B' is no size. Write 500MB, 20GB or 0B.",
+            ["--max-size", "20"],
+            "error: Invalid value for '--max-size': '20' is no size. "
+            "Write 20 GiB, 500 MB, or a number of bytes from 1000 to 1e+15.",
         ),
-        (["--max-size", "20"], "error: Invalid value for '--max-size': '20' is no size. Write 500MB, 20GB or 0B."),
     ],
 )
 def test_what_cannot_be_followed(
@@ -265,16 +264,9 @@ def test_what_cannot_be_followed(
 
 @pytest.mark.parametrize(("age", "seconds"), [("90m", 5400), ("1.5h", 5400), ("2 d", 2 * DAY_S), ("1w", 7 * DAY_S)])
 def test_ages(age: str, seconds: float) -> None:
-    from optkit_cli.store import AGE
+    from optkit_cli import store
 
-    assert AGE(age) == seconds
-
-
-@pytest.mark.parametrize(("size", "size_bytes"), [("0B", 0), ("1.5kB", 1500), ("20 GB", 20 * 10**9)])
-def test_sizes(size: str, size_bytes: int) -> None:
-    from optkit_cli.store import SIZE
-
-    assert SIZE(size) == size_bytes
+    assert store.age(age) == seconds
 
 
 def test_words_below_store(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from random import Random
 import click
 import pytest
 from optkit_cli.options import assignment, device
-from optkit_cli.store import AGE, SIZE
+from optkit_cli.store import age, size
 
 from optkit.common.byte_sizes import size_bytes
 from optkit.recipe.gates import parse_gate
@@ -77,6 +77,7 @@ def test_overrides(draw: Random) -> None:
 def test_gates_and_sizes(draw: Random) -> None:
     for parse, valid in (
         (lambda text: parse_gate("perplexity", text), "<= 1.10x"),
+        (lambda text: parse_gate("size_bytes", text), "<= 1.5 GiB"),
         (lambda text: parse_gate(text, "<= 1"), "decode_tokens_per_s[batch=1]"),
         (size_bytes, "20.5 GiB"),
     ):
@@ -84,7 +85,7 @@ def test_gates_and_sizes(draw: Random) -> None:
             parse(mutations.damaged_text(valid, draw))
         except ValueError:
             continue
-    for kind, valid in ((AGE, "30d"), (SIZE, "20GB"), (device, "cuda:0"), (assignment, "a.b=c")):
+    for kind, valid in ((age, "30d"), (size, "20GB"), (device, "cuda:0"), (assignment, "a.b=c")):
         try:
             kind(mutations.damaged_text(valid, draw))
         except click.UsageError:
