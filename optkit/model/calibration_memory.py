@@ -126,15 +126,22 @@ def less_memory(stage: str) -> str:
 
 
 def calibrated_work(
-    shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, sums: int, work: int, devices: int = 1
+    shape: ModelShape,
+    layers: Mapping[str, Layer],
+    text: Text,
+    batch: int,
+    sums: int,
+    work: int,
+    devices: int = 1,
+    activation: int = 4,
 ) -> Work:
     """Return what it takes to run a text through the blocks. `batch`: sequences at once; `sums`: bytes
     kept of the inputs of a block's layers; `work`: of changing its layers, one after another; `devices`
-    have a share of the text each.
+    have a share of the text each; `activation`: bytes of one.
 
     Raises StageError as `refuse_unchained` does.
     """
-    hidden, running = calibration_bytes(shape, layers, text, batch, devices)
+    hidden, running = calibration_bytes(shape, layers, text, batch, devices, activation)
     head = shape.tensors.get(f"{HEAD}.weight")
     outside = shape.outside_bytes - (head.size_bytes if head else 0)
     block = hidden + shape.block_bytes + sums + max(running, work)
@@ -194,10 +201,10 @@ def waiting_bytes(shape: ModelShape, layers: Mapping[str, Layer], text: Text) ->
 
 
 def calibration_bytes(
-    shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, devices: int = 1
+    shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, devices: int = 1, activation: int = 4
 ) -> tuple[int, int]:
     """Return the bytes of the hidden states of a device's share of a text, as in the file, and of a
-    block's activations. `batch`: sequences that run at once.
+    block's activations, of which each takes `activation`. `batch`: sequences that run at once.
 
     Raises StageError as `refuse_unchained` does, and if no expert could see all tokens.
     """
@@ -211,9 +218,17 @@ def calibration_bytes(
     samples = -(-samples // devices)
     # an encoder that hears has as many, whatever it hears
     length, sequences = max(length, shape.config.get("max_source_positions") or 0), min(batch, samples)
-    running = 4 * sequences * length * (6 * width + 3 * widest) + eager_bytes(shape.config, sequences, length)
+    running = activation * sequences * length * (6 * width + 3 * widest) + eager_bytes(shape.config, sequences, length)
     beside = (shape.config.get("vision_config") or {}).get("deepstack_visual_indexes") if text.images else None
     return (1 + len(beside or ())) * samples * length * width * element, running
+
+
+def summed_bytes(shape: ModelShape, device: str) -> int:
+    """Return the bytes of an activation where Hessians are summed: GPUs take those of a bfloat16 model as they are,
+    CPUs make float32 of them.
+    """
+    dtypes = {info.dtype for info in shape.tensors.values()}
+    return 2 if device.startswith("cuda") and dtypes == {"BF16"} else 4
 
 
 def float_bytes(shape: ModelShape) -> int:

@@ -22,7 +22,6 @@ from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling, Sc
 from optkit.stages.quantizing.integers import packed_grid, put_back_
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.overrides import Override
-from optkit.stages.quantizing.shared_text import SharedText
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 LESS_MEMORY = less_memory("awq")
 
 
-class Awq(InputScaling, SharedText, Backed):
+class Awq(InputScaling, Backed):
     """Scale weights that meet large activations up, so that rounding hurts them less (AWQ).
     Then round to nearest (arXiv:2306.00978).
 
@@ -182,4 +181,4 @@ class Awq(InputScaling, SharedText, Backed):
         return round_to_nearest(weight, *search_scales(weight, grid, counted, compiled=True), grid)
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
-        return self.working_bytes(shape, layers, "nearest", self.devices)
+        return self.working_bytes(shape, layers, "nearest", device)

@@ -21,7 +21,6 @@ from optkit.model.writer import copy_companions, write_blocks
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.fitting import refuse_uneven_groups
 from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling
-from optkit.stages.quantizing.shared_text import SharedText
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +31,7 @@ STAGE = "awq_scale"
 LESS_MEMORY = less_memory(STAGE)
 
 
-class AwqScale(InputScaling, SharedText):
+class AwqScale(InputScaling):
     """Fold the input scales of AWQ (arXiv:2306.00978) into norms and linear layers.
     Nothing is rounded: the model computes what it did.
 
@@ -107,7 +106,7 @@ class AwqScale(InputScaling, SharedText):
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""
         refuse_devices(self.devices, device, self.kind)
-        work = self.working_bytes(shape, self._layers(shape), self.rounding, self.devices)
+        work = self.working_bytes(shape, self._layers(shape), self.rounding, device)
         return work.cost(shape, shape, device), shape
 
     def _layers(self, shape: ModelShape) -> Mapping[str, Layer]:

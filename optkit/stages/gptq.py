@@ -12,7 +12,15 @@ from optkit.common.field_types import Amount
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.kernels.cpu.families import why_not_config
-from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes, less_memory, waiting_bytes
+from optkit.model.calibration_memory import (
+    Work,
+    calibrated_work,
+    code_bytes,
+    hessian_bytes,
+    less_memory,
+    summed_bytes,
+    waiting_bytes,
+)
 from optkit.model.linear_layers import Layer, by_block
 from optkit.model.linear_layers import stacks as sharing_input
 from optkit.model.output_layer import HEAD
@@ -295,7 +303,9 @@ class Gptq(GptqFields, SharedText, Backed):
             sums = waiting_bytes(shape, layers, text) // self.devices
         else:
             sums = hessian_bytes(shape, layers, at_once=text.experts == "all")
-        found = calibrated_work(shape, layers, text, self.batch_size, sums, work, self.devices)
+        found = calibrated_work(
+            shape, layers, text, self.batch_size, sums, work, self.devices, summed_bytes(shape, device)
+        )
         if self.earlier_errors:
             found = with_unmodified(found, shape, layers, text, self.batch_size)
         if not self.learn:

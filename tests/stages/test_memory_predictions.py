@@ -10,6 +10,7 @@ import torch
 
 from optkit.model import calibration_memory
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.auto_bits import AutoBits
@@ -24,6 +25,7 @@ from optkit.stages.quantizing.input_ranges import InputRange
 from optkit.stages.rtn import Rtn
 from optkit.stages.smoothquant import SmoothQuant
 from tests.support.live_memory import LiveBytes
+from tests.support.shapes import config_of, stored_tensors
 from tests.support.tiny_models import CONFIGS, save_tiny_model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 3, "num_local_experts": 4}
@@ -100,6 +102,31 @@ def test_hessians_of_one_expert_at_a_time_are_what_a_plan_says(
 ) -> None:
     monkeypatch.setattr(calibration_memory, "HESSIANS_AT_ONCE", 1)
     test_a_stage_takes_what_it_said(wide_model, text, tmp_path, "mixtral", stage)
+
+
+@pytest.fixture(scope="module")
+def eight_billion() -> ModelShape:
+    """Four blocks of Llama-3-8B."""
+    config = config_of("llama3_8b", 4)
+    return ModelShape(config, dict(stored_tensors(config)))
+
+
+@pytest.mark.parametrize(
+    ("stage", "gpu_memory", "allocated"),
+    [
+        (Awq(group_size=128), 140e9, 5.762e9),
+        (Awq(group_size=128), 8e9, 3.816e9),  # the hidden states are in main memory
+        (Gptq(group_size=128), 140e9, 7.8e9),
+        (Gptq(group_size=128), 8e9, 5.651e9),
+    ],
+)
+def test_bfloat16_takes_on_a_gpu_what_an_h200_allocated(
+    eight_billion: ModelShape, monkeypatch: pytest.MonkeyPatch, stage: Awq | Gptq, gpu_memory: float, allocated: float
+) -> None:
+    monkeypatch.setattr(calibration_memory, "gpu_memory_bytes", lambda _: int(gpu_memory))
+    text = Calibration(dataset="c4", samples=128, sequence_length=2048)
+    cost, _ = stage.model_copy(update={"calibration": text}).predict(eight_billion, "cuda")
+    assert 0.95 <= cost.gpu_bytes / allocated <= 1.05
 
 
 def test_sampled_inputs_do_not_keep_the_others() -> None:

@@ -169,7 +169,7 @@ def write_holes(
     """Write a checkpoint of a shape with zeros in place of weights, which take no room on the disk.
     `small`: of the same architecture, with matrices of a few hundred rows.
     """
-    config = _config(kind, blocks, small)
+    config = config_of(kind, blocks, small)
     directory.mkdir(parents=True)
     shards: list[dict[str, TensorInfo]] = [{}]
     for name, info in stored_tensors(config):
@@ -263,7 +263,8 @@ def _write_header(file: Path, tensors: Mapping[str, TensorInfo]) -> None:
         opened.truncate(8 + len(text) + end)
 
 
-def _config(kind: str, blocks: int | None, small: bool) -> dict[str, Any]:
+def config_of(kind: str, blocks: int | None, small: bool = False) -> dict[str, Any]:
+    """Return the config.json of a shape, with so many blocks."""
     config = _small(SHAPES[kind]) if small else SHAPES[kind]
     if blocks is None:
         return config

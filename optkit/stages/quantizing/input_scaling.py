@@ -13,14 +13,14 @@ from pydantic import Field
 
 from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.common.field_types import BatchSize
-from optkit.common.frozen import Frozen
 from optkit.common.grouping import grouped
 from optkit.errors import StageError
-from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes
+from optkit.model.calibration_memory import Work, calibrated_work, code_bytes, hessian_bytes, summed_bytes
 from optkit.model.linear_layers import Layer, by_block, scaled_together
 from optkit.model.shape import ModelShape
 from optkit.model.together import ALONE, Together
 from optkit.source.calibration import Calibration
+from optkit.stages.quantizing.shared_text import SharedText
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,7 +44,7 @@ PROBE = (2, 32)
 """Sequences and tokens that show which layer feeds which."""
 
 
-class InputScaling(Frozen):
+class InputScaling(SharedText):
     """The fields of a stage that scales inputs."""
 
     calibration: Calibration = Calibration(dataset="c4")
@@ -60,7 +60,7 @@ class InputScaling(Frozen):
     batch_size: BatchSize = 8
     """Sequences that run through a block at once."""
 
-    def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding, devices: int) -> Work:
+    def working_bytes(self, shape: ModelShape, layers: Mapping[str, Layer], rounding: Rounding, device: str) -> Work:
         """Return what the work needs; what waits to be written comes on top.
         Raises StageError for a text that is too short for any layer.
         """
@@ -81,7 +81,8 @@ class InputScaling(Frozen):
             code_bytes(shape, layers) + 4 * FLOAT_COPIES * weights,
         )
         kept = hessian_bytes(shape, layers, at_once=True)
-        return calibrated_work(shape, layers, self.calibration, self.batch_size, kept, work, devices)
+        activation = summed_bytes(shape, device)
+        return calibrated_work(shape, layers, self.calibration, self.batch_size, kept, work, self.devices, activation)
 
 
 def _reader_bytes(group: Sequence[Sequence[str]], layers: Mapping[str, Layer]) -> int:
