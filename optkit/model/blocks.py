@@ -122,10 +122,14 @@ class BlockInputs:
         states = self.hidden if hidden is None else hidden
         begun = (self._begin(states[batch.rows]) for batch in self.batches)
         following = next(begun, None)
-        for batch in self.batches:
-            given, following = following, next(begun, None)
-            assert given
-            yield batch, given()
+        try:
+            for batch in self.batches:
+                given, following = following, next(begun, None)
+                assert given
+                yield batch, given()
+        finally:  # its memory goes, and others would get it that are written before the copy is done
+            if following:
+                following()
 
     def replace_(self, made: Callable[[Batch, Tensor], Tensor], hidden: Tensor | None = None) -> None:
         """Put what is made of the hidden states of each batch in their place."""
