@@ -226,7 +226,7 @@ class AutoBits(Transform):
         items = make_items(selection.layers, shape, self.choices, self.fused, KIND)
         limits = (self.average_bits, self.size_bytes, self.decode_ms)
         budget = tightest_budget(items, shape, *limits, self._device())
-        budget.refuse_too_small(items, KIND)
+        budget.refuse_idle(items, KIND)
         return Allocation(selection, items, budget)
 
     def _costs(self, source: Path, items: Sequence[Item], tokens: Inputs, context: Context) -> list[list[float]]:

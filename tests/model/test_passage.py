@@ -105,9 +105,7 @@ def test_a_batch_that_is_on_its_way_is_waited_for_if_nobody_takes_it() -> None:
     passage = Late(torch.device("cpu"))
     batches = tuple(blocks.Batch((slice(row, row + 1), slice(4)), ()) for row in range(3))
     inputs = blocks.BlockInputs(torch.ones(3, 4, 8), batches, passage=passage)
-    each = inputs.each()
-    _, first = next(each)
-    each.close()
+    _, first = next(inputs.each())
     assert first.eq(1).all()
     assert not passage._left
 

@@ -143,23 +143,32 @@ class Budget:
     digits: int = 4
     unit: str = ""
 
-    def refuse_too_small(self, items: Sequence[Item], stage: str) -> None:
-        """Raise StageError if even the smallest choices do not fit.
-        It names the least limit that is possible.
-        """
-        least = sum(min(item.sizes) for item in items)
-        if least <= self.size_bytes:
-            return
-        scale = 10**self.digits
-        possible = math.ceil((least + self.other_bytes) / self.bytes_each * scale) / scale
-        text = f"{possible:,.{self.digits}f}".rstrip("0").rstrip(".") if self.digits else f"{possible:,.0f}"
+    def refuse_idle(self, items: Sequence[Item], stage: str) -> None:
+        """Raise StageError if even the smallest choices do not fit, or all of the largest do."""
         name = self.field.partition(" ")[0]
-        raise StageError(
-            f"the smallest choices take {text} {self.unit}"
-            + (f", {self.other_bytes:,} bytes of them outside the chosen layers" if self.other_bytes else ""),
-            where=f"{stage}: {self.field}",
-            remedy=f"Set {name} to {text} or more, or add smaller choices",
-        )
+        least, most = (sum(extreme(item.sizes) for item in items) for extreme in (min, max))
+        if least > self.size_bytes:
+            taken = self._text(least)
+            raise StageError(
+                f"the smallest choices take {taken} {self.unit}"
+                + (f", {self.other_bytes:,} bytes of them outside the chosen layers" if self.other_bytes else ""),
+                where=f"{stage}: {self.field}",
+                remedy=f"Set {name} to {taken} or more, or add smaller choices",
+            )
+        if most <= self.size_bytes:
+            taken = self._text(most)
+            raise StageError(
+                f"the largest choices take {taken} {self.unit}, which fits",
+                where=f"{stage}: {self.field}",
+                why="Nothing is left to choose",
+                remedy=f"Set {name} below {taken}, add larger choices, or take gptq with the largest one",
+            )
+
+    def _text(self, size: int) -> str:
+        """Return what such layers take, in the unit of the limit."""
+        scale = 10**self.digits
+        taken = math.ceil((size + self.other_bytes) / self.bytes_each * scale) / scale
+        return f"{taken:,.{self.digits}f}".rstrip("0").rstrip(".") if self.digits else f"{taken:,.0f}"
 
 
 def tightest_budget(
