@@ -64,7 +64,7 @@ def remove_experts(
     left = left_of(mixture.count)
     skeleton = Skeleton(checkpoint, trust_remote_code=context.trust_remote_code)
     for index in mixture.holders:
-        _experts_of(skeleton, index)
+        _called_experts(skeleton, index)
     tokens = text.tokens(source, context.data, context.trust_remote_code)
     with out_of_memory("in front of the first block", context.device, less):
         inputs = skeleton.capture_inputs(tokens, context.device, batch_size)
@@ -144,12 +144,12 @@ def _advance_(
             outputs[expert] = outputs[expert] + made(experts, some, expert, chosen, weights).sum(0).double().cpu()
 
     found = index in mixture.holders
-    with torch.no_grad(), hooked([_experts_of(skeleton, index).register_forward_pre_hook(add)] if found else []):
+    with torch.no_grad(), hooked([_called_experts(skeleton, index).register_forward_pre_hook(add)] if found else []):
         skeleton.advance_(index, inputs)
     return (scores / counts.clamp(min=1) if found else None), counts, torch.stack(outputs)
 
 
-def _experts_of(skeleton: Skeleton, index: int) -> nn.Module:
+def _called_experts(skeleton: Skeleton, index: int) -> nn.Module:
     """Return the module of a block that is called with hidden states, experts and their weights."""
     named = skeleton.blocks[index].module.named_modules(prefix=skeleton.blocks[index].name)
     found = [module for name, module in named if isinstance(module, Experts) or name in skeleton.fused]
@@ -189,7 +189,7 @@ def _alike(
     if index not in kept:
         yield
         return
-    ours, theirs = _experts_of(whole, index), _experts_of(smaller, index)
+    ours, theirs = _called_experts(whole, index), _experts_of(smaller, index)
     names = torch.tensor(kept[index])
     calls: list[tuple[Tensor, Tensor]] = []
     forward = ours.forward
