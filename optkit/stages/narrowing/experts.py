@@ -189,7 +189,7 @@ def _alike(
     if index not in kept:
         yield
         return
-    ours, theirs = _called_experts(whole, index), _experts_of(smaller, index)
+    ours, theirs = _called_experts(whole, index), _called_experts(smaller, index)
     names = torch.tensor(kept[index])
     calls: list[tuple[Tensor, Tensor]] = []
     forward = ours.forward
