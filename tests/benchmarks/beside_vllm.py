@@ -1,15 +1,16 @@
 """optkit beside vLLM on one GPU, of the same artifacts: as served, and their kernels alone.
 
-    python tests/benchmarks/beside_vllm.py make DIRECTORY [--shape llama] [--layers 32] [--weights int4,fp8]
+    python tests/benchmarks/beside_vllm.py make DIRECTORY [--shape llama] [--layers 32] [--weights int4,fp8,w8a8]
     python tests/benchmarks/beside_vllm.py optkit DIRECTORY/int4 [--batches 1,32,64,128]
     python tests/benchmarks/beside_vllm.py vllm DIRECTORY/int4      (the Python that has vLLM)
 
 `make` writes random weights in a shape of `decode_gpu.py` as `bfloat16`, and what `rtn` (groups of
-128) and `fp8` make of them. vLLM has its own scheduler, compiler and full CUDA graphs. Its graphs have
-the sizes of the batches alone and its cache a fixed size, so that it starts sooner. "As served" is
-the wall clock from token to token. "Kernels alone" is the part of a step in which the GPU computed,
-by torch's profiler, later in the same process. With `--turn FILE` several calls run beside each
-other: they open together, and one at a time measures. None is profiled before all have served.
+128), `fp8` and `smoothquant` make of them. vLLM has its own scheduler, compiler and full CUDA graphs.
+Its graphs have the sizes of the batches alone and its cache that of the largest, so that it starts sooner. "As
+served" is the wall clock from token to token. "Kernels alone" is the part of a step in which the GPU
+computed, by torch's profiler, later in the same process. With `--turn FILE` several calls run beside
+each other: they open together, and one at a time measures. None is profiled before all have served.
+The second engine of an artifact says for how many prompts both choose the same token.
 """
 
 import argparse
@@ -30,6 +31,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PROMPT, NEW, PROFILED = 512, 128, 16
 MANY = 64
+CACHE = 88 << 20
+"""Bytes of a sequence's keys and values in vLLM, and some to spare: a token of Llama-3-8B has 128 KiB."""
 SMALLEST_GRAPH, FEWEST_STEPS = 9, 4
 
 
@@ -96,6 +99,24 @@ def steps(trace: Path) -> dict[str, Any]:
     }
 
 
+def prompts_for(vocabulary: int, batch: int) -> list[list[int]]:
+    """Return the prompts that both engines read."""
+    numbers = random.Random(0)
+    return [[numbers.randrange(vocabulary) for _ in range(PROMPT)] for _ in range(batch)]
+
+
+def compare_tokens(directory: Path, engine: str, found: list[int]) -> None:
+    """Keep the tokens behind the prompts in the artifact, and print how many are those of the other engine."""
+    file = directory / "first_tokens.json"
+    told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for other, tokens in told.items():
+        if other != engine:
+            alike = sum(map(int.__eq__, tokens, found))
+            count = min(len(tokens), len(found))
+            print(f"| {engine} | {directory.name} | first tokens as {other}'s | {alike} of {count} |")
+    file.write_text(json.dumps({**told, engine: found}), encoding="utf-8")
+
+
 def row(weights: str, engine: str, batch: int, repeats: list[list[float]]) -> None:
     """Print a row of what was served: seconds to the first token, then between the tokens."""
     decode = [batch * len(between) / sum(between) for _, *between in repeats]
@@ -124,7 +145,7 @@ def runs_of(batch: int) -> tuple[int, int]:
 def under_optkit(directory: Path, batches: list[int], file: str) -> Iterator[None]:
     """Measure optkit's session: CUDA graphs of its own kernels. Yields between what is served and the profiles."""
     import torch
-    from optkit_evals.timing import answer, random_tokens
+    from optkit_evals.timing import answer
 
     from optkit.reports.profiling.torch_trace import trace_phases
     from optkit.session import open_session
@@ -133,17 +154,20 @@ def under_optkit(directory: Path, batches: list[int], file: str) -> Iterator[Non
     with turn(file, fcntl.LOCK_SH):
         session: Any = open_session(directory, [CudaGraphs()], "cuda")
         print(f"optkit {directory.name} opened, {torch.cuda.memory_allocated() / 1e9:.1f} GB")
+    prompts = torch.tensor(prompts_for(session.vocabulary, max(batches)), device="cuda")
     for batch in batches:
         with turn(file):
-            tokens, (warm_up, count) = random_tokens(session, batch, PROMPT, 0), runs_of(batch)
-            found = [answer(session, tokens, NEW) for _ in range(warm_up + count)][warm_up:]
+            warm_up, count = runs_of(batch)
+            found = [answer(session, prompts[:batch], NEW) for _ in range(warm_up + count)][warm_up:]
         row(directory.name, "optkit", batch, [[each.first_token_s, *each.between_tokens_s] for each in found])
+    with turn(file):
+        compare_tokens(directory, "optkit", next(session.stream(prompts, 1)).tolist())
     yield
     traces = Path(tempfile.mkdtemp())
     for batch in batches:
         (traces / str(batch)).mkdir()
         with turn(file):
-            trace_phases(session, random_tokens(session, batch, PROMPT, 0), 2 * PROFILED, traces / str(batch))
+            trace_phases(session, prompts[:batch], 2 * PROFILED, traces / str(batch))
         kernel_row(directory.name, "optkit", batch, traces / str(batch) / "decode.trace.json")
     for note in session.notes:
         print(f"   {note}")
@@ -173,26 +197,40 @@ def under_vllm(directory: Path, batches: list[int], file: str) -> Iterator[None]
             },
             compilation_config={"cudagraph_capture_sizes": sorted(batches)},
             gpu_memory_utilization=0.2,
-            kv_cache_memory_bytes=11 << 30,
+            kv_cache_memory_bytes=max(MANY, *batches) * CACHE,
         )
         config = llm.llm_engine.vllm_config
         print(
             f"vllm {directory.name} opened: {kernels(llm)}, asynchronous {config.scheduler_config.async_scheduling},"
             f" graphs {config.compilation_config.cudagraph_mode}"
         )
-    vocabulary, numbers = llm.llm_engine.model_config.get_vocab_size(), random.Random(0)
-    prompts = [[numbers.randrange(vocabulary) for _ in range(PROMPT)] for _ in range(max(batches))]
+    prompts = prompts_for(llm.llm_engine.model_config.get_vocab_size(), max(batches))
     for batch in batches:
         warm_up, count = runs_of(batch)
         with turn(file):
             found = [answer(llm.llm_engine, prompts[:batch], NEW) for _ in range(warm_up + count)][warm_up:]
         row(directory.name, "vllm", batch, found)
+    with turn(file):
+        compare_tokens(directory, "vllm", first_tokens(llm.llm_engine, prompts))
     yield
     for batch in batches:
         with turn(file):
             trace_steps(llm, prompts[:batch])
         kernel_row(directory.name, "vllm", batch, max(traces.rglob("*.json"), key=lambda each: each.stat().st_mtime))
     llm.llm_engine.engine_core.shutdown()
+
+
+def first_tokens(engine: Any, prompts: list[list[int]]) -> list[int]:
+    """Return the token behind each prompt."""
+    from vllm import SamplingParams
+
+    wanted, found = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False), dict[str, int]()
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, wanted)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            found[output.request_id] = output.outputs[0].token_ids[0]
+    return [found[str(number)] for number in range(len(prompts))]
 
 
 def trace_steps(llm: Any, prompts: list[list[int]]) -> None:

@@ -2,8 +2,9 @@
 
 import importlib
 import json
+import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,3 +41,34 @@ def test_a_trace_without_graphs_is_no_row(
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": trace}))
     script.kernel_row("int4", "vllm", 1, tmp_path / "trace.json")
     assert capsys.readouterr().out == "vllm int4 1: 20 events, 20 launches, graphs of {} kernels\n"
+
+
+class Engine:
+    """Gives each prompt's last token, the last prompt first."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    def add_request(self, name: str, prompt: dict[str, Any], wanted: Any) -> None:
+        self.asked.append((name, prompt))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.asked)
+
+    def step(self) -> list[Any]:
+        name, prompt = self.asked.pop()
+        return [SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=prompt["prompt_token_ids"][-1:])])]
+
+
+def test_the_second_engine_says_how_many_tokens_are_the_firsts(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))  # type: ignore[arg-type]
+    prompts = script.prompts_for(1000, 12)
+    assert prompts[:3] == script.prompts_for(1000, 3)
+    found = script.first_tokens(Engine(), prompts)
+    assert found == [prompt[-1] for prompt in prompts]
+    script.compare_tokens(tmp_path, "vllm", found)
+    assert capsys.readouterr().out == ""
+    script.compare_tokens(tmp_path, "optkit", [found[0] + 1, *found[1:], 7])
+    assert capsys.readouterr().out == f"| optkit | {tmp_path.name} | first tokens as vllm's | 11 of 12 |\n"
