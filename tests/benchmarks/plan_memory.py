@@ -2,7 +2,7 @@
 And how long they take, as a whole and in the median from block to block.
 
     python -m tests.benchmarks.plan_memory SHAPE STAGE... [--blocks N] [--device cuda] [--samples 16] [--length 256]
-        [--held-out 4]
+        [--held-out 4] [--kernels 20]
 
 SHAPE is one of tests/support/shapes.py, with random weights, or zeros that take no room on the disk
 (--holes, for stages without a text); STAGE is an entry of a recipe in which
@@ -12,7 +12,8 @@ it prints one line of JSON; how far it is goes to stderr. A small model of the s
 through the stage before, so that imports and compiling are no part of it, but for a `backend`, which
 has a process of its own. Of main memory it is the
 resident set, less what it was before the step. Of a GPU it is what torch allocated here. With
---held-out a line has the mean KL of the next token from the model's, in nats, on so many other sequences.
+--held-out a line has the mean KL of the next token from the model's, in nats, on so many other sequences,
+and with --kernels what took the most of the GPU, by torch's profiler, which costs time.
 $TMPDIR says where all of it lies; PYTORCH_CUDA_ALLOC_CONF=per_process_memory_fraction:0.057 leaves 8 of 140 GB.
 """
 
@@ -34,6 +35,7 @@ from typing import Any
 import psutil
 from optkit_cli.progress import LineProgress, LineTask, Pace
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from optkit.devices.peak_memory import watched_peak
 from optkit.execute import run_step
@@ -75,8 +77,15 @@ class BlockTask(LineTask):
         super().advance(steps, note)
 
 
+def longest(profiler: Any, count: int) -> dict[str, Any]:
+    """Return the milliseconds of a GPU, of the kernels that took the most of it too, each with its calls."""
+    ran = sorted(profiler.key_averages(), key=lambda each: -each.self_device_time_total)
+    told = {each.key[:120]: [round(each.self_device_time_total / 1000, 1), each.count] for each in ran[:count]}
+    return {"gpu_ms": round(sum(each.self_device_time_total for each in ran) / 1000, 1), "kernels": told}
+
+
 def measured(
-    source: Path, stage: str, device: str, place: Path, held_out: Tensor | None = None
+    source: Path, stage: str, device: str, place: Path, held_out: Tensor | None = None, kernels: int = 0
 ) -> Iterator[dict[str, Any]]:
     """Yield, for each step of a stage on a model, what was said of it and what it took."""
     place.mkdir()
@@ -94,6 +103,7 @@ def measured(
         with ExitStack() as stack:
             ram = stack.enter_context(watched_peak("cpu"))
             gpu = stack.enter_context(watched_peak(device)) if device != "cpu" else None
+            seen = stack.enter_context(profile(activities=[ProfilerActivity.CUDA])) if kernels else None
             run_step(plan, step, given, target, context)
         seconds = {"seconds": round(time.perf_counter() - start, 1)}
         if len(said.finished) > 1:
@@ -106,6 +116,8 @@ def measured(
             for name, size in taken.items()
             if size > 0
         }
+        if seen:
+            row |= longest(seen, kernels)
         if held_out is not None:
             model, made = Skeleton(Checkpoint(source)), Checkpoint(target)
             row["kl"] = round(mean_divergences(model, [made], held_out, device, said)[0], 5)
@@ -133,6 +145,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--held-out", type=int, default=0)
+    parser.add_argument("--kernels", type=int, default=0)
     parser.add_argument("--holes", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -152,8 +165,10 @@ def main() -> None:
         print(json.dumps({**made, "seconds": round(time.perf_counter() - started, 1)}), flush=True)
         small = write_random(asked.shape, place / "small", 2, small=True)
         few = f"{{dataset: {text}, samples: 8, sequence_length: 256}}"
-        unseen = Calibration(dataset=str(other), samples=asked.held_out, sequence_length=asked.length)
-        held_out = unseen.tokens(source, None) if asked.held_out else None
+        held_out = None
+        if asked.held_out:
+            unseen = Calibration(dataset=str(other), samples=asked.held_out, sequence_length=asked.length)
+            held_out = unseen.tokens(source, None)
         for number, stage in enumerate(asked.stages):
             if stage == "copy":
                 print(json.dumps({"shape": asked.shape, "stage": stage, "seconds": copied(source, place)}), flush=True)
@@ -161,7 +176,7 @@ def main() -> None:
             if "backend" not in stage:
                 list(measured(small, stage.replace("TEXT", few), asked.device, place / f"warm-{number}"))
             asking = stage.replace("TEXT", calibration)
-            for row in measured(source, asking, asked.device, place / f"run-{number}", held_out):
+            for row in measured(source, asking, asked.device, place / f"run-{number}", held_out, asked.kernels):
                 print(json.dumps({"shape": asked.shape, "stage": stage, **row}), flush=True)
             shutil.rmtree(place / f"run-{number}")
 
