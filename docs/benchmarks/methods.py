@@ -78,6 +78,10 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "cast + nvfp4, gptq, inputs too": [BF16, stage("mx", rounding="gptq", **INPUTS)],
     "rotate + cast + nvfp4, gptq, inputs too": [stage("rotate"), BF16, stage("mx", rounding="gptq", **INPUTS)],
     "rotate (heads) + cast + nvfp4, gptq, inputs too": [HEADS, BF16, stage("mx", rounding="gptq", **INPUTS)],
+    "cast + nvfp4 that learns": [BF16, stage("mx", effort="best", **TEXT)],
+    "cast + nvfp4 that learns, inputs too": [BF16, stage("mx", effort="best", **INPUTS)],
+    "cast + mxfp4 that learns": [BF16, stage("mx", type="mxfp4", effort="best", **TEXT)],
+    "cast + mxfp4 that learns, inputs too": [BF16, stage("mx", type="mxfp4", effort="best", **INPUTS)],
     "rotate + cast + nvfp4, gptq": [stage("rotate"), BF16, stage("mx", rounding="gptq", **TEXT)],
     "cast + mxfp4, gptq, inputs too": [BF16, stage("mx", type="mxfp4", rounding="gptq", **INPUTS)],
     "rotate + cast + mxfp4, gptq, inputs too": [

@@ -8,6 +8,7 @@ point for each weight, without data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,16 @@ class Grid:
     def middle(self) -> int:
         """The zero point of a symmetric grid."""
         return 1 << (self.bits - 1)
+
+    @property
+    def learns_scales(self) -> bool:
+        """Whether small steps change the scales."""
+        return True
+
+    @property
+    def points(self) -> Sequence[int]:
+        """The codes that there are."""
+        return range(self.top + 1)
 
     def grouped(self, weight: Tensor) -> Tensor:
         """View float [out, in] (or [1, in]) as [out, groups, group_size]."""

@@ -57,9 +57,12 @@ class MicroscaledWeight:
 
     def dequantize(self) -> Tensor:
         """Return float32 [out, in]."""
-        values = torch.tensor([*E2M1, *(-value for value in E2M1)], device=self.codes.device)[self.codes.int()]
         scales = self.float_scales().unsqueeze(-1)
-        return _blocks(values, self.codes.shape[1] // self.scales.shape[1]).mul_(scales).flatten(1)
+        return _blocks(self.values(), self.codes.shape[1] // self.scales.shape[1]).mul_(scales).flatten(1)
+
+    def values(self) -> Tensor:
+        """Return what the codes stand for, float32 [out, in]."""
+        return torch.tensor([*E2M1, *(-value for value in E2M1)], device=self.codes.device)[self.codes.int()]
 
     def float_scales(self) -> Tensor:
         """Return what the codes of each block are multiplied by, float32 [out, blocks]."""
@@ -136,7 +139,7 @@ def compensated(weight: Tensor, rounded: MicroscaledWeight, hessian: Tensor) -> 
     tile = (1, weight.shape[1] // rounded.scales.shape[1])
     round_columns = _round_columns if column_kernels.walks(weight) else None
     values = compensated_codes(weight, hessian, rounded.float_scales(), tile, round_to_e2m1, round_columns)
-    return replace(rounded, codes=_codes(values, values < 0))
+    return replace(rounded, codes=codes_of(values, values < 0))
 
 
 def _round_columns(rest: Tensor, steps: Tensor, factor: Tensor) -> Tensor:
@@ -239,10 +242,10 @@ def _round(
             least = torch.where(better, error, least)
             chosen = torch.where(better, tried.view(torch.uint8), chosen.view(torch.uint8)).view(tried.dtype)
     scaled = blocks / as_float(chosen).unsqueeze(-1)
-    return _codes(round_to_e2m1(scaled), scaled < 0).flatten(1), chosen
+    return codes_of(round_to_e2m1(scaled), scaled < 0).flatten(1), chosen
 
 
-def _codes(values: Tensor, negative: Tensor) -> Tensor:
+def codes_of(values: Tensor, negative: Tensor) -> Tensor:
     """Return the codes, uint8, of values of E2M1; both of any shape."""
     index = torch.bucketize(values.abs(), torch.tensor(E2M1, device=values.device), out_int32=True)
     return (index | negative.int() << 3).to(torch.uint8)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from optkit.common.field_types import Amount
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
 from optkit.kernels.cpu.families import why_not_config
@@ -31,10 +30,11 @@ from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.backend_field import Backed
 from optkit.stages.quantizing.fitting import refuse_encoder_decoder
 from optkit.stages.quantizing.gptq_fields import GptqFields
-from optkit.stages.quantizing.integers import put_back_
+from optkit.stages.quantizing.integers import packed_format, put_back_
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.learning import (
     block_learner,
+    coded_integers,
     learned_block,
     unpacked,
     with_copies,
@@ -42,6 +42,7 @@ from optkit.stages.quantizing.learning import (
     with_learning,
     with_unmodified,
 )
+from optkit.stages.quantizing.learning_fields import LearningFields
 from optkit.stages.quantizing.pruned_zeros import held_zeros, tell_zeros
 from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.quantizing.stacks import EXPERTS_AT_ONCE, HEAD_ROWS, work_bytes
@@ -55,17 +56,12 @@ if TYPE_CHECKING:
     from optkit.model.blocks import BlockInputs
     from optkit.stages.quantizing.compensation import Compensation
     from optkit.stages.quantizing.earlier_errors import EarlierErrors
+    from optkit.training.fake_quantization import Coded
 
-EFFORTS: Mapping[str, Mapping[str, Any]] = {
-    "fast": {},
-    "balanced": {"earlier_errors": 0.5},
-    "best": {"learn": "blocks"},
-}
-STEPS = {"learning_steps": 120, "scale_steps": 64, "copies": 3}
 LESS_MEMORY = less_memory("gptq")
 
 
-class Gptq(GptqFields, SharedText, Backed):
+class Gptq(LearningFields, GptqFields, SharedText, Backed):
     """Quantize layer by layer so that outputs on a calibration text change least (GPTQ).
     After GPTQ (arXiv:2210.17323), block by block.
 
@@ -77,6 +73,11 @@ class Gptq(GptqFields, SharedText, Backed):
     example: ClassVar[str] = "- gptq: {bits: 4, group_size: 32, symmetric: false, calibration: {dataset: c4}}"
     version: ClassVar[int] = 15
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
+    efforts: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "fast": {},
+        "balanced": {"earlier_errors": 0.5},
+        "best": {"learn": "blocks"},
+    }
 
     calibration: Calibration = Calibration(dataset="c4")
     """The text whose hidden states decide which errors matter."""
@@ -89,48 +90,19 @@ class Gptq(GptqFields, SharedText, Backed):
     being its target (GPTAQ, arXiv:2504.02692). Layers are then rounded one after another, which takes up
     to twice the time on a GPU and up to three times on a CPU. 0.5 serves best; 1 follows what is noise.
     """
-    effort: Literal["fast", "balanced", "best"] = Field(default="fast", exclude=True)
-    """Picks fields that are not written: `fast` none, `balanced` `earlier_errors: 0.5`, `best` `learn: blocks`."""
-    learn: Literal["blocks"] | None = Field(default=None, exclude_if=lambda value: value is None)
-    """`blocks`: train the codes and scales of each block, so that it returns what the unmodified model has there.
-    It takes several times as long."""
-    learning_steps: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
-    """Steps for each block, each on `batch_size` sequences; 120 if blocks learn and nothing is said."""
-    scale_steps: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
-    """Steps behind the last block, in which the scales alone learn from the unmodified model's
-    probabilities; 64 if blocks learn and nothing is said.
-    """
-    copies: Amount | None = Field(default=None, exclude_if=lambda value: value is None)
-    """How many copies of the text blocks learn from beside it; 3 if blocks learn and nothing is said. In each half
-    of the tokens are drawn anew, from what the unmodified model expects there. Prompts with images have none.
-    """
 
     @model_validator(mode="after")
-    def _picked(self) -> Self:
-        # what is picked stands in the fields, and so in the key: the word itself is not kept
-        picked = {name: each for name, each in EFFORTS[self.effort].items() if name not in self.model_fields_set}
-        self.__dict__.update(picked, effort="fast")
-        for name, steps in STEPS.items():
-            if self.learn and getattr(self, name) is None:
-                self.__dict__[name] = steps
-            if getattr(self, name) is not None and not self.learn:
-                raise ValueError(f"{name} would not be read: take it out, or set learn: blocks")
-        if self.learn and not (self.learning_steps or self.scale_steps):
-            raise ValueError("learning_steps and scale_steps are 0: nothing would learn. Raise one, or leave out learn")
+    def _fitting(self) -> Self:
         if self.earlier_errors and self.true_sequential is False and not self._offer:
             raise ValueError(
                 "earlier_errors, which effort: balanced picks, rounds layers one after another, so "
                 "true_sequential: false would not be read. Leave it out"
             )
-        if (field := self._beside_unmodified) and self.devices > 1:
-            what = f"{field}, which effort: {'best' if self.learn else 'balanced'} picks, has the unmodified model"
-            raise ValueError(f"{what} beside it, on one device. Leave out devices, or {field} and effort")
         return self
 
     @property
-    def _beside_unmodified(self) -> str:
-        """The field that holds blocks to those of the unmodified model."""
-        return "learn" if self.learn else "earlier_errors" if self.earlier_errors else ""
+    def beside_unmodified(self) -> str:
+        return super().beside_unmodified or ("earlier_errors" if self.earlier_errors else "")
 
     def layer_format(self, layer: Layer) -> PackedFormat:
         form = super().layer_format(layer)
@@ -148,10 +120,16 @@ class Gptq(GptqFields, SharedText, Backed):
         if not self.scale_steps:
             return outputs
 
-        def enter() -> BlockInputs:
-            return job.skeleton.capture_inputs(job.text, job.context.device, self.batch_size)
+        from optkit.algorithms.grid import QuantizedWeight
 
-        return with_learned_scales(job, outputs, enter, self.scale_steps, self._rounds_to_nearest, LESS_MEMORY)
+        def coded(name: str, tensors: Mapping[str, Tensor]) -> Coded:
+            return coded_integers(job, name, QuantizedWeight(**tensors, bits=packed_format(job, name).bits))
+
+        def packed(name: str, learned: Coded) -> Mapping[str, Tensor]:
+            return self._packed(job, {name: learned.weight})[name]
+
+        fixed, size, steps = self._rounds_to_nearest, self.batch_size, self.scale_steps
+        return with_learned_scales(job, outputs, size, steps, coded, packed, LESS_MEMORY, fixed)
 
     def quantized_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         yield from self.calibrated_weights(job)
@@ -165,7 +143,7 @@ class Gptq(GptqFields, SharedText, Backed):
         from optkit.stages.quantizing.one_pass import one_pass
 
         device, skeleton = job.context.device, job.skeleton
-        refuse_encoder_decoder(skeleton.checkpoint.config, self._beside_unmodified)
+        refuse_encoder_decoder(skeleton.checkpoint.config, self.kind, self.beside_unmodified)
         tokens = read_text(skeleton, self.calibration, job.context, self.kind, job.reading)
         if self.copies:
             tokens = with_copies(job, tokens, self.copies, self.batch_size, LESS_MEMORY)
@@ -206,7 +184,8 @@ class Gptq(GptqFields, SharedText, Backed):
                 if learner:
                     stay = {name for name in quantized if self._rounds_to_nearest(name)}
                     stay |= set(job.details["rounded_to_nearest"])
-                    quantized |= learned_block(job, learner, index, inputs, quantized, stay, self.keep_zeros)
+                    starts = {name: coded_integers(job, name, weight) for name, weight in quantized.items()}
+                    quantized |= learned_block(job, learner, index, inputs, starts, stay, self.keep_zeros)
                 if (not once and job.is_read(index)) or (learner and index + 1 < len(skeleton.blocks)):
                     if earlier:
                         earlier.leave_(index, inputs)
@@ -287,7 +266,7 @@ class Gptq(GptqFields, SharedText, Backed):
             return self._packed(job, {HEAD: joined([part for part, _, _ in found])})[HEAD]
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
-        refuse_encoder_decoder(shape.config, self._beside_unmodified)
+        refuse_encoder_decoder(shape.config, self.kind, self.beside_unmodified)
         kind = device.partition(":")[0]
         room = EXPERTS_AT_ONCE["cuda" if self.calibration.experts == "all" else kind]
         once = self._in_one_pass and device == "cpu" and _is_known(shape)  # then each layer's Hessian is there alone
@@ -297,8 +276,7 @@ class Gptq(GptqFields, SharedText, Backed):
             for block in by_block(shape, layers)
             for same in grouped(sharing_input(block), lambda stack: tuple(map(without_indices, stack))).values()
         )
-        copies = 0 if self.calibration.images else self.copies or 0
-        text = self.calibration.model_copy(update={"samples": self.calibration.samples * (1 + copies)})
+        text = self.with_copies(self.calibration)
         if once:
             sums = waiting_bytes(shape, layers, text) // self.devices
         else:
@@ -311,7 +289,8 @@ class Gptq(GptqFields, SharedText, Backed):
         if not self.learn:
             return found
         sizes = [(layer, getattr(self.layer_format(layer), "group_size", None)) for layer in layers.values()]
-        scales = sum(layer.outputs * (layer.inputs // (size or layer.inputs)) for layer, size in sizes)
+        counts = (layer.outputs * (layer.inputs // (size or layer.inputs)) for layer, size in sizes)
+        scales = sum(counts) if self.scale_steps else 0
         return with_learning(found, shape, layers, text, self.batch_size, scales, device)
 
 

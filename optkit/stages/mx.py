@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from optkit.algorithms.few_tokens import FEW_TOKENS
 from optkit.common.field_types import BatchSize
 from optkit.common.grouping import grouped
 from optkit.common.out_of_resources import out_of_memory
@@ -26,8 +25,18 @@ from optkit.packed_tensors.microscaled import BLOCKS, Microscaled
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.eight_bits import HESSIAN_COPIES
-from optkit.stages.quantizing.fitting import refuse_conv1d, refuse_layers, refuse_other_dtypes, refuse_some_experts
+from optkit.stages.quantizing.fitting import (
+    refuse_conv1d,
+    refuse_encoder_decoder,
+    refuse_layers,
+    refuse_other_dtypes,
+    refuse_some_experts,
+)
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
+from optkit.stages.quantizing.learning import block_learner, with_copies, with_learned_scales, with_learning
+from optkit.stages.quantizing.learning_fields import LearningFields
+from optkit.stages.quantizing.learning_floats import coded_floats, learned_floats, packed_floats
+from optkit.stages.quantizing.rounding_floats import FloatRounding
 from optkit.stages.quantizing.shared_text import SharedText
 from optkit.stages.quantizing.stacked_experts import pack_stacked, with_stacked
 from optkit.stages.quantizing.stacked_gptq import (
@@ -46,6 +55,7 @@ if TYPE_CHECKING:
     from optkit.algorithms.microscaling import MicroscaledWeight
     from optkit.model.blocks import BlockInputs
     from optkit.stages.quantizing.input_ranges import InputRange
+    from optkit.training.fake_quantization import Coded
 
 LESS = less_memory("mx")
 WORK_BYTES, AT_ONCE = 28, {"cpu": 1 << 22, "cuda": 1 << 26}
@@ -54,7 +64,7 @@ FLOAT_BYTES = 24
 """Of a weight that GPTQ rounds, in float32: it, what is left of it, its step, its code, and what is on the way."""
 
 
-class Mx(SharedText, LayerQuantizer):
+class Mx(LearningFields, SharedText, LayerQuantizer):
     """Store weights as 4-bit floats in small blocks with a scale each (NVFP4 or MXFP4).
     Activations stay as they are, or engines round them to the same floats.
     """
@@ -65,6 +75,11 @@ class Mx(SharedText, LayerQuantizer):
     version: ClassVar[int] = 9
     # Kernels that fuse layers (q, k and v; gate and up) hold one global scale for them.
     rounds_modules: ClassVar[bool] = True
+    efforts: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "fast": {},
+        "balanced": {"rounding": "gptq"},
+        "best": {"rounding": "gptq", "learn": "blocks"},
+    }
 
     type: Literal["nvfp4", "mxfp4"] = "nvfp4"
     """`nvfp4`: blocks of 16 with scales of 8 bits, 4.5 bits a weight. `mxfp4`: blocks of 32 with
@@ -89,7 +104,11 @@ class Mx(SharedText, LayerQuantizer):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        reads = {"rounding: gptq": self.rounding == "gptq", "activations: dynamic": self._has_global_scale_of_inputs}
+        reads = {
+            "rounding: gptq": self.rounding == "gptq",
+            "activations: dynamic": self._has_global_scale_of_inputs,
+            "learn: blocks": bool(self.learn),
+        }
         if any(reads.values()) != (self.calibration is not None):
             reader = next((name for name, read in reads.items() if read), "")
             raise ValueError(
@@ -97,7 +116,13 @@ class Mx(SharedText, LayerQuantizer):
                 if self.calibration
                 else f"{reader} needs a text: add calibration: {{dataset: c4}}, or take it out"
             )
+        if self.type == "mxfp4" and self.scale_steps:
+            raise ValueError("scale_steps: those of mxfp4 are powers of two, which no small step changes. Leave it out")
         return self
+
+    @property
+    def _usual_steps(self) -> Mapping[str, int]:
+        return {**super()._usual_steps, "scale_steps": super()._usual_steps["scale_steps"] * (self.type == "nvfp4")}
 
     @property
     def _has_global_scale_of_inputs(self) -> bool:
@@ -140,7 +165,7 @@ class Mx(SharedText, LayerQuantizer):
                 remedy="Leave it out",
             )
         if stacked and self.calibration:
-            refuse_for_stacked(stacked, self.calibration, self.devices)
+            refuse_for_stacked(stacked, self.calibration, self.devices, self.beside_unmodified)
         return stacked
 
     def _stacked_blocks(self, stacked: Mapping[str, TensorInfo], job: QuantizationJob) -> Iterator[dict[str, Tensor]]:
@@ -149,9 +174,11 @@ class Mx(SharedText, LayerQuantizer):
         from optkit.stages.quantizing.hessians import in_turns, watch_inputs
         from optkit.stages.quantizing.input_ranges import tell_few_tokens
 
-        def rounded(name: str, weight: Tensor, seen: InputRange | None) -> MicroscaledWeight:
+        def round_expert(name: str, weight: Tensor, seen: InputRange | None) -> MicroscaledWeight:
             job.task.advance(0, note=name)
-            return self._rounded(job, name, weight, partial(quantize_mxfp4, search=self.scale_search == "mse"), seen)
+            return self._rounding(job).layer(
+                name, weight, partial(quantize_mxfp4, search=self.scale_search == "mse"), seen
+            )
 
         inputs = self._read(job)
         for index in job.resume(inputs, LESS, partial(advance_again_, job, inputs, stacked)):
@@ -159,7 +186,7 @@ class Mx(SharedText, LayerQuantizer):
                 with experts_apart(job.skeleton, index, stacked) as layers:
                     turns = in_turns(job.skeleton, layers)
                     seen = ((each, watch_inputs(job.skeleton, index, inputs, each, self._watched)) for each in turns)
-                    found = round_experts_(layers, stacked, seen, rounded)
+                    found = round_experts_(layers, stacked, seen, round_expert)
                 if index + 1 < len(job.skeleton.blocks):
                     job.skeleton.advance_(index, inputs)
             yield found
@@ -170,8 +197,11 @@ class Mx(SharedText, LayerQuantizer):
         from optkit.stages.quantizing.hessians import read_text
 
         assert self.calibration is not None
+        refuse_encoder_decoder(job.skeleton.checkpoint.config, self.kind, self.beside_unmodified)
         tokens = read_text(job.skeleton, self.calibration, job.context, self.kind, job.reading)
-        job.calibrated_on = (self.calibration.identity(),)
+        if self.copies:
+            tokens = with_copies(job, tokens, self.copies, self.batch_size, LESS)
+        job.text, job.calibrated_on = tokens, (self.calibration.identity(),)
         with out_of_memory("in front of the first block", job.context.device, LESS):
             return job.skeleton.capture_inputs(tokens, job.context.device, self.batch_size, job.together)
 
@@ -216,22 +246,42 @@ class Mx(SharedText, LayerQuantizer):
 
         device, skeleton = job.context.device, job.skeleton
         inputs = self._read(job)
+        learner = block_learner(job, inputs, self.learning_steps or 0) if self.learn else None
         for index in job.resume(inputs, LESS, partial(job.advance_, inputs, self._opened)):
             with skeleton.loaded(skeleton.blocks[index], device, LESS):
                 modules = job.modules(index)
+                if learner:
+                    learner.enter_(index, inputs, modules)
                 layers: dict[str, Mapping[str, Tensor]] = {}
                 for turn in in_turns(skeleton, modules):
                     seen = watch_inputs(skeleton, index, inputs, turn, self._watched)
                     for names in grouped(turn, _parent).values():
-                        layers |= self._rounded_module(job, names, seen)
+                        layers |= self._rounding(job).module(names, seen)
                     del seen  # before the block runs again
-                if job.is_read(index):
+                if learner:
+                    layers |= learned_floats(job, learner, index, inputs, layers, self.activations == "dynamic")
+                if job.is_read(index) or (learner and index + 1 < len(skeleton.blocks)):
                     job.advance_(inputs, self._opened, index, BlockOutput(layers))
             yield BlockOutput(layers)
         tell_few_tokens(job, self.kind)
 
+    def finished(self, job: QuantizationJob, outputs: Iterable[BlockOutput]) -> Iterable[BlockOutput]:
+        if not self.scale_steps:
+            return outputs
+
+        def coded(_: str, tensors: Mapping[str, Tensor]) -> Coded:
+            return coded_floats(tensors, self.activations == "dynamic", job.context.device)
+
+        return with_learned_scales(job, outputs, self.batch_size, self.scale_steps, coded, packed_floats, LESS)
+
     def rounded_layers(self, job: QuantizationJob, names: Sequence[str]) -> Mapping[str, Mapping[str, Tensor]]:
-        return self._rounded_module(job, names, {})
+        return self._rounding(job).module(names, {})
+
+    def _rounding(self, job: QuantizationJob) -> FloatRounding:
+        search, compensates = self.scale_search == "mse", self.rounding == "gptq"
+        return FloatRounding(
+            job, self.kind, self.type == "nvfp4", search, compensates, self._has_global_scale_of_inputs
+        )
 
     def _opened(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return the layer that a session would build for a quantized one."""
@@ -241,77 +291,6 @@ class Mx(SharedText, LayerQuantizer):
         bias, weight = (getattr(module, leaf) for leaf in ("bias", "weight"))
         shared, of_inputs = (tensors.get(f"{leaf}_global_scale") for leaf in ("weight", "input"))
         return MicroscaledLinear(packed, scales, shared, bias, weight.dtype, self.activations == "dynamic", of_inputs)
-
-    def _rounded_module(
-        self, job: QuantizationJob, names: Sequence[str], seen: Mapping[str, InputRange]
-    ) -> Mapping[str, Mapping[str, Tensor]]:
-        from optkit.algorithms.microscaling import (
-            exact_nvfp4_scale,
-            nvfp4_global_scale,
-            pack,
-            quantize_mxfp4,
-            quantize_nvfp4,
-        )
-
-        job.task.advance(0, note=names[0])
-        search = self.scale_search == "mse"
-        with out_of_memory(names[0], job.context.device, "Use a machine with more memory"):
-            weights = {name: job.read(f"{name}.weight").to(job.context.device, non_blocking=True) for name in names}
-            quantize = partial(quantize_mxfp4, search=search)
-            if self.type == "nvfp4":
-                exact = exact_nvfp4_scale(weights.values())
-                if exact is not None:
-                    job.details["layers_without_error"] = job.details.get("layers_without_error", 0) + len(names)
-                shared = nvfp4_global_scale(weights.values()) if exact is None else exact
-                quantize = partial(quantize_nvfp4, global_scale=shared, search=search or exact is not None)
-            return {
-                name: pack(self._rounded(job, name, weight, quantize, seen.get(name)))
-                | self._scale_of_inputs(job, name, seen.get(name))
-                for name, weight in weights.items()
-            }
-
-    def _scale_of_inputs(self, job: QuantizationJob, name: str, seen: InputRange | None) -> dict[str, Tensor]:
-        """Return the global scale of a layer's inputs if its format has one."""
-        from optkit.algorithms.microscaling import nvfp4_global_scale
-        from optkit.stages.quantizing.hessians import refuse_infinite
-
-        if not self._has_global_scale_of_inputs:
-            return {}
-        if seen is None or not seen.tokens:
-            raise StageError(
-                "no token of the calibration text reached the layer",
-                where=name,
-                remedy=f"Exclude it, or set {self.kind}.activations to none",
-            )
-        refuse_infinite(seen.amax, name, job.skeleton)
-        return {"input_global_scale": nvfp4_global_scale([seen.amax])}
-
-    def _rounded(
-        self,
-        job: QuantizationJob,
-        name: str,
-        weight: Tensor,
-        quantize: Callable[..., MicroscaledWeight],
-        seen: InputRange | None,
-    ) -> MicroscaledWeight:
-        """Return a weight in 4 bits.
-        One that saw too few tokens to be compensated on is rounded to nearest, and reported.
-        """
-        from optkit.algorithms.microscaling import compensated
-        from optkit.stages.quantizing.hessians import refuse_infinite
-
-        tokens = seen.tokens if seen else 0
-        matrix = seen.hessian() if seen and tokens >= FEW_TOKENS else None
-        if matrix is None:
-            if self.rounding == "gptq":
-                job.details.setdefault("rounded_to_nearest", {})[name] = tokens
-            return quantize(weight)
-        refuse_infinite(matrix, name, job.skeleton)
-        try:
-            return compensated(weight.float(), quantize(weight, importance=matrix.diagonal()), matrix)
-        except ValueError as error:
-            remedy = f"Set {self.kind}.rounding to nearest, or calibrate on more text"
-            raise StageError(str(error), where=name, remedy=remedy) from error
 
     def working_memory(self, shape: ModelShape, layers: Mapping[str, Layer], device: str) -> Work:
         modules: Counter[str] = Counter()
@@ -325,9 +304,14 @@ class Mx(SharedText, LayerQuantizer):
         work += FLOAT_BYTES * largest
         if self.rounding == "gptq":
             work += HESSIAN_COPIES * 4 * max(layer.inputs for layer in layers.values()) ** 2
-        text = self.calibration
+        refuse_encoder_decoder(shape.config, self.kind, self.beside_unmodified)
+        text = self.with_copies(self.calibration)
         sums = hessian_bytes(shape, layers, at_once=text.experts == "all") if self.rounding == "gptq" else 0
-        return calibrated_work(shape, layers, text, self.batch_size, sums, work, self.devices)
+        found = calibrated_work(shape, layers, text, self.batch_size, sums, work, self.devices)
+        if not self.learn:
+            return found
+        blocks = sum(layer.outputs * (layer.inputs // BLOCKS[self.type]) for layer in layers.values())
+        return with_learning(found, shape, layers, text, self.batch_size, blocks if self.scale_steps else 0, device)
 
 
 def _rounding_bytes(weights: int, device: str) -> int:

@@ -19,14 +19,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from optkit.algorithms.grid import Grid, QuantizedWeight
+from optkit.algorithms.grid import QuantizedWeight
 from optkit.common.tensor_float32 import tensor_float32
 from optkit.model.blocks import Batch, BlockInputs, Call
 from optkit.model.readings import readings
 from optkit.model.replaced_forward import replaced_forward
 from optkit.model.skeleton import Skeleton
 from optkit.model.skeleton_layers import float_weight, put_weight_
-from optkit.training.fake_quantization import FakeQuantized
+from optkit.training.fake_quantization import Coded, FakeQuantized, Scales
 from optkit.training.optimizer import BETAS, learning_rate
 from optkit.training.recorded_step import RecordedStep
 from optkit.training.student import ZerosStay
@@ -71,8 +71,7 @@ class BlockLearner:
         index: int,
         inputs: BlockInputs,
         modules: Mapping[str, nn.Module],
-        starts: Mapping[str, QuantizedWeight],
-        grids: Mapping[str, Grid],
+        starts: Mapping[str, Coded],
         zeros_stay: Collection[str],
     ) -> tuple[dict[str, QuantizedWeight], tuple[float, float]]:
         """Return the codes of the layers in `starts`, and the loss before and after.
@@ -80,10 +79,7 @@ class BlockLearner:
 
         `zeros_stay`: layers whose weights of 0 stay 0.
         """
-        layers = {
-            name: FakeQuantized(self.weights[name], _bias(modules[name]), start, grids[name], "learned")
-            for name, start in starts.items()
-        }
+        layers = {name: _layer(self.weights[name], modules[name], each) for name, each in starts.items()}
         for name in zeros_stay:
             layers[name].weight.register_hook(ZerosStay(layers[name].weight))
         first = inputs.batches[0]
@@ -93,7 +89,7 @@ class BlockLearner:
             self._train_(index, inputs, layers)
             after = self._mean_loss(index, inputs)
         if not after < before:
-            return dict(starts), (before, before)
+            return {name: each.weight for name, each in starts.items()}, (before, before)
         learned = {name: layer.codes() for name, layer in layers.items()}
         for name, weight in learned.items():
             put_weight_(modules[name], weight.dequantize())
@@ -102,7 +98,8 @@ class BlockLearner:
     def _train_(self, index: int, inputs: BlockInputs, layers: Mapping[str, FakeQuantized]) -> None:
         if not layers:
             return
-        weights, growths = [each.weight for each in layers.values()], [each.growth for each in layers.values()]
+        weights = [each.weight for each in layers.values()]
+        growths = [each.growth for each in layers.values() if each.growth.requires_grad]
         peaks = [WEIGHT_RATE * each.base.abs().mean() for each in layers.values()]
         peaks += [peaks[0].new_tensor(SCALE_RATE)] * len(growths)
         learning = [*weights, *growths]
@@ -168,5 +165,7 @@ def _optimizer(
     return optimizer, lambda share: torch.mul(peaks, share, out=rates)
 
 
-def _bias(module: nn.Module) -> nn.Parameter | None:
-    return module.bias if isinstance(module.bias, nn.Parameter) else None
+def _layer(weight: Tensor, module: nn.Module, start: Coded) -> FakeQuantized:
+    bias = module.bias if isinstance(module.bias, nn.Parameter) else None
+    scales: Scales = "learned" if start.grid.learns_scales else "fixed"
+    return FakeQuantized(weight, bias, start.weight, start.grid, scales, start.round_inputs)

@@ -10,15 +10,15 @@ Scales are learned by their logarithm, so that a step of AdamW changes each by t
 rounded to the dtype that it is stored in before anything is computed with it. The codes at the end
 stand for exactly the last `rounded`.
 
-Inputs may be rounded too, to 8 bits with a scale for each token, as engines do it: nothing is
-clamped, and gradients go straight through.
+Inputs may be rounded too, as engines do it: gradients go straight through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,26 @@ from optkit.model.skeleton_layers import weight_of
 from optkit.training.student import Student, ZerosStay
 
 Scales = Literal["learned", "fixed", "recomputed"]
+Rounding: TypeAlias = Callable[[Tensor], Tensor]
+"""Returns inputs, float [..., in], as an engine rounds them."""
 CELL = 0.49
-"""Weights begin at most so many steps from the point that their code stands for; at half a step
-they would be between two.
+"""Weights begin at most so far from the point that their code stands for, in steps to the next point;
+at half a step they would be between two.
 """
 
 
+@dataclass(frozen=True)
+class Coded:
+    """A quantized layer as it is computed with."""
+
+    weight: QuantizedWeight
+    grid: Grid
+    round_inputs: Rounding | None = None
+    """None: inputs stay as they are."""
+
+
 class FakeQuantized(nn.Module):
-    """A linear layer whose weight is on a grid at each call, its inputs too if `rounds_inputs`."""
+    """A linear layer whose weight is on a grid at each call; `round_inputs` rounds what it is given."""
 
     zeros: Tensor
     base: Tensor
@@ -50,14 +62,14 @@ class FakeQuantized(nn.Module):
         start: QuantizedWeight,
         grid: Grid,
         scales: Scales,
-        rounds_inputs: bool = False,
+        round_inputs: Rounding | None = None,
     ) -> None:
         """weight: float32 [out, in]; `start` are its first codes (not if scales are recomputed)."""
         super().__init__()
-        self.rounds_inputs = rounds_inputs
+        self.round_inputs = round_inputs
         self.grid, self.scales = grid, scales
         self.out_features, self.in_features = weight.shape
-        kept = weight if scales == "recomputed" else within_cells(weight, start)
+        kept = weight if scales == "recomputed" else within_cells(weight, start, grid)
         self.weight = nn.Parameter(kept.detach().clone())
         self.bias = bias
         self.register_buffer("zeros", start.zeros.float().to(weight.device))
@@ -66,8 +78,7 @@ class FakeQuantized(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """float [..., in] -> float [..., out]."""
-        inputs: Tensor = _InputRounding.apply(hidden) if self.rounds_inputs else hidden
-        return F.linear(inputs, self.rounded(), self.bias)
+        return F.linear(straight_through(self.round_inputs, hidden), self.rounded(), self.bias)
 
     def rounded(self) -> Tensor:
         """Return the weight that its codes stand for, float32 [out, in]."""
@@ -108,25 +119,33 @@ class _Rounding(torch.autograd.Function):
 
 class _InputRounding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        return rounded_inputs(hidden, INT8)
+    def forward(ctx: Any, hidden: Tensor, rounded: Rounding) -> Tensor:
+        return rounded(hidden)
 
     @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> Tensor:  # type: ignore[override]
-        return outer
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return outer, None
 
 
-def within_cells(weight: Tensor, start: QuantizedWeight) -> Tensor:
+def straight_through(rounded: Rounding | None, hidden: Tensor) -> Tensor:
+    """Return inputs rounded, if they are; gradients come back as they are."""
+    found: Tensor = _InputRounding.apply(hidden, rounded) if rounded else hidden
+    return found
+
+
+def within_cells(weight: Tensor, start: QuantizedWeight, grid: Grid) -> Tensor:
     """Return float [out, in] moved as little as it takes to be rounded to the codes of `start`.
     The outermost codes have no outer edge.
     """
     rows, groups = start.scales.shape
     scales, zeros = (each.to(weight.device, weight.dtype).unsqueeze(-1) for each in (start.scales, start.zeros))
-    codes = start.codes.to(weight.device).view(rows, groups, -1).to(weight.dtype)
+    codes = start.codes.to(weight.device).view(rows, groups, -1).int()
     position = weight.view(rows, groups, -1) / scales + zeros
-    low = torch.where(codes == 0, -torch.inf, codes - CELL)
-    high = torch.where(codes == (1 << start.bits) - 1, torch.inf, codes + CELL)
-    return ((position.clamp(low, high) - zeros) * scales).view_as(weight)
+    points = torch.tensor(grid.points, device=weight.device)
+    edges, gaps = weight.new_zeros(2, grid.top + 1), CELL * points.diff()
+    edges[0, points[1:]], edges[1, points[:-1]] = points[1:] - gaps, points[:-1] + gaps
+    edges[0, points[0]], edges[1, points[-1]] = -torch.inf, torch.inf
+    return ((position.clamp(edges[0][codes], edges[1][codes]) - zeros) * scales).view_as(weight)
 
 
 @dataclass(frozen=True)
@@ -160,13 +179,14 @@ def code_student(
     """Put layers with codes in a student; modules: name in the model -> name in the checkpoint."""
     student.model.requires_grad_(False)
     layers, pruned = {}, []
+    round_inputs = partial(rounded_inputs, numbers=INT8) if rounds_inputs else None
     for place, name in modules.items():
         module = student.model.get_submodule(place)
         stored = weight_of(module).detach()
         pruned += [name] if zeros_of_pruning(stored) is not None else []
         weight = stored if isinstance(module, nn.Linear) else stored.T.contiguous()
         bias = module.bias if isinstance(module.bias, nn.Parameter) else None
-        layers[name] = FakeQuantized(weight, bias, starts[name], grids[name], scales, rounds_inputs)
+        layers[name] = FakeQuantized(weight, bias, starts[name], grids[name], scales, round_inputs)
         parent, _, child = place.rpartition(".")
         setattr(student.model.get_submodule(parent), child, layers[name])
     return CodedStudent(student.model, student.checkpoint, student.tensor_names, layers, pruned)

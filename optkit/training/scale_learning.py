@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optkit.algorithms.grid import Grid, QuantizedWeight
+from optkit.algorithms.grid import QuantizedWeight
 from optkit.common.tensor_float32 import tensor_float32
 from optkit.model.blocks import Batch, BlockInputs
 from optkit.model.head import logits_of_tokens
 from optkit.model.replaced_forward import replaced_forward
 from optkit.model.skeleton import Skeleton
 from optkit.training.block_learning import drawn
+from optkit.training.fake_quantization import Coded, straight_through
 from optkit.training.losses import divergence
 from optkit.training.objective import in_parts
 from optkit.training.optimizer import BETAS, learning_rate
@@ -40,22 +41,23 @@ WARMUP = 0.05
 class ScaledCodes(nn.Module):
     """A linear layer with fixed codes; its scales can learn. The codes lie in main memory."""
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, grid: Grid, device: torch.device) -> None:
-        """weight: in main memory; `bias`: on the device."""
+    def __init__(self, coded: Coded, bias: Tensor | None, device: torch.device) -> None:
+        """`coded`: in main memory; `bias`: on the device."""
         super().__init__()
+        weight = coded.weight
         self.codes = weight.codes.pin_memory() if device.type == "cuda" else weight.codes
-        self.grid, self.bias = grid, bias
+        self.grid, self.round_inputs, self.bias = coded.grid, coded.round_inputs, bias
         self.base, self.zeros = weight.scales.float().to(device), weight.zeros.float().to(device)
         self.growth = nn.Parameter(torch.zeros_like(self.base))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """float [..., in] -> float [..., out]."""
-        return F.linear(hidden, self._weight(), self.bias)
+        return F.linear(straight_through(self.round_inputs, hidden), self._weight(), self.bias)
 
-    def learned(self) -> QuantizedWeight:
+    def learned(self) -> Coded:
         """Return the codes with the scales of now."""
         scales, zeros = self._scales().detach().cpu(), self.zeros.to("cpu", torch.uint8)
-        return QuantizedWeight(self.codes, scales, zeros, self.grid.bits)
+        return Coded(QuantizedWeight(self.codes, scales, zeros, self.grid.bits), self.grid, self.round_inputs)
 
     def _weight(self) -> Tensor:
         with torch.autocast(self.base.device.type, enabled=False):
@@ -90,9 +92,7 @@ class ScaleLearner:
             self.skeleton.release_(block.name)
         self.skeleton.release_outside_()
 
-    def put(
-        self, coded: Mapping[str, QuantizedWeight], grids: Mapping[str, Grid], fixed: Callable[[str], bool]
-    ) -> None:
+    def put(self, layers: Mapping[str, Coded], fixed: Callable[[str], bool]) -> None:
         """Add the next block, with codes in the place of the weights of layers; scales of `fixed` ones stay."""
         index, device = len(self.layers), self.inputs.device
         block = self.skeleton.blocks[index]
@@ -101,9 +101,9 @@ class ScaleLearner:
         modules = self.skeleton.linears(block)
         places = {module: name for name, module in block.module.named_modules(prefix=block.name)}
         made = {}
-        for name, weight in coded.items():
+        for name, coded in layers.items():
             bias = modules[name].bias
-            made[name] = ScaledCodes(weight, None if bias is None else bias.detach(), grids[name], device)
+            made[name] = ScaledCodes(coded, None if bias is None else bias.detach(), device)
             made[name].growth.requires_grad_(not fixed(name))
             self._forwards[modules[name]] = made[name].forward
             self.skeleton.release_(places[modules[name]])

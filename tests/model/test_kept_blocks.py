@@ -42,6 +42,7 @@ STAGES: dict[str, Callable[[Calibration], Transform]] = {
         group_size=32, bits=2, calibration=text, learn="blocks", learning_steps=2, scale_steps=2
     ),
     "learning": lambda text: Gptq(group_size=32, calibration=text, learn="blocks", learning_steps=2, scale_steps=0),
+    "mx that learns": lambda text: Mx(effort="best", learning_steps=2, scale_steps=2, copies=1, calibration=text),
     "awq": lambda text: Awq(group_size=32, grid_points=2, calibration=text),
     "awq_scale": lambda text: AwqScale(group_size=32, grid_points=2, calibration=text),
     "auto_bits": lambda text: AutoBits(average_bits=5.5, calibration=text, sensitivity_samples=2, held_out_samples=2),
@@ -131,7 +132,8 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_stage_goes_on_behind_its_last_finished_block(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str
 ) -> None:
-    stage, source, lines = STAGES[kind](few), tiny_model("llama"), Lines()
+    stage, lines = STAGES[kind](few), Lines()
+    source = tiny_model("llama bfloat16" if stage.kind == "mx" else "llama")
     whole = run(stage, source, tmp_path / "whole", None)
     blocks = 2 if kind == "prune_structured" else 3
     for finished in (1, 3) if kind in ("gptq", "prune") else (blocks - 1,):

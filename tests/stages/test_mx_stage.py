@@ -18,6 +18,7 @@ from optkit.session import open_session
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from optkit.stages.mx import Mx
+from optkit.stages.quantizing.learning_fields import LearningFields
 from optkit.stages.quantizing.streaming import LayerQuantizer
 from tests.conftest import TinyModel
 from tests.support.changes import changed_copy
@@ -212,7 +213,7 @@ def test_running_out_of_memory_names_the_layer(
 
 def test_it_is_a_quantizer_without_overrides() -> None:
     assert issubclass(Mx, LayerQuantizer)
-    calibrated = {"rounding", "activations", "calibration", "batch_size", "devices"}
+    calibrated = {"rounding", "activations", "calibration", "batch_size", "devices", *LearningFields.model_fields}
     assert set(Mx.model_fields) == {"include", "exclude", "towers", "type", "scale_search", *calibrated}
     assert not calibrated & set(Mx().model_dump())
 

@@ -1,10 +1,13 @@
 """A layer that is trained through its rounding: the codes that it has, and its gradients."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optkit.algorithms.eight_bit import INT8, rounded_inputs
 from optkit.algorithms.grid import Grid, minmax_scales, round_to_nearest
 from optkit.algorithms.scale_search import search_scales
 from optkit.training.fake_quantization import FakeQuantized, within_cells
@@ -14,7 +17,7 @@ def test_gradients_go_through_rounded_inputs_as_they_come() -> None:
     weight, grid = torch.randn(3, 16), Grid(8, None, True)
     start = round_to_nearest(weight, *minmax_scales(weight, grid), grid)
     layer, hidden = (
-        FakeQuantized(weight, None, start, grid, "fixed", rounds_inputs=True),
+        FakeQuantized(weight, None, start, grid, "fixed", partial(rounded_inputs, numbers=INT8)),
         torch.randn(5, 16, requires_grad=True),
     )
     outer = torch.randn(5, 3)
@@ -38,7 +41,7 @@ def test_it_begins_with_the_codes_that_it_is_given(seed: int, bits: int, symmetr
     assert torch.equal(layer.codes().codes, start.codes)
     assert torch.equal(layer.rounded(), start.dequantize())
     assert torch.equal(layer.codes().dequantize(), layer.rounded())
-    near = within_cells(start.dequantize(), start)
+    near = within_cells(start.dequantize(), start, grid)
     assert torch.allclose(near, start.dequantize(), atol=1e-6)
 
 

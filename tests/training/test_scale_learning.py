@@ -22,6 +22,7 @@ from optkit.stages.gptq import Gptq
 from optkit.stages.quantizing.learning import logit_tensors
 from optkit.stages.quantizing.overrides import Override
 from optkit.training import predicted_memory, scale_learning
+from optkit.training.fake_quantization import Coded
 from optkit.training.losses import divergence
 from optkit.training.scale_learning import ScaleLearner
 from tests.conftest import TinyModel
@@ -69,7 +70,7 @@ def test_gradients_are_those_of_the_whole_model(
                 coded[name] = round_to_nearest(weight, *minmax_scales(weight, GRID), GRID)
                 reference[name] = Scaled(coded[name], kind == "gpt2")
                 parametrize.register_parametrization(module, "weight", reference[name])
-            learner.put(coded, dict.fromkeys(coded, GRID), lambda _: False)
+            learner.put({name: Coded(weight, GRID) for name, weight in coded.items()}, lambda _: False)
         before, _ = learner.learn_(0, 0, lambda: None)
         with scale_learning.replaced_forward(learner._forwards):
             learner._descend(inputs.batches[0])

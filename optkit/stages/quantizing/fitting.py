@@ -23,12 +23,12 @@ CASTS = r"self\.(\w+) = self\.\1\.to\(.*dtype="
 """A buffer that a model's code casts for itself while it computes (CTRL)."""
 
 
-def refuse_encoder_decoder(config: Mapping[str, Any], field: str) -> None:
+def refuse_encoder_decoder(config: Mapping[str, Any], stage: str, field: str) -> None:
     """Raise StageError if a field holds blocks to those of the unmodified model, and these cannot be."""
     if field and config.get("is_encoder_decoder"):
         raise StageError(
             "blocks of encoder-decoders are not held to those of the unmodified model",
-            where=f"gptq.{field}",
+            where=f"{stage}.{field}",
             why="A decoder's targets would be those of another encoder",
             remedy=f"Leave out {field}, or effort",
         )

@@ -13,15 +13,18 @@ from optkit.model.calibration_memory import Text, Work, calibration_bytes, float
 from optkit.model.linear_layers import EXPERTS, Layer, by_block
 from optkit.model.shape import ModelShape
 from optkit.model.text_config import text_config
-from optkit.stages.quantizing.integers import packed_format, packed_grid
+from optkit.stages.quantizing.integers import packed_grid
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 from optkit.stages.quantizing.pruned_zeros import count_zeros, held_zeros
 from optkit.training.predicted_memory import LOGIT_BYTES, vocabulary_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from optkit.algorithms.grid import QuantizedWeight
     from optkit.model.blocks import BlockInputs
     from optkit.training.block_learning import BlockLearner
+    from optkit.training.fake_quantization import Coded
 
 LEARNING_BYTES = 38
 """Of a weight of a block that learns: in float32 the weight itself, what it was, its mean over steps,
@@ -71,19 +74,25 @@ def learned_block(
     learner: BlockLearner,
     index: int,
     inputs: BlockInputs,
-    quantized: Mapping[str, QuantizedWeight],
+    quantized: Mapping[str, Coded],
     stay: Collection[str],
     keep_zeros: bool | Literal["auto"],
 ) -> dict[str, QuantizedWeight]:
     """Return the learned codes of a block; those of layers that `stay` are left out."""
-    starts = {name: weight for name, weight in quantized.items() if name not in stay}
-    grids = {name: packed_grid(job, name) for name in starts}
+    starts = {name: coded for name, coded in quantized.items() if name not in stay}
     held = [name for name in starts if held_zeros([learner.weights[name]], keep_zeros) is not None]
-    learned, losses = learner.learn_(index, inputs, job.modules(index), starts, grids, held)
+    learned, losses = learner.learn_(index, inputs, job.modules(index), starts, held)
     job.details["block_losses"][job.skeleton.blocks[index].name] = list(losses)
-    for name, weight in {**quantized, **learned}.items():
+    for name, weight in {**{name: coded.weight for name, coded in quantized.items()}, **learned}.items():
         count_zeros(job, learner.weights[name], weight.dequantize())
     return learned
+
+
+def coded_integers(job: QuantizationJob, name: str, weight: QuantizedWeight) -> Coded:
+    """Return a layer of integer codes."""
+    from optkit.training.fake_quantization import Coded
+
+    return Coded(weight, packed_grid(job, name))
 
 
 def unpacked(quantized: Mapping[str, QuantizedWeight]) -> BlockOutput:
@@ -94,34 +103,31 @@ def unpacked(quantized: Mapping[str, QuantizedWeight]) -> BlockOutput:
 def with_learned_scales(
     job: QuantizationJob,
     outputs: Iterable[BlockOutput],
-    enter: Callable[[], BlockInputs],
+    batch_size: int,
     steps: int,
-    fixed: Callable[[str], bool],
+    coded: Callable[[str, Mapping[str, Tensor]], Coded],
+    packed: Callable[[str, Coded], Mapping[str, Tensor]],
     less_memory: str,
+    fixed: Callable[[str], bool] = lambda _: False,
 ) -> Iterator[BlockOutput]:
-    """Yield all `unpacked` blocks packed, once their scales have learned through the whole model.
-    `enter` returns what goes into the first of them; scales of `fixed` layers stay. Raises
-    ResourceError without memory.
+    """Yield all blocks packed, once their scales have learned through the whole model.
+    `coded` makes a layer of the tensors that were made of it, and `packed` the tensors that are written of it;
+    scales of `fixed` layers stay. Raises ResourceError without memory.
     """
-    from optkit.algorithms.grid import QuantizedWeight
     from optkit.training.scale_learning import ScaleLearner
 
-    blocks = list(outputs)
+    blocks, device = list(outputs), job.context.device
     with (
-        out_of_memory("behind the last block", job.context.device, less_memory),
-        ScaleLearner(job.skeleton, enter()) as learner,
+        out_of_memory("behind the last block", device, less_memory),
+        ScaleLearner(job.skeleton, job.skeleton.capture_inputs(job.text, device, batch_size)) as learner,
         job.context.progress.task("scales", steps, "steps") as task,
     ):
         while blocks:
             layers = blocks.pop(0).layers
-            grids = {name: packed_grid(job, name) for name in layers}
-            learner.put(
-                {name: QuantizedWeight(**each, bits=grids[name].bits) for name, each in layers.items()}, grids, fixed
-            )
+            learner.put({name: coded(name, tensors) for name, tensors in layers.items()}, fixed)
         job.details["divergence"] = list(learner.learn_(steps, job.context.seed, task.advance))
     for block in learner.layers:
-        learned = {name: (layer.learned(), layer.grid.scale_dtype) for name, layer in block.items()}
-        yield BlockOutput({name: packed_format(job, name).pack(*each) for name, each in learned.items()})
+        yield BlockOutput({name: packed(name, layer.learned()) for name, layer in block.items()})
 
 
 def with_unmodified(work: Work, shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int) -> Work:
@@ -139,7 +145,9 @@ def with_unmodified(work: Work, shape: ModelShape, layers: Mapping[str, Layer], 
 def with_learning(
     work: Work, shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, scales: int, device: str
 ) -> Work:
-    """Return what it takes if blocks learn too, of what it takes without; `scales`: how many there are."""
+    """Return what it takes if blocks learn too, of what it takes without; `scales`: how many learn behind the
+    last block.
+    """
     hidden, running = calibration_bytes(shape, layers, text, batch)
     counts = [sum(layers[name].outputs * layers[name].inputs for name in block) for block in by_block(shape, layers)]
     running = running * LEARNING_BATCHES * min(4, float_bytes(shape)) // 4
@@ -148,9 +156,10 @@ def with_learning(
     states = hidden * min(batch, samples) // samples * ((shape.block_count or 0) + 1)
     positions = 4 * min(batch, samples) * length * vocabulary_of(shape)
     logits = logit_tensors(shape.config) * min(LOGIT_BYTES[device.partition(":")[0]], positions)
-    whole = shape.outside_bytes + shape.block_bytes + SCALING_BYTES * max(counts) + SCALE_BYTES * scales
-    learning = max(block, whole + states + running + logits)
-    return replace(work, block=hidden + max(work.block, hidden + learning), streams=2, held=sum(counts))
+    through = shape.block_bytes + SCALING_BYTES * max(counts) + SCALE_BYTES * scales + states + running
+    learning = max(block, shape.outside_bytes + logits + (through if scales else 0))
+    held = sum(counts) if scales else 0
+    return replace(work, block=hidden + max(work.block, hidden + learning), streams=2, held=held)
 
 
 def logit_tensors(config: Mapping[str, Any]) -> int:

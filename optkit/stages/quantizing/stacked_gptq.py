@@ -41,8 +41,17 @@ def expert_of(stored: str, index: int) -> str:
     return f"{holder}.{index}.{leaf}"
 
 
-def refuse_for_stacked(stacked: Stacked, text: Calibration, devices: int) -> None:
-    """Raise StageError for a text that all experts shall see, and for several devices."""
+def refuse_for_stacked(stacked: Stacked, text: Calibration, devices: int, beside_unmodified: str) -> None:
+    """Raise StageError for a text that all experts shall see, for several devices, and for blocks that are held to
+    those of the unmodified model.
+    """
+    if beside_unmodified:
+        raise StageError(
+            "stacked experts are held to their own inputs alone",
+            where=f"{KIND}.{beside_unmodified}",
+            why="They lie in one tensor, and what learns is a linear layer",
+            remedy=f"Leave out {beside_unmodified}; effort: balanced compensates",
+        )
     if text.experts == "all":
         raise no_such_experts(
             f"{KIND}.calibration.experts", f"The checkpoint stores them joined ({next(iter(stacked))})"
