@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optkit.common.byte_sizes import size_bytes
 from optkit.common.cache import default_store
 from optkit.errors import UsageError
 from optkit_cli.options import CONTEXT_SETTINGS, Command, Group, takes
@@ -31,6 +30,8 @@ def age(value: str) -> int:
 
 def size(value: str) -> int:
     """Return the bytes of `20GB`; `0B` is a size too."""
+    from optkit.common.byte_sizes import size_bytes
+
     try:
         return size_bytes(value, least=0)
     except ValueError as error:

@@ -268,11 +268,6 @@ def test_list_prints_names_and_what_they_are(what: str, capsys: pytest.CaptureFi
     assert {line.split()[0] for line in shown.splitlines() if not line.startswith(" ")} == set(known)
 
 
-def test_list_stages_shows_short_forms(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "stages", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["sdpa"] == "short for `attention: {implementation: sdpa}`"
-
-
 def test_one_broken_plug_in_hides_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from optkit.recipe import registry
 
@@ -281,6 +276,7 @@ def test_one_broken_plug_in_hides_no_other(monkeypatch: pytest.MonkeyPatch, caps
     known = json.loads(capsys.readouterr().out)
     assert known["broken"].startswith("error: the stage 'broken' cannot be imported")
     assert not known["cast"].startswith("error")
+    assert known["sdpa"] == "short for `attention: {implementation: sdpa}`"
 
 
 def test_schema_is_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:

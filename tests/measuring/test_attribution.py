@@ -58,27 +58,19 @@ def test_a_recipe_of_two_stages_says_what_each_added(tiny_model: TinyModel, tmp_
     assert "## What each stage added" not in to_markdown(alone)
 
 
-def test_what_was_measured_once_is_not_measured_again(
+def test_what_was_measured_once_is_not_measured_again_and_a_pruned_step_is_told_of_by_the_one_after_it(
     tiny_model: TinyModel, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stages = [{"cast": {"dtype": "bfloat16"}}, {"rtn": {"group_size": 16}}]
     wanted = recipe(tiny_model("llama"), text, stages)
     first = optkit.run(wanted, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
     monkeypatch.setattr("optkit.session.open_session", lambda *_, **__: pytest.fail("a model was opened"))
-    second = optkit.run(wanted, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
-    assert second.attribution == first.attribution
-
-
-def test_a_pruned_step_between_is_told_of_by_the_one_after_it(
-    tiny_model: TinyModel, tmp_path: Path, text: Path
-) -> None:
-    stages = [{"cast": {"dtype": "bfloat16"}}, {"rtn": {"group_size": 16}}]
-    wanted = recipe(tiny_model("llama"), text, stages)
-    first = optkit.run(wanted, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
-    Store(tmp_path / "store").delete(first.steps[0].key)
-    second = optkit.run(wanted, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
-    assert [(step.kind, step.report) for step in second.steps] == [(step.kind, step.report) for step in first.steps]
-    assert second.attribution == first.attribution
+    for pruned in (False, True):
+        if pruned:
+            Store(tmp_path / "store").delete(first.steps[0].key)
+        again = optkit.run(wanted, out=tmp_path / "out", store=tmp_path / "store", device="cpu")
+        assert [(step.kind, step.report) for step in again.steps] == [(step.kind, step.report) for step in first.steps]
+        assert again.attribution == first.attribution
 
 
 def test_without_memory_it_is_left_out_and_the_scorecard_stands(

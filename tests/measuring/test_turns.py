@@ -96,18 +96,6 @@ def test_a_round_goes_there_and_the_next_one_back(bench: Bench) -> None:
     assert [samples(bench, name) for name in there] == [[1, 6, 7, 12], [2, 5, 8, 11], [3, 4, 9, 10]]
 
 
-def test_the_seconds_of_all_turns_are_kept_through_a_kill(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = itertools.count()
-    monkeypatch.setattr("optkit.measuring.turns.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("tests.measuring.test_turns.STOPPING", ("a", 2))
-        time_in_turns(bench, models("unmodified", "a"), kept=tmp_path / "turns.json")
-    time_in_turns(bench, models("unmodified", "a"), kept=tmp_path / "turns.json")
-    assert bench.store.take_json(key("a"))["seconds"] == 4.0
-
-
 def test_a_turn_says_whose_it_is(bench: Bench) -> None:
     said = Lines()
     named = [replace(model, name=name) for name, model in zip(("", "a"), models("unmodified", "a"), strict=True)]
@@ -132,7 +120,8 @@ def test_a_warning_of_several_turns_comes_once_and_names_the_model(bench: Bench)
 def test_a_round_that_was_cut_off_is_taken_again_and_no_other(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tmp_path / "kept" / "turns.json"
+    kept, seconds = tmp_path / "kept" / "turns.json", itertools.count()
+    monkeypatch.setattr("optkit.measuring.turns.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     with monkeypatch.context() as patched:
         patched.setattr("tests.measuring.test_turns.STOPPING", ("a", 2), raising=True)
         with pytest.raises(KeyboardInterrupt):
@@ -142,7 +131,8 @@ def test_a_round_that_was_cut_off_is_taken_again_and_no_other(
     RAN.clear()
     time_in_turns(bench, models("unmodified", "a"), kept=kept)
     assert RAN == [("unmodified", 2), ("a", 2), ("a", 3), ("unmodified", 3)]
-    assert bench.store.take_json(key("a"))["notes"] == ["speed: its turns were taken in 2 sittings"]
+    entry = bench.store.take_json(key("a"))
+    assert (entry["notes"], entry["seconds"]) == (["speed: its turns were taken in 2 sittings"], 4.0)
     assert samples(bench, "a") == [2, 3, 2, 3]
     assert not kept.exists()
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from optkit.onnx.adapted_builder import older_names_
 from optkit.stages.onnx import Onnx
 from tests.support.running import run_stage
-from tests.support.tiny_models import SIZES
+from tests.support.tiny_models import SIZES, draw_
 
 for package in ("onnx", "onnxruntime", "onnxruntime_genai", "onnxscript"):
     pytest.importorskip(package)
@@ -51,12 +51,7 @@ def save(directory: Path, fields: dict[str, Any]) -> Path:
     """Write a seeded random model without a tokenizer."""
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SIZES, **fields}), dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+    draw_(model)
     model.save_pretrained(directory)
     return directory
 

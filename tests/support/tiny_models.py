@@ -1,6 +1,7 @@
 """Tiny random models of many architectures, with a tokenizer of 512 tokens."""
 
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 512
 SIZES = {
@@ -188,6 +189,20 @@ def save_tokenizer(directory: Path) -> None:
     )
 
 
+def draw_(model: Any) -> None:
+    """Draw weights: norms and biases far from 1 and 0, and matrices that keep the size of what they multiply, so that
+    logits tell whether any part was lost.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
 def save_tiny_model(name: str, directory: Path) -> Path:
     """Write a seeded random model of one of `CONFIGS`, as transformers saves it, with its tokenizer.
     It has float32 weights, or another dtype that is named behind it: `llama bfloat16`.
@@ -200,12 +215,7 @@ def save_tiny_model(name: str, directory: Path) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(sum(kind.encode()))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        with torch.no_grad():
-            for each, parameter in model.named_parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0, parameter.shape[-1] ** -0.5 if "embed" not in each else 1.0)
-                else:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        draw_(model)
     model.to(getattr(torch, dtype or "float32")).save_pretrained(directory)
     save_tokenizer(directory)
     return directory

@@ -10,7 +10,7 @@ from transformers import WhisperFeatureExtractor
 
 from optkit.model.prompts import placed
 from optkit.session.loading import BITSANDBYTES_TILE
-from tests.support.tiny_models import save_tokenizer
+from tests.support.tiny_models import draw_, save_tokenizer
 from tests.zoo.configs import SPECIAL, kinds, tiny_config
 
 LARGEST = 5_000_000
@@ -23,11 +23,7 @@ class TooLargeError(Exception):
 
 
 def save_model(kind: str, directory: Path, **fields: Any) -> Path:
-    """Write a seeded random float32 model of an architecture, with a tokenizer.
-
-    Norms and biases are far from 1 and 0, and matrices keep the size of what they multiply, so that
-    logits tell whether any part was lost.
-    """
+    """Write a seeded random float32 model of an architecture, with a tokenizer."""
     config = tiny_config(kind, **fields)
     config.architectures = [kinds()[kind]]
     build = getattr(transformers, kinds()[kind])
@@ -39,12 +35,7 @@ def save_model(kind: str, directory: Path, **fields: Any) -> Path:
             largest = sorted(parameters, key=parameters.__getitem__)[-3:]
             raise TooLargeError(f"{sum(parameters.values()):,} parameters, many of them in {largest}")
         model = build(config).to(torch.float32)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
-                else:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        draw_(model)
     model.save_pretrained(directory)
     save_tokenizer(directory)
     if hears(config):
