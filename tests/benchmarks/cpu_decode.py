@@ -9,7 +9,8 @@ a machine that slows down costs all alike: random token ids, greedy, no early st
 comes first is no part of it: an answer to each length of prompts. A row is the median of the
 rounds, with the quartiles; new tokens are those behind the first length. `transformers' step` is
 the first artifact with the same kernels, called by transformers token by token; `own step` is a
-float model with `cpu_decoder`.
+float model with `cpu_decoder`. Behind the rounds all choose the token behind some texts, and the last
+column counts those that the first float model chooses in transformers.
 """
 
 import argparse
@@ -30,6 +31,9 @@ ANSWER = "answer: "
 TRANSFORMERS_STEP, OWN_STEP = "transformers' step", "own step"
 Answer = Callable[[int], tuple[float, float]]
 """One answer to a prompt of a length: prompt tokens per second, new tokens per second."""
+Chooser = Callable[[list[int]], int]
+"""The token behind a text."""
+TEXTS, LENGTH = 64, 64
 
 
 def main() -> None:
@@ -53,9 +57,23 @@ def main() -> None:
                 answer = _next(worker)
                 if turn:
                     answers.append(answer)
+    chosen = []
+    texts = _texts(arguments.float[0])
+    for worker in workers:
+        print(texts, file=worker.stdin, flush=True)
+        chosen.append(_next(worker))
+    for fact, tokens in zip(facts, chosen, strict=True):
+        fact["alike"] = sum(map(int.__eq__, tokens, chosen[0]))
     names = [f"{kind}{name and f', {name}'}: {'/'.join(place.parts[-2:])}" for kind, place, name in contenders]
     for line in _table(zip(names, facts, found, strict=True), arguments):
         print(line)
+
+
+def _texts(model: Path) -> list[list[int]]:
+    from optkit.source.calibration import Calibration  # which the Python of llama.cpp has not
+
+    text = Calibration(dataset="python-reference", samples=TEXTS, sequence_length=LENGTH)
+    return text.windows(model, None)
 
 
 def _arguments() -> argparse.Namespace:
@@ -104,13 +122,13 @@ def _work(arguments: argparse.Namespace) -> None:
     kind, place = arguments.worker
     if arguments.cpu_time:
         time.perf_counter = time.process_time
-    answer, facts = (_llama if kind == "llama.cpp" else _torch)(arguments, kind, Path(place))
+    answer, choose, facts = (_llama if kind == "llama.cpp" else _torch)(arguments, kind, Path(place))
     print(ANSWER, json.dumps(facts), flush=True)
-    for line in sys.stdin:
-        print(ANSWER, json.dumps(answer(int(line))), flush=True)
+    for asked in map(json.loads, sys.stdin):
+        print(ANSWER, json.dumps(answer(asked) if isinstance(asked, int) else [*map(choose, asked)]), flush=True)
 
 
-def _torch(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answer, dict[str, Any]]:
+def _torch(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answer, Chooser, dict[str, Any]]:
     import torch
     from optkit_evals.timing import answer, random_tokens
 
@@ -127,11 +145,15 @@ def _torch(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answe
         timing = answer(session, prompts[length], arguments.new_tokens)
         return length / timing.first_token_s, (arguments.new_tokens - 1) / timing.decode_s
 
+    def choose(text: list[int]) -> int:
+        return int(next(session.stream(torch.tensor([text]), 1)))
+
     step_bytes = session.decode_bytes(1, arguments.prompt[0] + arguments.new_tokens // 2)
-    return run, {"bytes": step_bytes, "versions": {name: metadata.version(name) for name in ("torch", "transformers")}}
+    versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+    return run, choose, {"bytes": step_bytes, "versions": versions}
 
 
-def _llama(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answer, dict[str, Any]]:
+def _llama(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answer, Chooser, dict[str, Any]]:
     import random
 
     import llama_cpp
@@ -139,7 +161,7 @@ def _llama(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answe
 
     model = llama_cpp.llama_model_load_from_file(str(place).encode(), llama_cpp.llama_model_default_params())
     options = llama_cpp.llama_context_default_params()
-    longest = max(arguments.prompt)
+    longest = max(*arguments.prompt, LENGTH)
     options.n_ctx, options.n_batch = longest + arguments.new_tokens, longest
     options.n_threads = options.n_threads_batch = arguments.threads
     context = llama_cpp.llama_init_from_model(model, options)
@@ -153,8 +175,15 @@ def _llama(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answe
             raise SystemExit("llama_decode failed")
         return int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (vocabulary,)).argmax())
 
-    def run(length: int) -> tuple[float, float]:
+    def forget() -> None:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+
+    def choose(text: list[int]) -> int:
+        forget()
+        return following(text)
+
+    def run(length: int) -> tuple[float, float]:
+        forget()
         start = time.perf_counter()
         token = following(prompts[length])
         first = time.perf_counter()
@@ -162,7 +191,8 @@ def _llama(arguments: argparse.Namespace, kind: str, place: Path) -> tuple[Answe
             token = following([token])
         return length / (first - start), (arguments.new_tokens - 1) / (time.perf_counter() - first)
 
-    return run, {"bytes": place.stat().st_size, "versions": {"llama-cpp-python": metadata.version("llama-cpp-python")}}
+    versions = {"llama-cpp-python": metadata.version("llama-cpp-python")}
+    return run, choose, {"bytes": place.stat().st_size, "versions": versions}
 
 
 def _table(
@@ -172,8 +202,8 @@ def _table(
 
     lengths = arguments.prompt
     prompts = "".join(f" prompt {length} |" for length in lengths)
-    yield f"| what | decode, tokens/s | x float | MB read a token | GB/s |{prompts}"
-    yield "|---" * (5 + len(lengths)) + "|"
+    yield f"| what | decode, tokens/s | x float | MB read a token | GB/s |{prompts} tokens as float |"
+    yield "|---" * (6 + len(lengths)) + "|"
     first: float | None = None
     versions: dict[str, str] = {}
     for name, facts, rounds in found:
@@ -182,6 +212,7 @@ def _table(
         first = first or middle
         cells = [_spread(decode, 1), f"{middle / first:.2f}", f"{size / 1e6:.0f}", f"{size * middle / 1e9:.1f}"]
         cells += [_spread([each for each, _ in rounds[length]], 0) for length in lengths]
+        cells.append(f"{facts['alike']} of {TEXTS}")
         yield f"| {' | '.join([name, *cells])} |"
         versions |= facts["versions"]
     yield ""
