@@ -71,21 +71,14 @@ def amax_scales(values: Tensor, tile: tuple[int, int], numbers: NumberFormat, sc
     return _stored(largest / largest.new_tensor(numbers.reach), scale_dtype)
 
 
-def search_scales(
-    values: Tensor,
-    tile: tuple[int, int],
-    numbers: NumberFormat,
-    scale_dtype: torch.dtype,
-    importance: Tensor | None = None,
-) -> Tensor:
+def search_scales(values: Tensor, tile: tuple[int, int], numbers: NumberFormat, scale_dtype: torch.dtype) -> Tensor:
     """Return the fractions of `amax_scales` with the least squared rounding error.
 
-    values: float [rows, columns]; importance: float [columns], what an error in each column counts,
-    all 1 if None.
+    values: float [rows, columns].
     """
     rows = tile[0] * max(1, CHUNK[values.device.type] // (values.shape[1] * tile[0]))
     with one_thread():
-        return torch.cat([_search(part, tile, numbers, scale_dtype, importance) for part in values.split(rows)])
+        return torch.cat([_search(part, tile, numbers, scale_dtype) for part in values.split(rows)])
 
 
 def quantize(values: Tensor, scales: Tensor, tile: tuple[int, int], numbers: NumberFormat) -> Tensor:
@@ -127,18 +120,14 @@ def float8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return halves.to(dtype).mul_(256)  # the exponent of float16 is biased by 15, that of E4M3 by 7
 
 
-def _search(
-    part: Tensor, tile: tuple[int, int], numbers: NumberFormat, scale_dtype: torch.dtype, importance: Tensor | None
-) -> Tensor:
+def _search(part: Tensor, tile: tuple[int, int], numbers: NumberFormat, scale_dtype: torch.dtype) -> Tensor:
     tiled = _tiled(part, tile)
-    weights = None if importance is None else _tiled(importance[None], (1, tile[1]))
     best = widest = amax_scales(part, tile, numbers, scale_dtype)
     least = torch.full_like(widest, torch.inf)
     for fraction in torch.linspace(1, SMALLEST, STEPS).tolist():
         tried = _stored(widest * fraction, scale_dtype)
         spread = tried[:, None, :, None]
-        errors = numbers.round(tiled / spread).to(tiled.dtype).mul_(spread).sub_(tiled).square_()
-        error = (errors if weights is None else errors.mul_(weights)).sum((1, 3))
+        error = numbers.round(tiled / spread).to(tiled.dtype).mul_(spread).sub_(tiled).square_().sum((1, 3))
         best, least = torch.where(error < least, tried, best), torch.minimum(error, least)
     return best
 

@@ -66,11 +66,11 @@ def last_lines(log: Path, count: int = LAST_LINES) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()][-count:]
 
 
-def last_words(log: Path | None, count: int = LAST_LINES) -> str:
+def last_words(log: Path | None) -> str:
     """Return what a process printed last, as a sentence."""
     if log is None:
         return "What it printed stands above"
-    lines = last_lines(log, count)
+    lines = last_lines(log)
     return f"Its last words: {' / '.join(lines)}" if lines else "It said nothing"
 
 

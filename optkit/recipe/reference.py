@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -202,6 +202,7 @@ def _type(annotation: Any, metadata: Iterable[Any] = (), home: str = "") -> str:
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *limiting = get_args(annotation)
+        inner = next((part.json_schema_input_type for part in limiting if isinstance(part, BeforeValidator)), inner)
         return _type(inner, [*limiting, *metadata], home)
     if origin is Literal:
         return _choices(get_args(annotation))

@@ -78,7 +78,7 @@ class AutoBits(Transform):
     points. Of this, `size_bytes` and `decode_ms` give one or more: the tightest decides.
     """
     size_bytes: Bytes | None = None
-    """Most bytes of all tensors of the model, those that are not quantized too."""
+    """Most bytes of all tensors of the model, those that are not quantized too, e.g. `4 GB`."""
     decode_ms: Duration | None = Field(default=None, exclude_if=lambda value: value is None)
     """Most milliseconds that the memory of `decode_device` takes for the weights of one token at
     batch 1, by its datasheet. `optkit roofline` shows it; kernels take longer."""

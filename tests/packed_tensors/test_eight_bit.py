@@ -99,18 +99,12 @@ def test_searched_scales_are_never_worse(number: str, granularity: Any) -> None:
     torch.manual_seed(0)
     values, numbers = weight(140, 200), FORMATS[number]
     tile = tile_of(granularity, (140, 200))
-    importance = torch.rand(200) ** 4
 
-    def error(scales: torch.Tensor, by_column: torch.Tensor) -> float:
-        off = dequantize(quantize(values, scales, tile, numbers), scales, tile) - values
-        return float((off.square() * by_column).sum())
+    def error(scales: torch.Tensor) -> float:
+        return float((dequantize(quantize(values, scales, tile, numbers), scales, tile) - values).square().sum())
 
-    widest = amax_scales(values, tile, numbers, torch.float32)
-    alike, weighted = (search_scales(values, tile, numbers, torch.float32, each) for each in (None, importance))
-    ones = torch.ones(200)
-    assert error(alike, ones) <= error(widest, ones)
-    assert error(weighted, importance) <= error(alike, importance) <= error(widest, importance) * 1.5
-    assert not torch.equal(alike, weighted) or granularity == "tensor"
+    widest, searched = (find(values, tile, numbers, torch.float32) for find in (amax_scales, search_scales))
+    assert error(searched) < error(widest) or (torch.equal(searched, widest) and granularity != "block")
 
 
 def test_zeros_and_scales_below_the_dtype() -> None:

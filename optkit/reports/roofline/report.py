@@ -19,8 +19,6 @@ from optkit.reports.roofline.limits import (
 )
 from optkit.reports.roofline.work import Work
 
-DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-
 
 class Cell(Frozen):
     """What of a `Limit` is reported."""
