@@ -47,7 +47,7 @@ def desk(tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.
     return desk_with(tmp_path, monkeypatch, "tiny.yaml", RECIPE.format(model=tiny_model("llama"), limit="<= 0.9x"))
 
 
-def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out, _ = spoken(capsys, "plan", "tiny.yaml", "--device", "cpu")
     assert [line.split()[:3] for line in out.splitlines() if line.startswith(("model", "cast"))] == [
         ["model", "hit", "checkpoint"],
@@ -72,6 +72,7 @@ def test_the_whole_way(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     compared, _ = spoken(capsys, "compare", "artifacts/tiny", "artifacts/tiny")
     assert "size_bytes" in compared.splitlines()[1]
+    monkeypatch.setattr(Perplexity, "run", lambda *_words: pytest.fail("it was measured again"))
     measured, _ = spoken(capsys, "eval", "artifacts/tiny", "--evals", "tiny.yaml", "--device", "cpu", "--quiet")
     assert measured.splitlines()[-1] == "PASS  1 of 1 gates pass"
 
@@ -278,14 +279,6 @@ def test_what_is_measured_of_an_artifact_is_never_said_of_other_weights(
     assert of_old[1] != of_new[1]
     assert measured("eval", "old", "--evals", "evals.yaml") == of_old  # the run has seen it
     assert of_old[0] == read_artifact(desk / "old").record.key
-
-
-def test_an_artifact_of_this_store_needs_no_measuring_again(
-    desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spoken(capsys, "run", "tiny.yaml", "--device", "cpu", "--quiet")
-    monkeypatch.setattr(Perplexity, "run", lambda *_words: pytest.fail("it was measured again"))
-    spoken(capsys, "eval", "artifacts/tiny", "--evals", "tiny.yaml", "--device", "cpu", "--quiet")
 
 
 def test_an_output_that_holds_the_store_is_refused_before_anything_runs(
