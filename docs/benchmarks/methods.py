@@ -94,6 +94,13 @@ METHODS: dict[str, list[dict[str, Any]]] = {
     "awq_scale + gptq, 3 bits": [stage("awq_scale", bits=3, **GRID, **TEXT), GPTQ3],
     "rotate (heads) + gptq, 3 bits": [HEADS, GPTQ3],
 }
+for kind in ("nvfp4", "mxfp4"):
+    for label, fields in (("", TEXT), (", inputs too", INPUTS)):
+        scales = [stage("awq_scale", type=kind, **fields), BF16]
+        METHODS |= {
+            f"awq_scale + cast + {kind}, gptq{label}": [*scales, stage("mx", type=kind, rounding="gptq", **fields)],
+            f"awq_scale + cast + {kind} that learns{label}": [*scales, stage("mx", type=kind, effort="best", **fields)],
+        }
 for bits, group in ((bits, group) for group in (64, 96, 128, 192) for bits in (4, 3, 2)):
     grid = {"bits": bits, "group_size": group, **TEXT}
     rounded = {**grid, "backend": "auto_round", "learn": "blocks"}

@@ -73,9 +73,13 @@ class MicroscaledWeight:
 
 def round_to_e2m1(values: Tensor) -> Tensor:
     """Return the nearest values of E2M1, ties to the even code, cut at 6; float32 of any shape."""
-    size = values.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    step = e2m1_steps(values.abs())
     return (values / step).round_().mul_(step).clamp_(-LARGEST, LARGEST)
+
+
+def e2m1_steps(sizes: Tensor) -> Tensor:
+    """Return how far the values of E2M1 around magnitudes, float32 of any shape, are apart."""
+    return torch.where(sizes < 2, 0.5, torch.where(sizes < 4, 1.0, 2.0))
 
 
 def exponent_scales(stored: Tensor) -> Tensor:

@@ -1,21 +1,26 @@
-"""SmoothQuant: move outliers of activations into the weights, for 8 bits (arXiv:2211.10438).
+"""SmoothQuant: move outliers of activations into the weights (arXiv:2211.10438), for 8 bits or for
+4-bit floats in blocks.
 
 Input channel j of a layer is divided by s_j and column j of its weight multiplied by it. The paper
 has s_j = max|X_j|^alpha / max|W_j|^(1 - alpha). `search_smoothing` starts from the best alpha and
 then moves each s_j down the slope of the error that rounding is expected to leave in the outputs.
-Steps of size d leave errors of variance d^2 / 12. A token's step is set by the largest of its
-channels, an output's by the largest of its weights. All of them are differentiable in s.
+Steps of size d leave errors of variance d^2 / 12. Of integers, a token's step is set by the largest of its
+channels, an output's by the largest of its weights; of floats by the largest of each block, and small
+numbers have smaller ones. All of them are differentiable in s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from optkit.algorithms.awq import InputScales
 from optkit.algorithms.eight_bit import INT8
+from optkit.algorithms.microscaling import LARGEST, MXFP4_BLOCK, NVFP4_BLOCK, e2m1_steps
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Where the search may start."""
@@ -31,6 +36,9 @@ BATCH = 512
 OUTPUTS = 512
 """Outputs of the readers, evenly spread, that stand for all of them."""
 TINY = 1e-30
+
+InputRounding: TypeAlias = Literal["dynamic", "static", "none"]
+"""By their own size, with one scale for all of them, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,40 @@ class Reader:
         return self.rows * self.inverse_size()
 
 
+@dataclass(frozen=True)
+class Steps:
+    """How far rounded numbers are apart: 8-bit integers, or 4-bit floats."""
+
+    block: int | None = None
+    """Inputs that share a scale, of floats; None: all of a row, of integers."""
+    reach: float = INT8.reach
+    """What the largest of those that share a scale is mapped to."""
+
+    @property
+    def divisor(self) -> float:
+        """What `errors` are to be divided by."""
+        return 12 * self.reach**2 if self.block is None else 1.0
+
+    def errors(self, sizes: Tensor, counts: Tensor, over_rows: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the squared error that is expected of rounding rows of numbers.
+        sizes: their magnitudes, float32 [rows, in]; counts: float32 [in], what that of each column counts.
+        """
+        if self.block is None:
+            return over_rows(sizes.amax(1).square()) * counts.sum()
+        blocks = sizes.unflatten(1, (-1, self.block))
+        largest = blocks.amax(2, keepdim=True).clamp(min=TINY)
+        unit = largest / self.reach
+        steps = e2m1_steps((blocks / unit).detach()) * unit
+        errors = torch.minimum(steps.square() / 12, blocks.square())  # what is next to nothing becomes 0
+        if self.reach == LARGEST:
+            errors = errors.masked_fill(blocks == largest, 0)
+        return over_rows((errors * counts.view(-1, self.block)).sum((1, 2)))
+
+
+OF_FLOATS = {"nvfp4": Steps(NVFP4_BLOCK, LARGEST), "mxfp4": Steps(MXFP4_BLOCK, 4.76)}
+"""Powers of two map the largest to 3.5 to 7: errors are as with 4.76 in the mean."""
+
+
 def smoothing_scales(input_amax: Tensor, weight_amax: Tensor, alpha: float, same: Tensor | None = None) -> Tensor:
     """Return the scales of the input channels, float32 [in], with geometric mean 1.
     A channel without inputs or weights has 1.
@@ -74,29 +116,36 @@ def smoothing_scales(input_amax: Tensor, weight_amax: Tensor, alpha: float, same
 
 
 def search_smoothing(
-    readers: Sequence[Reader], input_amax: Tensor, weight_amax: Tensor, same: Tensor | None, static: bool
-) -> tuple[str, Tensor]:
-    """Return the scales, float32 [in], with the least error of the rounded outputs, and a name.
+    readers: Sequence[Reader],
+    input_amax: Tensor,
+    weight_amax: Tensor,
+    same: Tensor | None,
+    inputs: InputRounding = "dynamic",
+    steps: Steps | None = None,
+) -> tuple[str, InputScales]:
+    """Return the scales with the least error of the rounded outputs, and a name.
 
-    The name is `none`, `alpha 0.8` or `descent`, whichever is expected to be best. static: inputs
-    are rounded with one scale for all of them. The others are those of `smoothing_scales`.
+    The name is `none`, `alpha 0.8` or `descent`, whichever is expected to be best. inputs: how they are
+    rounded; steps: of 8-bit integers if None. The others are those of `smoothing_scales`.
     """
-    expected = _Expected.of(readers, input_amax if static else None)
+    expected = _Expected.of(readers, input_amax, inputs, steps or Steps())
     tried = {"none": torch.ones_like(input_amax)}
     tried |= {f"alpha {alpha}": smoothing_scales(input_amax, weight_amax, alpha, same) for alpha in ALPHAS}
-    start = min(tried, key=lambda name: float(expected.error(tried[name])))
-    tried["descent"] = _descend(expected, tried[start], same)
-    best = min(tried, key=lambda name: float(expected.error(tried[name])))
-    return best, tried[best]
+    errors = {name: float(expected.error(scales)) for name, scales in tried.items()}
+    tried["descent"] = _descend(expected, tried[min(errors, key=errors.__getitem__)], same)
+    errors["descent"] = float(expected.error(tried["descent"]))
+    best = min(errors, key=errors.__getitem__)
+    return best, InputScales(tried[best], errors[best], errors["none"])
 
 
 @dataclass(frozen=True)
 class _Expected:
     """The expected rounding error of some readers' outputs, as a function of the scales."""
 
-    rows: Tensor
+    steps: Steps
+    rows: Tensor | None
     """float32 [rows, in]: magnitudes of inputs, each row divided by its root mean square; one row
-    of the largest if that is static.
+    of the largest if they are rounded with one scale. None if they are not rounded.
     """
     columns: Tensor
     """float32 [in]: the squared columns of the readers, relative to the square of their outputs."""
@@ -108,7 +157,7 @@ class _Expected:
     """float32 [in] for each reader."""
 
     @staticmethod
-    def of(readers: Sequence[Reader], input_amax: Tensor | None) -> _Expected:
+    def of(readers: Sequence[Reader], input_amax: Tensor, inputs: InputRounding, steps: Steps) -> _Expected:
         seen = list({id(each.rows): each for each in readers}.values())
         rows = torch.cat([each.even_rows() for each in seen])
         relative = [
@@ -116,10 +165,11 @@ class _Expected:
             for each in readers
         ]
         largest = rows.abs()
-        if input_amax is not None:
+        if inputs == "static":
             largest = input_amax[None] * torch.cat([each.inverse_size() for each in seen]).square().mean().sqrt()
         return _Expected(
-            largest,
+            steps,
+            None if inputs == "none" else largest,
             torch.stack([weight.square().sum(0) for weight in relative]).sum(0),
             tuple(_some(weight.abs()) for weight in relative),
             tuple(each.variances for each in readers),
@@ -127,12 +177,14 @@ class _Expected:
 
     def error(self, scales: Tensor, step: int | None = None) -> Tensor:
         """Return the expected squared error, relative to the squared outputs."""
-        parts = 1 if step is None else max(1, len(self.rows) // BATCH)
-        rows = self.rows[(step or 0) % parts :: parts]
-        error: Tensor = (rows / scales).amax(1).square().mean() * (scales.square() * self.columns).sum()
+        error = scales.new_zeros(())
+        if self.rows is not None:
+            parts = 1 if step is None else max(1, len(self.rows) // BATCH)
+            rows = self.rows[(step or 0) % parts :: parts]
+            error = self.steps.errors(rows / scales, scales.square() * self.columns, torch.mean)
         for weights, variances in zip(self.weights, self.variances, strict=True):
-            error = error + (weights * scales).amax(1).square().sum() * (variances / scales.square()).sum()
-        return error / (12 * INT8.reach**2)
+            error = error + self.steps.errors(weights * scales, variances / scales.square(), torch.sum)
+        return error / self.steps.divisor
 
 
 def _descend(expected: _Expected, scales: Tensor, same: Tensor | None) -> Tensor:

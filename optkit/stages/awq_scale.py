@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
 
 from optkit.common.field_types import CodeBits, GroupSize
 from optkit.common.out_of_resources import out_of_memory
 from optkit.devices.enough import refuse_devices
+from optkit.errors import StageError
 from optkit.model.calibration_memory import less_memory
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.kept_blocks import KeptBlocks
@@ -18,14 +21,13 @@ from optkit.model.linear_layers import Layer, layers_of, select
 from optkit.model.shape import ModelShape
 from optkit.model.together import together
 from optkit.model.writer import copy_companions, write_blocks
+from optkit.packed_tensors.microscaled import BLOCKS
 from optkit.stage import Context, Cost, Report
 from optkit.stages.quantizing.fitting import refuse_uneven_groups
-from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling
+from optkit.stages.quantizing.input_scaling import BlockScaler, InputScaling, ScaledBlock
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from optkit.model.skeleton import Skeleton
 
 STAGE = "awq_scale"
 LESS_MEMORY = less_memory(STAGE)
@@ -36,7 +38,8 @@ class AwqScale(InputScaling):
     Nothing is rounded: the model computes what it did.
 
     A quantizer after it rounds the weights that matter most more finely; `gptq` with few bits gains
-    the most. The grid is the one that the scales are searched for: that of the quantizer.
+    the most. The grid is the one that the scales are searched for: that of the quantizer. In front
+    of `mx` that is `type`, and inputs that are rounded too lose less.
     """
 
     kind: ClassVar[str] = "awq_scale"
@@ -44,6 +47,10 @@ class AwqScale(InputScaling):
     example: ClassVar[str] = "- awq_scale: {bits: 3}\n- gptq: {bits: 3}"
     version: ClassVar[int] = 6
 
+    type: Literal["int", "nvfp4", "mxfp4"] = Field(default="int", exclude_if=lambda value: value == "int")
+    """What the weights are going to be: integers, or floats of `mx`."""
+    activations: Literal["none", "dynamic"] = Field(default="none", exclude_if=lambda value: value == "none")
+    """Whether `mx` is going to have inputs rounded as well."""
     bits: CodeBits = 4
     """Bits that the weights are going to have."""
     group_size: GroupSize | None = 64
@@ -51,7 +58,18 @@ class AwqScale(InputScaling):
     symmetric: bool = True
     """Whether they are going to have no zero points."""
     rounding: Literal["gptq", "nearest"] = "gptq"
-    """How they are going to be rounded: `gptq` by that stage, `nearest` by `rtn`."""
+    """How they are going to be rounded: `gptq` by that stage, `nearest` by `rtn`; both by `mx`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        unread = (
+            ("activations",)
+            if self.type == "int"
+            else ("bits", "group_size", "symmetric", "grid_points", "equal_tokens")
+        )
+        if named := self.set_among(*unread):
+            raise ValueError(f"{named[0]} would not be read with type: {self.type}. Leave it out")
+        return self
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Scale block by block, from safetensors to safetensors.
@@ -84,7 +102,8 @@ class AwqScale(InputScaling):
             replay = partial(advance_with, skeleton, scaler.inputs, context.device, LESS_MEMORY)
             for index in kept.resume(len(skeleton.blocks), scaler.inputs, facts, replay):
                 with skeleton.loaded(skeleton.blocks[index], context.device, LESS_MEMORY):
-                    scaled = scaler.scale_(index, self._grids(skeleton, index, layers), self.rounding, STAGE)
+                    names = [name for name in skeleton.linears(skeleton.blocks[index]) if name in layers]
+                    scaled = self._scaled(scaler, index, names)
                     scaled.hessians.clear()
                     if index + 1 < len(skeleton.blocks):
                         skeleton.advance_(index, scaler.inputs)
@@ -106,16 +125,30 @@ class AwqScale(InputScaling):
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""
         refuse_devices(self.devices, device, self.kind)
-        work = self.working_bytes(shape, self._layers(shape), self.rounding, device)
+        layers = self._layers(shape)
+        work = self.working_bytes(shape, layers, self.rounding, device, smooths=self.type != "int")
         return work.cost(shape, shape, device), shape
 
     def _layers(self, shape: ModelShape) -> Mapping[str, Layer]:
         layers = select(layers_of(shape), (), ("*",), (), STAGE).layers
-        refuse_uneven_groups(tuple(layers.values()), self.group_size, STAGE)
-        return layers
+        if self.type == "int":
+            refuse_uneven_groups(tuple(layers.values()), self.group_size, STAGE)
+            return layers
+        whole = {name: layer for name, layer in layers.items() if layer.inputs % BLOCKS[self.type] == 0}
+        if not whole:
+            raise StageError(
+                f"no layer's inputs are a multiple of {BLOCKS[self.type]}",
+                where=f"{STAGE}.type",
+                why=f"Blocks of {self.type} are {BLOCKS[self.type]} inputs wide",
+                remedy="Take awq_scale out of the recipe",
+            )
+        return whole
 
-    def _grids(self, skeleton: Skeleton, index: int, layers: Mapping[str, Layer]) -> dict[str, Any]:
+    def _scaled(self, scaler: BlockScaler, index: int, names: Sequence[str]) -> ScaledBlock:
         from optkit.algorithms.grid import Grid
+        from optkit.algorithms.smoothing import OF_FLOATS
 
-        grid = Grid(self.bits, self.group_size, self.symmetric)
-        return {name: grid for name in skeleton.linears(skeleton.blocks[index]) if name in layers}
+        if self.type == "int":
+            grid = Grid(self.bits, self.group_size, self.symmetric)
+            return scaler.scale_(index, dict.fromkeys(names, grid), self.rounding, STAGE)
+        return scaler.smooth_(index, names, OF_FLOATS[self.type], self.activations, self.rounding, STAGE)

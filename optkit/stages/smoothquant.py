@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from optkit.errors import StageError
-from optkit.model.linear_layers import Layer, scaled_together, stacks
+from optkit.model.linear_layers import Layer, scaled_together
 from optkit.packed_tensors.eight_bit import Number, Scales
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer, Preparation
+from optkit.stages.quantizing.input_scaling import SEARCH_ROWS, searched_smoothing, smoothing_bytes
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 
 if TYPE_CHECKING:
@@ -25,16 +26,8 @@ if TYPE_CHECKING:
     from optkit.model.wiring import FoldGroup
     from optkit.stages.quantizing.input_ranges import InputRange
 
-SEARCH_ROWS = 4096
-"""Inputs of each layer that scales are searched on; on a quarter of them the divergence was 4 to 9%
-larger.
-"""
-ROW_COPIES = 7
-"""Float32 copies of the sampled inputs of some layers that searching their scales holds at once."""
-WEIGHT_COPIES = 5
-"""The same of their weights."""
 WEIGHT_COPIES_OF_FOLDING = 2
-"""The same if scales are only folded."""
+"""Float32 copies of weights that folding scales holds at once."""
 PROBE = 2, 32
 """Sequences and tokens of each that the wiring of a block is found with."""
 
@@ -78,21 +71,14 @@ class SmoothQuant(EightBitQuantizer):
     def preparation_bytes(
         self, blocks: Sequence[Sequence[str]], layers: Mapping[str, Layer], compensating: int
     ) -> tuple[int, int]:
-        rows = min(self.sampled_rows, self.calibration.samples * self.calibration.sequence_length)
-
-        def sampled(stacks: Sequence[Sequence[str]]) -> int:
-            return sum(4 * rows * layers[stack[0]].inputs for stack in stacks)
-
-        def worked(group: Sequence[Sequence[str]]) -> int:
-            weights = sum(4 * layers[name].outputs * layers[name].inputs for stack in group for name in stack)
-            searched = max(
-                ROW_COPIES * sampled(group) + WEIGHT_COPIES * weights, sampled(group) + weights + compensating
-            )
-            return searched if rows else WEIGHT_COPIES_OF_FOLDING * weights
-
-        return max(sampled(stacks(block)) for block in blocks), max(
-            worked(group) for block in blocks for group in scaled_together(block)
+        if self.sampled_rows:
+            return smoothing_bytes(blocks, layers, self.calibration, compensating)
+        folded = max(
+            sum(layers[name].outputs * layers[name].inputs for stack in group for name in stack)
+            for block in blocks
+            for group in scaled_together(block)
         )
+        return 0, 4 * WEIGHT_COPIES_OF_FOLDING * folded
 
     def quantized_blocks(self, job: QuantizationJob) -> Iterator[BlockOutput]:
         yield from self._calibrated_blocks(job, self.calibration)
@@ -152,26 +138,23 @@ class _Smoothing:
         """
         import torch
 
-        from optkit.algorithms.smoothing import Reader, search_smoothing, smoothing_scales
+        from optkit.algorithms.smoothing import smoothing_scales
+        from optkit.model.skeleton_layers import float_weight
         from optkit.model.wiring import fold_
 
-        skeleton = self.job.skeleton
-        readers = [name for name in group.consumers if name in ranges]
+        skeleton, alpha = self.job.skeleton, self.stage.alpha
+        readers = {name: skeleton.model.get_submodule(group.places[name]) for name in group.consumers if name in ranges}
         if not readers:
             return {}
-        weights = {name: skeleton.model.get_submodule(group.places[name]).weight.float() for name in readers}
-        input_amax = torch.stack([ranges[name].amax for name in readers]).amax(0)
-        weight_amax = torch.stack([weight.abs().amax(0) for weight in weights.values()]).amax(0)
-        same = None if group.rows is None else group.rows.to(input_amax.device)
-        if self.stage.alpha == "search":
-            given = {id(each): (each.rows, each.variances()) for each in (ranges[name] for name in readers)}
-            seen = [Reader(weights[name], *given[id(ranges[name])]) for name in readers]
-            chosen, scales = search_smoothing(seen, input_amax, weight_amax, same, self.stage.activations == "static")
+        if alpha == "search":
+            chosen, found = searched_smoothing(readers, group, ranges, self.stage.activations)
+            assert found
+            scales = found.scales
         else:
-            chosen, scales = (
-                f"alpha {self.stage.alpha}",
-                smoothing_scales(input_amax, weight_amax, self.stage.alpha, same),
-            )
+            input_amax = torch.stack([ranges[name].amax for name in readers]).amax(0)
+            weight_amax = torch.stack([float_weight(each).abs().amax(0) for each in readers.values()]).amax(0)
+            same = None if group.rows is None else group.rows.to(input_amax.device)
+            chosen, scales = f"alpha {alpha}", smoothing_scales(input_amax, weight_amax, alpha, same)
         chosen, scales = self.job.together.tell((chosen, scales.cpu()))  # a sum's last bit may decide
         self.job.details["smoothing"][group.producer] = chosen
         if chosen == "none":

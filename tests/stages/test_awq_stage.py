@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from optkit.algorithms.packing import unpack_awq
@@ -22,6 +23,8 @@ from optkit.source.calibration import Calibration
 from optkit.stage import Context
 from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
+from optkit.stages.cast import Cast
+from optkit.stages.mx import Mx
 from optkit.stages.rtn import Rtn
 from tests.conftest import TinyModel, Warnings
 from tests.support.changes import changing
@@ -156,6 +159,42 @@ def test_rounding_after_the_scales_is_better_than_alone(
     run_stage(quantizer, tmp_path / "scaled", tmp_path / "both")
     run_stage(quantizer, source, tmp_path / "alone")
     assert distance(tmp_path / "both", source) < 0.98 * distance(tmp_path / "alone", source)
+
+
+@pytest.mark.parametrize("type", ["nvfp4", "mxfp4"])
+def test_floats_lose_less_behind_their_scales(
+    tiny_model: TinyModel, tmp_path: Path, text: Calibration, type: Any
+) -> None:
+    source = uneven(tiny_model("llama"), tmp_path / "source")
+    stage = AwqScale(type=type, activations="dynamic", calibration=text)
+    report = run_stage(stage, source, tmp_path / "scaled")
+    assert distance(tmp_path / "scaled", source) < 1e-5
+    assert all(gain["scaled"] < gain["plain"] for gain in report.details["gains"].values())
+    quantizer = Mx(type=type, activations="dynamic", rounding="gptq", calibration=text)
+    for name in ("scaled", "source"):
+        run_stage(Cast(dtype="bfloat16"), tmp_path / name, tmp_path / f"{name}-half")
+        run_stage(quantizer, tmp_path / f"{name}-half", tmp_path / f"{name}-rounded")
+    assert distance(tmp_path / "scaled-rounded", source) < 0.95 * distance(tmp_path / "source-rounded", source)
+
+
+def test_layers_without_whole_blocks_are_not_scaled_for(tiny_model: TinyModel, text: Calibration) -> None:
+    shape = Checkpoint(tiny_model("llama")).shape
+    odd = {name: replace(info, shape=(*info.shape[:-1], info.shape[-1] + 4)) for name, info in shape.tensors.items()}
+    with pytest.raises(StageError) as raised:
+        AwqScale(type="nvfp4", calibration=text).predict(replace(shape, tensors=odd), "cpu")
+    assert str(raised.value) == (
+        "awq_scale.type: no layer's inputs are a multiple of 16. Blocks of nvfp4 are 16 inputs wide."
+        " Take awq_scale out of the recipe."
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "unread"), [({"type": "nvfp4", "bits": 3}, "bits"), ({"activations": "dynamic"}, "activations")]
+)
+def test_fields_of_another_type_are_refused(fields: dict[str, Any], unread: str) -> None:
+    named = fields.get("type", "int")
+    with pytest.raises(ValidationError, match=f"{unread} would not be read with type: {named}. Leave it out"):
+        AwqScale(**fields)
 
 
 def test_overrides_and_lm_head(tiny_model: TinyModel, tmp_path: Path, text: Calibration) -> None:

@@ -55,6 +55,7 @@ C4 = {"calibration": Calibration(dataset="c4")}
 STAGES = {
     "awq": Awq(symmetric=True, batch_size=2, grid_points=2),
     "awq_scale": AwqScale(batch_size=2, grid_points=1),
+    "awq_scale_floats": AwqScale(batch_size=2, type="nvfp4", activations="dynamic"),
     "smoothquant": SmoothQuant(batch_size=2),
     "smoothquant_nearest": SmoothQuant(batch_size=2, rounding="nearest"),
     "smoothquant_fixed": SmoothQuant(batch_size=2, rounding="nearest", alpha=0.5),
@@ -69,8 +70,8 @@ STAGES = {
     "wanda": Prune(sparsity=0.5, method="wanda", batch_size=2),
     "auto_bits": AutoBits(average_bits=4.5, sensitivity_samples=4, held_out_samples=4),
 }
-SLOW = ("awq", "awq_scale", "smoothquant", "smoothquant_nearest", "smoothquant_fixed", "fp8", "fp8_nearest")
-SLOW += ("fp8_dynamic", "sparsegpt", "auto_bits")
+SLOW = ("awq", "awq_scale", "awq_scale_floats", "smoothquant", "smoothquant_nearest", "smoothquant_fixed")
+SLOW += ("fp8", "fp8_nearest", "fp8_dynamic", "sparsegpt", "auto_bits")
 
 
 @pytest.mark.parametrize(

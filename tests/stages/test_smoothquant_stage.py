@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from optkit.algorithms.smoothing import Reader, search_smoothing, smoothing_scales
+from optkit.algorithms.microscaling import rounded_inputs
+from optkit.algorithms.smoothing import OF_FLOATS, Reader, search_smoothing, smoothing_scales
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
@@ -217,7 +218,9 @@ def test_the_search_beats_every_alpha(static: bool, same: torch.Tensor | None) -
     rows[:, 5] *= 80
     rows /= rows.norm(dim=1, keepdim=True)  # tokens count the same in the search
     amaxes = rows.abs().amax(0), weight.abs().amax(0)
-    name, scales = search_smoothing([Reader(weight, rows, rows.square().mean(0) * 96)], *amaxes, same, static)
+    readers = [Reader(weight, rows, rows.square().mean(0) * 96)]
+    name, found = search_smoothing(readers, *amaxes, same, "static" if static else "dynamic")
+    scales = found.scales
     assert name == "descent"
     if same is not None:
         assert torch.equal(scales, scales[::4].repeat_interleave(4))
@@ -227,7 +230,30 @@ def test_the_search_beats_every_alpha(static: bool, same: torch.Tensor | None) -
         assert found < 1.02 * output_error(weight, rows, smoothing_scales(*amaxes, alpha, same), static)
 
 
+@pytest.mark.parametrize(("type", "inputs"), [("nvfp4", "dynamic"), ("nvfp4", "none"), ("mxfp4", "dynamic")])
+def test_floats_in_blocks_lose_about_what_was_expected(type: str, inputs: Any) -> None:
+    torch.manual_seed(0)
+    rows, weight = torch.randn(512, 96), torch.randn(80, 96)
+    rows = rows * torch.randn(96).exp()
+    rows /= rows.square().mean(1, keepdim=True).sqrt()
+    amaxes, reader = (rows.abs().amax(0), weight.abs().amax(0)), Reader(weight, rows, rows.square().mean(0))
+    _, found = search_smoothing([reader], *amaxes, None, inputs, OF_FLOATS[type])
+
+    def error(scales: torch.Tensor) -> float:
+        def rounded(values: torch.Tensor) -> torch.Tensor:
+            return rounded_inputs(values, torch.ones(1) if type == "nvfp4" else None)
+
+        given, wanted = rows / scales, rows @ weight.T
+        outputs = (rounded(given) if inputs == "dynamic" else given) @ rounded(weight * scales).T
+        return float((outputs - wanted).square().sum() / wanted.square().sum())
+
+    plain, smoothed = error(torch.ones(96)), error(found.scales)
+    assert plain == pytest.approx(found.plain_error, rel=0.25)
+    assert smoothed == pytest.approx(found.error, rel=0.25)
+    assert smoothed < 0.8 * plain
+
+
 def test_nothing_is_smoothed_where_nothing_is_gained() -> None:
     rows, weight = torch.ones(8, 4), torch.ones(3, 4)
-    name, scales = search_smoothing([Reader(weight, rows, torch.ones(4))], rows[0], weight[0], None, False)
-    assert (name, scales.tolist()) == ("none", [1.0] * 4)
+    name, found = search_smoothing([Reader(weight, rows, torch.ones(4))], rows[0], weight[0], None)
+    assert (name, found.scales.tolist()) == ("none", [1.0] * 4)
