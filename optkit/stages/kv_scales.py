@@ -15,7 +15,7 @@ from optkit.common.out_of_resources import out_of_memory
 from optkit.errors import StageError
 from optkit.model.attention import refuse_other_states
 from optkit.model.attention_choice import eager_bytes
-from optkit.model.calibration_memory import refuse_unreached
+from optkit.model.calibration_memory import float_bytes, refuse_unreached
 from optkit.model.checkpoint import INDEX, Checkpoint
 from optkit.model.kv_scales import KEYS, SCHEME, VALUES, attention_layers
 from optkit.model.linear_layers import EXPERTS
@@ -118,7 +118,7 @@ class KvScales(Transform):
         }
         left = ModelShape(config=_config(shape.config), tensors=tensors)
         widest = max(max(info.shape) for name, info in shape.tensors.items() if shape.block(name) and info.shape)
-        needed = shape.size_bytes + self.batch_size * self.calibration.sequence_length * widest * 4 * 4
+        needed = shape.size_bytes + self.batch_size * self.calibration.sequence_length * widest * 4 * float_bytes(shape)
         needed += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
         on_gpu = device.startswith("cuda")
         ram = shape.block_bytes + shape.outside_bytes if on_gpu else needed

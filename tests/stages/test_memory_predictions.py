@@ -12,7 +12,7 @@ from optkit.model import calibration_memory
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.source.calibration import Calibration
-from optkit.stage import Context
+from optkit.stage import Context, Transform
 from optkit.stages.auto_bits import AutoBits
 from optkit.stages.awq import Awq
 from optkit.stages.awq_scale import AwqScale
@@ -112,22 +112,24 @@ def test_hessians_of_one_expert_at_a_time_are_what_a_plan_says(
 
 @pytest.fixture(scope="module")
 def eight_billion() -> ModelShape:
-    """Four blocks of Llama-3-8B."""
-    config = config_of("llama3_8b", 4)
+    """Two blocks of Llama-3-8B."""
+    config = config_of("llama3_8b", 2)
     return ModelShape(config, dict(stored_tensors(config)))
 
 
 @pytest.mark.parametrize(
     ("stage", "gpu_memory", "allocated"),
     [
-        (Awq(group_size=128), 140e9, 5.762e9),
+        (Awq(group_size=128), 140e9, 5.728e9),
         (Awq(group_size=128), 8e9, 3.816e9),  # the hidden states are in main memory
+        (AwqScale(group_size=128), 140e9, 9.241e9),
         (Gptq(group_size=128), 140e9, 7.8e9),
         (Gptq(group_size=128), 8e9, 5.651e9),
+        (KvScales(), 140e9, 4.989e9),
     ],
 )
 def test_bfloat16_takes_on_a_gpu_what_an_h200_allocated(
-    eight_billion: ModelShape, monkeypatch: pytest.MonkeyPatch, stage: Awq | Gptq, gpu_memory: float, allocated: float
+    eight_billion: ModelShape, monkeypatch: pytest.MonkeyPatch, stage: Transform, gpu_memory: float, allocated: float
 ) -> None:
     monkeypatch.setattr(calibration_memory, "gpu_memory_bytes", lambda _: int(gpu_memory))
     text = Calibration(dataset="c4", samples=128, sequence_length=2048)

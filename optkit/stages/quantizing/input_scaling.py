@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MEAN_COPIES = 1
 """Matrices of the size of a Hessian that making its mean takes."""
-HESSIAN_COPIES = {"nearest": 0, "gptq": 5}
+HESSIAN_COPIES = {"nearest": 0, "gptq": 5.5}
 """The same of trying the scales of one input, by how candidates are rounded."""
 SAMPLE_BYTES = 4 * 4 * 256
 """What trying them on some rows of a layer's weights takes for each of its inputs."""
@@ -90,7 +90,7 @@ class InputScaling(SharedText):
         weights = max(layer.outputs * layer.inputs for layer in layers.values())
         work = max(
             4 * MEAN_COPIES * largest**2,
-            readers + SAMPLE_BYTES * largest + 4 * HESSIAN_COPIES[rounding] * largest**2,
+            readers + SAMPLE_BYTES * largest + int(4 * HESSIAN_COPIES[rounding]) * largest**2,
             code_bytes(shape, layers) + 4 * FLOAT_COPIES * weights,
         )
         kept = hessian_bytes(shape, layers, at_once=True)
