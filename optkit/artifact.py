@@ -21,7 +21,6 @@ from optkit.common.own_files import (
     CARD,
     OWN_FILES,
     RECORD,
-    SCORECARD_JSON,
     is_own,
     is_unedited,
     name_in_artifact,
@@ -88,10 +87,8 @@ class ArtifactRecord(Frozen):
     """The same of the model that the recipe starts from; None of one that is used where it lies."""
     calibrated_on: tuple[dict[str, str], ...] = ()
     """Texts that shaped the weights; evals refuse them."""
-    finished: bool | None = None
-    """The scorecard is there; None of an artifact that is older than this field, which is finished
-    if it has one.
-    """
+    finished: bool = True
+    """The scorecard is there."""
     attachments: tuple[str, ...] = ()
     """Files beside the scorecard, by their places below the artifact; a later run replaces them."""
     files: dict[str, dict[str, Any]]
@@ -133,8 +130,7 @@ class Artifact(Frozen):
 
     def require_finished(self) -> None:
         """Raise ArtifactError if the run that published it ended before its scorecard was there."""
-        finished = self.record.finished
-        if not ((self.directory / SCORECARD_JSON).is_file() if finished is None else finished):
+        if not self.record.finished:
             why = "The weights are there, and what was to be measured of them is not"
             remedy = "Run its recipe again: it goes on from what is finished"
             raise ArtifactError("its run did not finish", where=str(self.directory), why=why, remedy=remedy)

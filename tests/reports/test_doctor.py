@@ -47,13 +47,19 @@ def test_every_stage_eval_and_engine_is_judged(here: Diagnosis) -> None:
     assert all(part.works or part.remedy.startswith("pip install ") for part in here.parts if part.role == "engine")
 
 
-def test_a_missing_package_comes_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_comes_with_its_command_and_a_broken_plug_in_hides_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(registry.STAGES, "much", f"{__name__}:NeedsMuch")
     monkeypatch.setitem(sys.modules, __name__, sys.modules[NeedsMuch.__module__])
-    part = next(part for part in diagnose().parts if part.name == "much")
-    assert not part.works
-    assert part.note == "needs no-such-package>=1.0, numpy>=99"
-    assert part.remedy == "pip install 'no-such-package>=1.0' 'numpy>=99'"
+    monkeypatch.setitem(registry.EVALS, "broken", "no_such_module:Broken")
+    parts = {part.name: part for part in diagnose().parts}
+    assert not parts["much"].works
+    assert parts["much"].note == "needs no-such-package>=1.0, numpy>=99"
+    assert parts["much"].remedy == "pip install 'no-such-package>=1.0' 'numpy>=99'"
+    assert not parts["broken"].works
+    assert "No module named 'no_such_module'" in parts["broken"].note
+    assert parts["footprint"].works
 
 
 def test_it_ends_in_the_commands_that_install_what_is_missing(here: Diagnosis) -> None:
@@ -69,14 +75,6 @@ def test_it_ends_in_the_commands_that_install_what_is_missing(here: Diagnosis) -
         "  pip install 'bitsandbytes>=0.50'  # nf4, int8",
         "  apt install g++                   # compile",
     ]
-
-
-def test_a_broken_plug_in_is_told_and_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.EVALS, "broken", "no_such_module:Broken")
-    parts = {part.name: part for part in diagnose().parts}
-    assert not parts["broken"].works
-    assert "No module named 'no_such_module'" in parts["broken"].note
-    assert parts["footprint"].works
 
 
 def test_unmet_compares_versions() -> None:

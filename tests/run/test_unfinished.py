@@ -12,11 +12,9 @@ from optkit_evals.perplexity import Perplexity
 
 from optkit import pipeline
 from optkit.artifact import read_artifact
-from optkit.common.own_files import RECORD, SCORECARD_JSON
 from optkit.comparison import compare
 from optkit.errors import ArtifactError, EvalError, OptkitError, SourceError
 from optkit.recipe.recipe import Recipe, load_recipe
-from tests.support.changes import change_json
 
 PERPLEXITY = {"dataset": "python-reference", "split": "test", "window": 32, "windows": 4}
 
@@ -140,15 +138,6 @@ def test_an_artifact_whose_run_did_not_finish_is_refused_until_it_has(
     found = {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
     assert found == weights, "it went on from what was there"
     assert main(["show", str(out)]) == 0
-
-
-def test_an_artifact_of_an_older_optkit_is_finished_if_it_has_a_scorecard(model: Path, tmp_path: Path) -> None:
-    run(model, tmp_path)
-    change_json(tmp_path / "out" / RECORD, lambda said: said.pop("finished"))
-    pipeline.read_scorecard(tmp_path / "out")
-    (tmp_path / "out" / SCORECARD_JSON).unlink()
-    with pytest.raises(ArtifactError, match="its run did not finish"):
-        pipeline.read_scorecard(tmp_path / "out")
 
 
 def test_too_few_sentences_are_found_before_anything_runs(
