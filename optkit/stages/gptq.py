@@ -291,7 +291,7 @@ class Gptq(LearningFields, GptqFields, SharedText, Backed):
         sizes = [(layer, getattr(self.layer_format(layer), "group_size", None)) for layer in layers.values()]
         counts = (layer.outputs * (layer.inputs // (size or layer.inputs)) for layer, size in sizes)
         scales = sum(counts) if self.scale_steps else 0
-        return with_learning(found, shape, layers, text, self.batch_size, scales, device)
+        return with_learning(found, shape, layers, text, self.batch_size, self.copies or 0, scales, device)
 
 
 def _is_known(shape: ModelShape) -> bool:

@@ -311,7 +311,8 @@ class Mx(LearningFields, SharedText, LayerQuantizer):
         if not self.learn:
             return found
         blocks = sum(layer.outputs * (layer.inputs // BLOCKS[self.type]) for layer in layers.values())
-        return with_learning(found, shape, layers, text, self.batch_size, blocks if self.scale_steps else 0, device)
+        scales = blocks if self.scale_steps else 0
+        return with_learning(found, shape, layers, text, self.batch_size, self.copies or 0, scales, device)
 
 
 def _rounding_bytes(weights: int, device: str) -> int:

@@ -40,6 +40,8 @@ LEARNING_BATCHES = 4
 """Activations that lie between the forward and the backward pass, in those of a forward pass alone; in
 16 bits they take half of it.
 """
+DRAWN_LOGITS = 4
+"""Float32 tensors of logits that are held while tokens of copies are drawn."""
 LEAVES = ("codes", "scales", "zeros")
 
 
@@ -143,10 +145,17 @@ def with_unmodified(work: Work, shape: ModelShape, layers: Mapping[str, Layer], 
 
 
 def with_learning(
-    work: Work, shape: ModelShape, layers: Mapping[str, Layer], text: Text, batch: int, scales: int, device: str
+    work: Work,
+    shape: ModelShape,
+    layers: Mapping[str, Layer],
+    text: Text,
+    batch: int,
+    copies: int,
+    scales: int,
+    device: str,
 ) -> Work:
     """Return what it takes if blocks learn too, of what it takes without; `scales`: how many learn behind the
-    last block.
+    last block. `text` has the copies.
     """
     hidden, running = calibration_bytes(shape, layers, text, batch)
     counts = [sum(layers[name].outputs * layers[name].inputs for name in block) for block in by_block(shape, layers)]
@@ -155,11 +164,13 @@ def with_learning(
     samples, length = text.size
     states = hidden * min(batch, samples) // samples * ((shape.block_count or 0) + 1)
     positions = 4 * min(batch, samples) * length * vocabulary_of(shape)
-    logits = logit_tensors(shape.config) * min(LOGIT_BYTES[device.partition(":")[0]], positions)
+    logits = min(LOGIT_BYTES[device.partition(":")[0]], positions)
+    drawing = shape.outside_bytes + DRAWN_LOGITS * logits if copies else 0
     through = shape.block_bytes + SCALING_BYTES * max(counts) + SCALE_BYTES * scales + states + running
-    learning = max(block, shape.outside_bytes + logits + (through if scales else 0))
+    scaling = shape.outside_bytes + logit_tensors(shape.config) * logits + through if scales else 0
     held = sum(counts) if scales else 0
-    return replace(work, block=hidden + max(work.block, hidden + learning), streams=2, held=held)
+    learning = hidden + max(block, drawing, scaling)
+    return replace(work, block=hidden + max(work.block, learning), streams=2, held=held)
 
 
 def logit_tensors(config: Mapping[str, Any]) -> int:
