@@ -68,6 +68,11 @@ def check_regular(path: Path, error: type[OptkitError] = SourceError) -> int:
         return os.fstat(file.fileno()).st_size
 
 
+def remedy_of(error: BaseException) -> str:
+    """Return what to do about a failure to open a file, if more can be said than what happened."""
+    return "Change its rights with chmod, or ask its owner to" if isinstance(error, PermissionError) else ""
+
+
 @contextlib.contextmanager
 def open_file(path: Path, error: type[OptkitError] = SourceError) -> Iterator[BufferedReader]:
     """Open a regular file to read it.
@@ -77,7 +82,7 @@ def open_file(path: Path, error: type[OptkitError] = SourceError) -> Iterator[Bu
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as cause:
         why = getattr(cause, "strerror", None) or str(cause)
-        raise error("cannot be read", where=_printable(path), why=why) from cause
+        raise error("cannot be read", where=_printable(path), why=why, remedy=remedy_of(cause)) from cause
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         why = "A pipe or a device is not read"
@@ -180,6 +185,19 @@ def mode_of(path: Path) -> int:
         return path.stat().st_mode
     except (OSError, ValueError):
         return 0
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """Return the status of a file or directory itself; None if none is there, or none that this user may see."""
+    with contextlib.suppress(OSError):
+        return os.lstat(path)
+    return None
+
+
+def statuses_below(directory: Path) -> list[os.stat_result]:
+    """Return the status of each regular file below a directory; what other processes delete meanwhile is left out."""
+    paths = (Path(folder, name) for folder, _, names in os.walk(directory) for name in names)
+    return [status for path in paths if (status := status_of(path)) and stat.S_ISREG(status.st_mode)]
 
 
 def is_file(path: Path) -> bool:

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from optkit.common.files import status_of, statuses_below
 from optkit.common.frozen import Frozen
 from optkit.store.records import made_at
 from optkit.store.remote import METRICS, Remote
 from optkit.store.store import RECORD, Store, read_record
-from optkit.store.work import StoredWork, delete_work, survey_work
+from optkit.store.work import STEP, StoredWork, delete_work, survey_work
 
-METRIC = re.compile(r"[0-9a-f]{64}\.json")
+METRIC = re.compile(rf"{STEP.pattern}\.json")
 
 
 class StoredStep(Frozen):
@@ -86,10 +87,12 @@ class Pruned(Frozen):
 
 
 def survey(store: Store) -> Contents:
-    """Return what lies in a store; nothing of it counts as used by that."""
-    entries = [entry for entry in _below(store.root / "steps") if (entry / RECORD).is_file()]
+    """Return what lies in a store; nothing of it counts as used by that. What other processes delete
+    meanwhile is left out.
+    """
+    entries = [entry for entry in _below(store.root / "steps") if STEP.fullmatch(entry.name)]
     records = {entry.name: read_record(entry) or {} for entry in entries}
-    steps = [_step(entry, records) for entry in entries]
+    steps = [step for entry in entries if (step := _step(entry, records))]
     return Contents(
         root=store.root,
         steps=_newest_first(steps),
@@ -133,7 +136,8 @@ def prune(
     contents = survey(store)
     before = limit_of(older_than_s, everything=everything)
     chosen = [step for step in contents.steps if step.last_use < before]
-    metrics = [path for path in map(Path, contents.metrics) if path.stat().st_mtime < before]
+    known = [(path, status) for path in map(Path, contents.metrics) if (status := status_of(path))]
+    metrics = [path for path, status in known if status.st_mtime < before]
     work = [each for each in contents.work if each.last_use < before]
     deleted, in_use = _delete(store, chosen, dry_run=dry_run)
     if max_bytes is not None:
@@ -197,14 +201,15 @@ def _told(key: str, record: Mapping[str, Any], records: Mapping[str, Mapping[str
     return {"key": key, "kind": kind, "fields": fields, "model": _model(record, records)}
 
 
-def _step(entry: Path, records: Mapping[str, Mapping[str, Any]]) -> StoredStep:
-    record = records[entry.name]
-    files = [path.lstat() for path in (entry / "model").rglob("*") if path.is_file()]
-    return StoredStep(
-        **_told(entry.name, record, records),
+def _step(entry: Path, records: Mapping[str, Mapping[str, Any]]) -> StoredStep | None:
+    """Return a step; None if it is gone. One without a record that can be read is as old as its directory."""
+    files = statuses_below(entry / "model")
+    used = status_of(entry / RECORD) or status_of(entry)
+    return used and StoredStep(
+        **_told(entry.name, records[entry.name], records),
         size_bytes=sum(status.st_size for status in files),
         linked_bytes=sum(status.st_size for status in files if status.st_nlink > 1),
-        last_use=(entry / RECORD).stat().st_mtime,
+        last_use=used.st_mtime,
     )
 
 

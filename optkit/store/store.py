@@ -203,9 +203,11 @@ class Store:
             yield alone
 
     def delete(self, key: str) -> None:
-        """Delete an entry; call it inside `idle(key)`. Artifacts are whole afterwards: their files
-        are links of their own, or copies.
+        """Delete an entry, if there still is one; call it inside `idle(key)`. Artifacts are whole
+        afterwards: their files are links of their own, or copies.
         """
+        if not self._entry(key).exists():
+            return
         with self._explaining("a draft"):
             home = self._directory("drafts") / f"{key}-{secrets.token_hex(4)}"
             with hold(self._entry(key) / ALIVE):

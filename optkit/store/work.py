@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from optkit.common.files import object_if_any
+from optkit.common.files import is_directory, is_file, object_if_any, status_of, statuses_below
 from optkit.common.frozen import Frozen
 from optkit.store.store import Store
 from optkit.training.shared_answers import ABOUT, IN_USE
@@ -37,12 +37,13 @@ def survey_work(store: Store) -> tuple[StoredWork, ...]:
     """Return what lies there, the one used last first. What others made there is left out."""
     root = store.root / "work"
     places = [place for place in root.iterdir() if _is_work(place)] if root.is_dir() else []
-    return tuple(sorted((_described(place) for place in places), key=lambda work: (-work.last_use, work.name)))
+    found = [work for place in places if (work := _described(place))]
+    return tuple(sorted(found, key=lambda work: (-work.last_use, work.name)))
 
 
 def _is_work(place: Path) -> bool:
     marks = (place / ABOUT, place / IN_USE)
-    return place.is_dir() and (bool(STEP.fullmatch(place.name)) or any(mark.is_file() for mark in marks))
+    return is_directory(place) and (bool(STEP.fullmatch(place.name)) or any(map(is_file, marks)))
 
 
 def delete_work(store: Store, work: StoredWork, *, dry_run: bool) -> bool:
@@ -72,13 +73,13 @@ def _idle(store: Store, place: Path) -> Iterator[bool]:
             yield True
 
 
-def _described(place: Path) -> StoredWork:
-    files = [path.lstat() for path in place.rglob("*") if path.is_file()]
-    return StoredWork(
+def _described(place: Path) -> StoredWork | None:
+    files, itself = statuses_below(place), status_of(place)
+    return itself and StoredWork(
         name=place.name,
         what=UNFINISHED if STEP.fullmatch(place.name) else _kind(place),
         size_bytes=sum(status.st_size for status in files),
-        last_use=max((status.st_mtime for status in files), default=place.stat().st_mtime),
+        last_use=max((status.st_mtime for status in files), default=itself.st_mtime),
     )
 
 
