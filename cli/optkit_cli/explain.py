@@ -29,9 +29,11 @@ EXIT_STATUSES = {
     2: "The command line or the recipe is wrong. Every problem is named at once, as file:line:column.",
     3: "A gate FAILed; or `verify` found damage, or an engine that refuses the artifact or computes something else.",
     4: "No gate FAILed, and one is INCONCLUSIVE: the measurement cannot tell. Measure more, or on a quiet machine.",
+    129: "The terminal was closed (SIGHUP). The same command goes on from the last finished step.",
     130: "Interrupted by Ctrl-C. The same command goes on from the last finished step.",
     143: "Terminated (SIGTERM). The same command goes on from the last finished step.",
 }
+LISTED = "datasets", "models", "recipes"
 RELATIVE = "1x", "x: times the baseline"
 
 
@@ -39,7 +41,7 @@ RELATIVE = "1x", "x: times the baseline"
 @click.argument("name", metavar="NAME", nargs=-1, required=True, shell_complete=completion.names)
 def command(name: tuple[str, ...]) -> None:
     """Print what NAME means: a stage, a setting, a field of these, an eval, a metric, an error, an exit
-    status, a word.
+    status, a word, a data set, a model, a recipe.
 
     Of an error, give some words of its message too: optkit explain "no such model".
     """
@@ -69,10 +71,13 @@ def pages(name: str) -> list[str]:
 def known_names() -> list[str]:
     """Return every name that has a page, but for parts of messages."""
     from optkit.recipe.registry import PRESETS, names_of
+    from optkit_cli.list import known
     from optkit_cli.messages import error_classes
 
+    listed = (name for what in LISTED for name in known(what))
     errors = [each.__name__ for each in error_classes()]
-    return [*names_of("stage"), *names_of("eval"), *PRESETS, *_metrics(), *errors, *map(str, EXIT_STATUSES), *_words()]
+    named = [*names_of("stage"), *names_of("eval"), *PRESETS, *listed]
+    return [*named, *_metrics(), *errors, *map(str, EXIT_STATUSES), *_words()]
 
 
 def _entry(name: str) -> Iterator[str]:
@@ -207,7 +212,16 @@ def _words() -> Mapping[str, str]:
     return {word: plain(" ".join(text.split())) for word, text in found}
 
 
-READERS: tuple[Callable[[str], Iterator[str]], ...] = (_entry, _field, _metric, _error, _status, _word)
+def _listed(name: str) -> Iterator[str]:
+    """Yield what `optkit list` says of a data set, a model or a recipe."""
+    from optkit_cli.list import known
+
+    for what in LISTED:
+        if name in (found := known(what)):
+            yield f"{name} (one of `optkit list {what}`)\n\n{_wrapped(found[name])}"
+
+
+READERS: tuple[Callable[[str], Iterator[str]], ...] = (_entry, _field, _metric, _error, _status, _word, _listed)
 
 
 def plain(markdown: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from optkit.common.files import remedy_of
 from optkit.common.out_of_resources import NO_ROOM, errno_of, is_out_of_memory, more_room
 from optkit.common.visible import visible
 from optkit.errors import OptkitError, Problem
@@ -82,7 +83,9 @@ def failure_of(error: BaseException) -> Failure:
             where, remedy = str(getattr(error, "filename", None) or "the output"), f"{more_room(number)}."
             return Failure("ResourceError", failed, f"{where}: {NO_ROOM[number]}. {remedy}", where, remedy=remedy)
         case OSError() if error.filename is not None:
-            return Failure("OSError", failed, f"{error.filename}: {error.strerror}.", str(error.filename))
+            where, remedy = str(error.filename), remedy_of(error)
+            said = f"{where}: {error.strerror}.{remedy and f' {remedy}.'}"
+            return Failure("OSError", failed, said, where, remedy=remedy and f"{remedy}.")
         case _:
             why, remedy = "This is a bug in optkit.", "Run the command again with --debug to see the traceback."
             said = str(error) if isinstance(error, ChildError) else one_line(error)

@@ -20,11 +20,11 @@ def command(what: str) -> None:
     from optkit_cli.output import print_result
     from optkit_cli.tables import definition_list
 
-    known = _known(what)
-    print_result(known, lambda: [definition_list(list(known.items()))])
+    found = known(what)
+    print_result(found, lambda: [definition_list(list(found.items()))])
 
 
-def _known(what: str) -> dict[str, str]:
+def known(what: str) -> dict[str, str]:
     """Return name -> what it is."""
     from optkit.recipe.files import shipped_recipes
     from optkit.recipe.recipe import read_recipe

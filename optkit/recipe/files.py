@@ -7,7 +7,7 @@ import stat
 import sys
 from pathlib import Path
 
-from optkit.common.files import is_directory, is_file, mode_of
+from optkit.common.files import is_directory, is_file, mode_of, remedy_of
 from optkit.errors import Problem, RecipeError
 
 LARGEST_BYTES = 1_000_000
@@ -74,7 +74,8 @@ def read_text(path: Path) -> str:
         if len(content) > LARGEST_BYTES:
             raise _refused(path, f"more than {LARGEST_BYTES:,} bytes are too many for a recipe. Name the YAML file.")
     except OSError as error:
-        raise _refused(path, f"cannot be read: {error.strerror}.") from error
+        remedy = remedy_of(error)
+        raise _refused(path, f"cannot be read: {error.strerror}.{remedy and f' {remedy}.'}") from error
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

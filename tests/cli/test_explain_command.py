@@ -10,6 +10,7 @@ from optkit_cli.main import main
 from optkit_evals.meanings import MEANINGS
 
 from optkit.errors import UsageError
+from optkit.processes.signals import SIGNALS
 from optkit.recipe.gates import check_gate, parse_gate
 from optkit.recipe.reference import field_names
 from optkit.recipe.registry import EVALS, eval_class
@@ -123,7 +124,8 @@ def test_a_message_is_found_with_its_values_and_many_are_counted() -> None:
 
 
 def test_exit_statuses_are_those_of_the_code() -> None:
-    assert {*EXIT_STATUS.values(), 1, 2, 130, 143} == EXIT_STATUSES.keys()
+    ended = {128 + number for number in SIGNALS}
+    assert {*EXIT_STATUS.values(), 1, 2, *ended} == EXIT_STATUSES.keys()
     assert pages("4")[0].startswith("4 (exit status)\n\nNo gate FAILed, and one is INCONCLUSIVE")
 
 
@@ -137,3 +139,10 @@ def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("name", ["dithered", "plain", "plain, dithered"])
 def test_a_word_that_shares_its_line_is_found_alone(name: str) -> None:
     assert pages(name)[0].startswith("plain, dithered\n\nSmolLM2-135M of the wheel")
+
+
+@pytest.mark.parametrize("name", ["python-reference", "smollm2-135m", "llama_int4"])
+def test_data_sets_models_and_recipes_have_pages(name: str) -> None:
+    (page,) = pages(name)
+    assert name in known_names()
+    assert page.startswith(f"{name} (one of `optkit list ")

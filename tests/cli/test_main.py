@@ -173,7 +173,12 @@ def test_words_that_a_narrow_locale_cannot_hold_are_words(
             1,
             "error: the output: the disk is full. Free some space, or use another disk.\n",
         ),
-        (PermissionError(errno.EACCES, "Permission denied", "/x/y"), 1, "error: /x/y: Permission denied.\n"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/x/y"),
+            1,
+            "error: /x/y: Permission denied. Change its rights with chmod, or ask its owner to.\n",
+        ),
+        (OSError(errno.EIO, "Input/output error", "/x/y"), 1, "error: /x/y: Input/output error.\n"),
     ],
 )
 def test_failures_are_one_clean_message(

@@ -1,5 +1,7 @@
 import json
+import os
 import sys
+from unittest.mock import Mock
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -235,6 +237,11 @@ class TestFiles:
     def test_not_there(self, tmp_path):
         with pytest.raises(SourceError, match=r"gone.txt: cannot be read. No such file or directory"):
             TextSource(dataset=str(tmp_path / "gone.txt")).pinned(None)
+
+    def test_of_another_user(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
+        with pytest.raises(SourceError, match=r"it.txt: cannot be read. Permission denied. .* or ask its owner to\."):
+            TextSource(dataset=str(tmp_path / "it.txt")).pinned(None)
 
     def test_empty(self, tmp_path):
         (tmp_path / "mine.txt").write_text(" \n", encoding="utf-8")
