@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -84,7 +84,8 @@ def execute(plan: Plan, store: Store, context: Context) -> Execution:
     Raises MissingPackageError, ResourceError and StageError before anything runs, StageError and
     SourceError from the stages.
     """
-    check_packages(plan)
+    for missing in missing_packages(plan):
+        raise missing
     check_disk(plan, store)
     made: set[str] = set()
     last = len(plan.steps) - 1
@@ -262,16 +263,15 @@ def check_texts(plan: Plan, store: Store, data: Path | None, directory: Path | N
             each.eval.check_texts(place)
 
 
-def check_packages(plan: Plan) -> None:
-    """Raise MissingPackageError for the first stage or eval that needs a package, not installed or too old."""
+def missing_packages(plan: Plan) -> Iterator[MissingPackageError]:
+    """Yield an error for each package that a stage or an eval needs, not installed or too old."""
     wanted = [(step.kind, need) for step in plan.steps if step.stage for need in step.stage.needs()]
     rest, made = (*plan.recipe.settings, *plan.recipe.evals), plan.steps[-1].format
     wanted += [(entry.kind, need) for entry in rest for need in entry.value.requires]
     if any(not each.hit for each in plan.evals):
         wanted += [(f"evals of {made.kind}", " | ".join(each)) for each in made.libraries.values()]
-    for kind, need in wanted:
-        for missing in unmet([need]):
-            raise MissingPackageError(missing, where=kind)
+    for kind, need in dict.fromkeys(wanted):
+        yield from (MissingPackageError(missing, where=kind) for missing in unmet([need]))
 
 
 def check_disk(plan: Plan, store: Store) -> None:

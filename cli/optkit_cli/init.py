@@ -63,14 +63,14 @@ def command(file: Path, force: bool, **given: str | None) -> None:
     from optkit.common.visible import visible
     from optkit.recipe.first_recipe import Answers
     from optkit_cli.output import show
-    from optkit_cli.plan_view import cost_line
+    from optkit_cli.plan_view import cost_line, doomed
 
     if file.exists() and not force:
         raise UsageError("there is a file of this name", where=str(file), remedy="Name another, or add --force")
     answers = Answers(**_asked(given))
     text, plan = _fitting(answers, file)
     write_text_atomically(file, text)
-    show(f"{visible(str(file))}: {plan.recipe.description}", cost_line(plan), *plan.doomed, *plan.forecasts)
+    show(f"{visible(str(file))}: {plan.recipe.description}", cost_line(plan), *doomed(plan), *plan.forecasts)
     show(f"\nRead it, then: optkit run {visible(str(file))}")
 
 

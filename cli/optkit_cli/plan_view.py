@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.environment import visible_gpus
+from optkit.execute import missing_packages
 from optkit.plan import Plan
 from optkit_cli.tables import duration_text, plain_table, size_text, spaced
 
@@ -28,9 +29,14 @@ def plan_view(plan: Plan) -> list[RenderableType]:
         *(Text(f"note  {step.kind}: {note}") for step in plan.steps for note in step.cost.notes),
         _evals(plan) if plan.evals else Text("nothing is measured", style="dim"),
         cost_line(plan),
-        *(Text(line, style="bold red") for line in plan.doomed),
+        *(Text(line, style="bold red") for line in doomed(plan)),
         *(Text(line, style="dim") for line in plan.forecasts),
     )
+
+
+def doomed(plan: Plan) -> list[str]:
+    """Return why a run of this plan would fail here, as far as that is known."""
+    return [*plan.doomed, *(f"not here  {missing}" for missing in missing_packages(plan))]
 
 
 def _steps(plan: Plan) -> Table:

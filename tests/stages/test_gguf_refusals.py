@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optkit_cli.output import plain_text
+from optkit_cli.plan_view import plan_view
 
 from optkit.errors import MissingPackageError, StageError
-from optkit.execute import check_packages
+from optkit.execute import missing_packages
 from optkit.model.checkpoint import Checkpoint
 from optkit.model.shape import ModelShape
 from optkit.stages.gguf import Gguf
@@ -138,7 +140,8 @@ def test_what_evals_of_a_file_need_is_said_before_it_is_made(
     for evals in ([], ["footprint"]):
         plan = plan_of(asked | {"evals": evals}, tmp_path / "store")
         if not evals:
-            check_packages(plan)
+            assert list(missing_packages(plan)) == []
             continue
-        with pytest.raises(MissingPackageError, match="evals of gguf: the package `llama-cpp-python` is not installed"):
-            check_packages(plan)
+        assert [type(missing) for missing in missing_packages(plan)] == [MissingPackageError]
+        said = " ".join(plain_text(*plan_view(plan)).split())
+        assert "not here evals of gguf: the package `llama-cpp-python` is not installed. Run: pip install" in said
