@@ -114,7 +114,7 @@ class LoraRecover(TrainingStage):
             notes = (
                 "the adapter lies in adapter/ beside the packed weights: optkit applies it; transformers needs peft"
                 " (`PeftModel.from_pretrained(model, DIRECTORY/adapter)`, a model of compressed-tensors "
-                "opened with `dequantize=True`);"
+                "opened with `quantization_config=CompressedTensorsConfig(dequantize=True)`);"
                 f" vLLM serves it as a LoRA (`--enable-lora --max-lora-rank {largest} --lora-modules "
                 "NAME=DIRECTORY/adapter`)",
             )

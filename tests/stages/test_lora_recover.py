@@ -85,6 +85,7 @@ def test_packed_weights_stay_and_the_adapter_brings_the_model_back(
     assert report.changed == 21
     assert report.details["ranks"] == {"4": 18, "8": 3}
     assert "--max-lora-rank 8" in report.notes[0]
+    assert "`quantization_config=CompressedTensorsConfig(dequantize=True)`" in report.notes[0]
     found = read_adapter(done)
     assert found is not None
     assert {layer.scale for layer in found.layers.values()} == {2.0}
