@@ -58,7 +58,7 @@ def build(name: str) -> None:
 @name_argument
 @takes("quiet")
 def remove(name: str) -> None:
-    """Delete every environment of library NAME, also those for another Python or torch."""
+    """Delete every environment of library NAME, also those of other installations of optkit."""
     from optkit.backends.environments import Environments
     from optkit_cli.output import show
     from optkit_cli.progress import open_progress
@@ -67,6 +67,9 @@ def remove(name: str) -> None:
     removed = Environments().remove(name, open_progress())
     if not invocation().quiet:
         show(*(f"removed {each.directory}, {size_text(each.size_bytes)}" for each in removed))
+
+
+OTHER = "of another installation (Python, torch or set of requirements; `optkit env remove` deletes it too)"
 
 
 def _table(found: list[Environment], missing: list[Any]) -> Any:
@@ -78,8 +81,7 @@ def _table(found: list[Environment], missing: list[Any]) -> Any:
     lines: list[tuple[Text | str, Text | str]] = []
     for each in found:
         versions = ", ".join(f"{name} {version}" for name, version in each.told_versions.items() if name != "python")
-        outdated = " (for another Python, torch or set of requirements; `optkit env remove` deletes it)"
-        state = "ready" if each.state == "ready" else each.state + outdated
+        state = each.state if each.state == "ready" else OTHER
         lines.append((each.name, f"{state}: {versions}; {size_text(each.size_bytes)} in {each.directory}"))
     lines += [(library.name, f"not built: {library.summary}") for library in missing]
     return definition_list(lines)

@@ -51,7 +51,9 @@ class Environment(Frozen):
     """Of the library."""
     directory: Path
     state: Literal["ready", "outdated"]
-    """`outdated`: made for another Python, torch or set of requirements; nothing uses it any more."""
+    """`outdated`: made for another Python, torch or set of requirements, of this installation before
+    or of another one, which may use it still.
+    """
     python: str
     torch: str
     versions: Mapping[str, str]

@@ -12,7 +12,9 @@ from tests.support.fake_library import toys
 __all__ = ["toys"]
 
 
-def test_list_build_remove(toys: Environments, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_build_remove(
+    toys: Environments, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["env", "list"]) == 0
     assert capsys.readouterr().out == "toy  not built: quantizes toys\n"
     assert main(["env", "build", "toy"]) == 0
@@ -23,6 +25,9 @@ def test_list_build_remove(toys: Environments, capsys: pytest.CaptureFixture[str
     assert shown.startswith(f"toy ready: torch {built.torch}, toy-quantizer 1.0, transformers 4.51.3; 1 kB in ")
     assert main(["env", "list", "--json"]) == 0
     assert [each["name"] for each in json.loads(capsys.readouterr().out)] == ["toy"]
+    monkeypatch.setattr("optkit.backends.environments._key", lambda *_: "another")
+    assert main(["env", "list"]) == 0
+    assert "toy of another installation (Python, torch or set of" in " ".join(capsys.readouterr().out.split())
     assert main(["env", "remove", "toy"]) == 0
     assert f"removed {built.directory}, 1 kB" in capsys.readouterr().out.replace("\n", " ").replace("- ", "-")
     assert toys.list() == []
