@@ -41,7 +41,9 @@ RELATIVE = "1x", "x: times the baseline"
 @click.argument("name", metavar="NAME", nargs=-1, required=True, shell_complete=completion.names)
 def command(name: tuple[str, ...]) -> None:
     """Print what NAME means: a stage, a setting, a field of these, an eval, a metric, an error, an exit
-    status, a word, a data set, a model, a recipe.
+    status, a word.
+
+    It also says what a data set, a model or a recipe of `optkit list` is.
 
     Of an error, give some words of its message too: optkit explain "no such model".
     """
