@@ -295,12 +295,22 @@ def test_addresses_that_are_some(address: str) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["", "ghcr.io/me/x", "me/x:1", "ghcr.io/Me/x:1", "ghcr.io/x:.1", "ghcr.io/x:", "ghcr.io/x@sha256:0", "a.b/x:1/y"],
+    [
+        "",
+        "ghcr.io/me/x",
+        "me/x:1",
+        "ghcr.io/Me/x:1",
+        "ghcr.io/x:.1",
+        "ghcr.io/x:",
+        "ghcr.io/x@sha256:0",
+        "a.b/x:1/y",
+        "a.b/x:é",
+    ],
 )
 def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(UsageError) as caught:
         Oci(address)
     assert str(caught.value) == (
-        f"oci://{address}: '{address}' does not name a registry, a repository and a tag. "
+        f"oci://{address}: '{address}' does not name a registry, a repository in small letters and a tag. "
         "Write it as oci://REGISTRY/NAME:TAG."
     )

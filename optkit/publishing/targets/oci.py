@@ -32,7 +32,7 @@ from optkit.verification.artifact_checks import format_of
 
 PART = r"[a-z0-9]+(?:(?:\.|_{1,2}|-+)[a-z0-9]+)*"
 HOST = r"(?:localhost|[\w-]+(?:\.[\w-]+)+)(?::\d+)?|[\w-]+:\d+"
-ADDRESS = re.compile(rf"({HOST})/({PART}(?:/{PART})*):(\w[\w.-]{{0,127}})")
+ADDRESS = re.compile(rf"({HOST})/({PART}(?:/{PART})*):(\w[\w.-]{{0,127}})", re.ASCII)
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT = "application/vnd.cncf.model.manifest.v1+json"
 CONFIG = "application/vnd.cncf.model.config.v1+json"
@@ -53,7 +53,7 @@ class Oci(Target):
         super().__init__(address)
         found = ADDRESS.fullmatch(address)
         if found is None:
-            raise self.refusal(f"'{address}' does not name a registry, a repository and a tag")
+            raise self.refusal(f"'{address}' does not name a registry, a repository in small letters and a tag")
         self.host, self.repository, self.tag = found[1], found[2], found[3]
 
     @property
