@@ -156,9 +156,7 @@ class EvalContext:
 
 
 class Eval(Frozen):
-    """A measurement: fields are its YAML keys. `version` is raised when equal fields begin to
-    measure differently.
-    """
+    """A measurement: fields are its YAML keys. `version` is raised when equal fields measure differently."""
 
     kind: ClassVar[str] = ""
     """How recipes and messages call it: the name of its entry point, as for a stage."""
@@ -173,8 +171,7 @@ class Eval(Frozen):
     contrasted: ClassVar[frozenset[str]] = frozenset()
     """Those of its metrics that `contrast` gives, which have no number of the baseline."""
     of_unmodified: ClassVar[bool] = False
-    """Measures the unmodified model and nothing else: its numbers are those of all artifacts of it.
-    """
+    """Measures the unmodified model and nothing else: its numbers are those of all artifacts of it."""
     timed: ClassVar[bool] = False
     """Depends on the device and library versions, and is measured for artifact and baseline in the
     same run, in turns; see `TimedEval`.
@@ -191,6 +188,8 @@ class Eval(Frozen):
     """Measures accuracy, so that the scorecard says what each stage of the recipe added to it."""
     metrics: ClassVar[Mapping[str, str]] = {}
     """Name and unit of the metrics that `run` returns: gates are checked before anything runs."""
+    sets_length: ClassVar[tuple[str, ...]] = ()
+    """The fields that `longest_sequence` comes of."""
 
     def row_labels(self) -> tuple[dict[str, int | str], ...]:
         """Return the labels of each row that a metric of this eval will have.

@@ -34,6 +34,7 @@ class Answers(ConditionedText, Eval):
     example: ClassVar[str] = "- answers: {dataset: org/pairs, input: input, field: target, new_tokens: 128}"
     for_tasks: ClassVar[frozenset[Task]] = ENCODER_DECODERS
     draws: ClassVar[bool] = False
+    sets_length: ClassVar[tuple[str, ...]] = ("new_tokens",)
     attributed: ClassVar[bool] = True
     metrics: ClassVar[Mapping[str, str]] = {"exact_match": "fraction", "word_error_rate": "fraction"}
 

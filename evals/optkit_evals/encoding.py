@@ -61,6 +61,7 @@ class Encoding(TimedEval):
     kind: ClassVar[str] = "encoding"
     example: ClassVar[str] = "- encoding: {batch_sizes: [1, 8], lengths: [16, 128]}"
     for_tasks: ClassVar[frozenset[Task]] = ENCODING
+    sets_length: ClassVar[tuple[str, ...]] = ("lengths",)
     version: ClassVar[int] = 2
     metrics: ClassVar[Mapping[str, str]] = {
         "latency_p50_s": "s",

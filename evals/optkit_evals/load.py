@@ -42,6 +42,7 @@ class Load(TimedEval):
     kind: ClassVar[str] = "load"
     example: ClassVar[str] = "- load: {rates: [0.5, 1, 2], batch: 8}"
     version: ClassVar[int] = 4
+    sets_length: ClassVar[tuple[str, ...]] = ("prompt", "new_tokens")
     metrics: ClassVar[Mapping[str, str]] = UNITS
 
     rates: AtLeastOne[Rate] = (1.0,)

@@ -39,6 +39,7 @@ class Speculation(WindowedText, TimedEval):
     version: ClassVar[int] = 3
     draws: ClassVar[bool] = False
     asks_draft: ClassVar[bool] = True
+    sets_length: ClassVar[tuple[str, ...]] = ("window", "new_tokens")
     metrics: ClassVar[Mapping[str, str]] = UNITS
 
     window: SequenceLength = 128

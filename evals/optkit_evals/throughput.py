@@ -36,6 +36,7 @@ class Throughput(TimedEval):
     example: ClassVar[str] = "- throughput: {batch_sizes: [1, 8], prompts: [512], new_tokens: 128}"
     version: ClassVar[int] = 7
     for_tasks: ClassVar[frozenset[Task]] = GENERATING
+    sets_length: ClassVar[tuple[str, ...]] = ("prompts", "new_tokens")
     reads_weights: ClassVar[bool] = cast("bool", UnderVllm())
     metrics: ClassVar[Mapping[str, str]] = {
         "prefill_tokens_per_s": "tokens/s",

@@ -127,7 +127,8 @@ def _lengths(evals: Iterable[Item], start: Start) -> Broken[Item]:
         if start.positions and longest > start.positions:
             most, why = f"{start.positions:,}", "Beyond its positions a model's numbers mean nothing"
             have = f"the sequences of {item.kind} have {longest:,} tokens, and {start.name} was built for {most}"
-            yield item, f"{have}. {why}. Set its fields so that they have at most {most}."
+            fields = " or ".join(f"`{name}`" for name in item.value.sets_length) or "fields"
+            yield item, f"{have}. {why}. Set its {fields} so that they have at most {most}."
 
 
 def _left(stages: Iterable[Item], start: Start) -> Iterator[tuple[Item, Format | None]]:

@@ -199,6 +199,7 @@ def test_sequences_longer_than_the_model_are_refused_before_anything_runs(
         )
         assert err.startswith("error: recipe tiny: the sequences of perplexity have 600 tokens, and ")
         assert "was built for 512" in err
+        assert err.endswith("Set its `window` so that they have at most 512.\n")
     assert not (desk / "store" / "steps").exists()
 
 

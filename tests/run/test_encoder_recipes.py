@@ -114,7 +114,7 @@ def test_transformers_opens_a_cast_encoder(
         ({"evals": ["throughput"]}, "throughput is for a causal language model"),
         (
             {"evals": [{"encoding": {"lengths": [65]}}]},
-            "the sequences of encoding have 65 tokens, and .* was built for 64",
+            "the sequences of encoding have 65 tokens, and .* was built for 64.* Set its `lengths` so",
         ),
     ],
 )
