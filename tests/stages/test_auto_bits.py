@@ -95,7 +95,7 @@ def test_the_whole_model_fits_the_bytes_and_joined_layers_have_one_form(
 def test_the_chosen_forms_learn(
     tiny_model: TinyModel, tmp_path: Path, text: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gptq, "STEPS", {"learning_steps": 16, "scale_steps": 16, "copies": 1})
+    monkeypatch.setattr(gptq.Gptq, "_usual_steps", {"learning_steps": 16, "scale_steps": 16, "copies": 1})
     fields = {"average_bits": 5.0, "choices": (SMALL, LARGE), "calibration": text, "held_out_samples": 0}
     report = quantize(tiny_model("llama"), tmp_path / "out", effort="best", **fields)
     assert set(report.details["formats"]) == {SMALL.form.label, LARGE.form.label}
