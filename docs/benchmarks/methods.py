@@ -107,6 +107,8 @@ for bits, group in ((bits, group) for group in (64, 96, 128, 192) for bits in (4
     METHODS |= {
         f"gptq, {bits} bits of {group}": [stage("gptq", **grid)],
         f"gptq that learns, {bits} bits of {group}": [stage("gptq", effort="best", **grid)],
+        f"blocks alone, {bits} bits of {group}": [stage("gptq", effort="best", scale_steps=0, **grid)],
+        f"scales alone, {bits} bits of {group}": [stage("gptq", effort="best", learning_steps=0, **grid)],
         f"gptq, earlier errors, {bits} bits of {group}": [stage("gptq", earlier_errors=0.5, **grid)],
         f"gptqmodel, {bits} bits of {group}": [stage("gptq", backend="gptqmodel", **grid)],
         f"gptqmodel, GPTAQ 0.25, {bits} bits of {group}": [

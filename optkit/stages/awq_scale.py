@@ -86,9 +86,8 @@ class AwqScale(InputScaling):
         processes = together(self.devices)
         started = time.monotonic()
         skeleton = Skeleton(Checkpoint(source), trust_remote_code=context.trust_remote_code)
-        layers = self._layers(skeleton.checkpoint.shape)
+        layers, refused = self._layers(skeleton.checkpoint.shape)
         details: dict[str, Any] = {"gains": {}, **details_of_sums(context.device, skeleton.dtype, self.equal_tokens)}
-        refused: dict[str, str] = {}
         changed: list[str] = []
         size = skeleton.checkpoint.shape.size_bytes
         kept = KeptBlocks(context.workspace, context.device, context.progress, STAGE, size, processes)
@@ -125,24 +124,27 @@ class AwqScale(InputScaling):
     def predict(self, shape: ModelShape, device: str) -> tuple[Cost, ModelShape]:
         """Return the same tensors; the memory is an estimate."""
         refuse_devices(self.devices, device, self.kind)
-        layers = self._layers(shape)
+        layers, _ = self._layers(shape)
         work = self.working_bytes(shape, layers, self.rounding, device, smooths=self.type != "int")
         return work.cost(shape, shape, device), shape
 
-    def _layers(self, shape: ModelShape) -> Mapping[str, Layer]:
+    def _layers(self, shape: ModelShape) -> tuple[Mapping[str, Layer], dict[str, str]]:
+        """Return the layers, and why others are left out."""
         layers = select(layers_of(shape), (), ("*",), (), STAGE).layers
         if self.type == "int":
             refuse_uneven_groups(tuple(layers.values()), self.group_size, STAGE)
-            return layers
-        whole = {name: layer for name, layer in layers.items() if layer.inputs % BLOCKS[self.type] == 0}
+            return layers, {}
+        block = BLOCKS[self.type]
+        whole = {name: layer for name, layer in layers.items() if layer.inputs % block == 0}
         if not whole:
             raise StageError(
-                f"no layer's inputs are a multiple of {BLOCKS[self.type]}",
+                f"no layer's inputs are a multiple of {block}",
                 where=f"{STAGE}.type",
-                why=f"Blocks of {self.type} are {BLOCKS[self.type]} inputs wide",
+                why=f"Blocks of {self.type} are {block} inputs wide",
                 remedy="Take awq_scale out of the recipe",
             )
-        return whole
+        left = layers.keys() - whole.keys()
+        return whole, {name: f"its {layers[name].inputs} inputs are no multiple of {block}" for name in sorted(left)}
 
     def _scaled(self, scaler: BlockScaler, index: int, names: Sequence[str]) -> ScaledBlock:
         from optkit.algorithms.grid import Grid

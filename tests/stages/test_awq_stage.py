@@ -177,6 +177,19 @@ def test_floats_lose_less_behind_their_scales(
     assert distance(tmp_path / "scaled-rounded", source) < 0.95 * distance(tmp_path / "source-rounded", source)
 
 
+def test_layers_without_whole_blocks_are_named(model: Path, tmp_path: Path, text: Calibration) -> None:
+    with changing(model) as tensors:
+        for name, tensor in tensors.items():
+            if ".mlp." in name:
+                tensors[name] = (tensor[:, :120] if "down_proj" in name else tensor[:120]).contiguous()
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 120}), encoding="utf-8")
+    report = run_stage(AwqScale(type="nvfp4", calibration=text), model, tmp_path / "scaled")
+    left = {name: why for name, why in report.skipped.items() if "inputs" in why}
+    assert left == {f"model.layers.{index}.mlp.down_proj": "its 120 inputs are no multiple of 16" for index in range(3)}
+    assert distance(tmp_path / "scaled", model) < 1e-5
+
+
 def test_layers_without_whole_blocks_are_not_scaled_for(tiny_model: TinyModel, text: Calibration) -> None:
     shape = Checkpoint(tiny_model("llama")).shape
     odd = {name: replace(info, shape=(*info.shape[:-1], info.shape[-1] + 4)) for name, info in shape.tensors.items()}
