@@ -128,8 +128,8 @@ class Answers:
 class WindowedText(ConditionedText):
     """A text and how it is cut into windows, or pairs of an input and a target."""
 
-    asks_draft: ClassVar[bool] = False
     sets_length: ClassVar[tuple[str, ...]] = ("window",)
+    asks_draft: ClassVar[bool] = False
     """Texts that shaped a draft are not measured on either."""
 
     window: SequenceLength = 2048

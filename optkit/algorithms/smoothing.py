@@ -37,7 +37,7 @@ OUTPUTS = 512
 """Outputs of the readers, evenly spread, that stand for all of them."""
 TINY = 1e-30
 
-InputRounding: TypeAlias = Literal["dynamic", "static", "none"]
+RoundedInputs: TypeAlias = Literal["dynamic", "static", "none"]
 """By their own size, with one scale for all of them, or not at all."""
 
 
@@ -120,7 +120,7 @@ def search_smoothing(
     input_amax: Tensor,
     weight_amax: Tensor,
     same: Tensor | None,
-    inputs: InputRounding = "dynamic",
+    inputs: RoundedInputs = "dynamic",
     steps: Steps | None = None,
 ) -> tuple[str, InputScales]:
     """Return the scales with the least error of the rounded outputs, and a name.
@@ -157,7 +157,7 @@ class _Expected:
     """float32 [in] for each reader."""
 
     @staticmethod
-    def of(readers: Sequence[Reader], input_amax: Tensor, inputs: InputRounding, steps: Steps) -> _Expected:
+    def of(readers: Sequence[Reader], input_amax: Tensor, inputs: RoundedInputs, steps: Steps) -> _Expected:
         seen = list({id(each.rows): each for each in readers}.values())
         rows = torch.cat([each.even_rows() for each in seen])
         relative = [

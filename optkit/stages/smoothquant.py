@@ -15,7 +15,7 @@ from optkit.model.linear_layers import Layer, scaled_together
 from optkit.packed_tensors.eight_bit import Number, Scales
 from optkit.source.calibration import Calibration
 from optkit.stages.quantizing.eight_bits import EightBitQuantizer, Preparation
-from optkit.stages.quantizing.input_scaling import SEARCH_ROWS, searched_smoothing, smoothing_bytes
+from optkit.stages.quantizing.input_scaling import PROBE, SEARCH_ROWS, searched_smoothing, smoothing_bytes
 from optkit.stages.quantizing.job import BlockOutput, QuantizationJob
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 WEIGHT_COPIES_OF_FOLDING = 2
 """Float32 copies of weights that folding scales holds at once."""
-PROBE = 2, 32
-"""Sequences and tokens of each that the wiring of a block is found with."""
 
 
 class SmoothQuant(EightBitQuantizer):

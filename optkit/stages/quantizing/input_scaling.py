@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from optkit.algorithms.awq import InputScales, Reader, Rounding
     from optkit.algorithms.grid import Grid
-    from optkit.algorithms.smoothing import InputRounding, Steps
+    from optkit.algorithms.smoothing import RoundedInputs, Steps
     from optkit.model.blocks import BlockInputs
     from optkit.model.prompts import Prompts
     from optkit.model.skeleton import Skeleton
@@ -201,7 +201,7 @@ class BlockScaler:
         return scaled
 
     def smooth_(
-        self, index: int, names: Collection[str], steps: Steps, inputs: InputRounding, rounding: Rounding, stage: str
+        self, index: int, names: Collection[str], steps: Steps, inputs: RoundedInputs, rounding: Rounding, stage: str
     ) -> ScaledBlock:
         """Scale the inputs of the given layers of a block for the `steps` of floats, whose inputs may be rounded
         too. Raises as `scale_` does.
@@ -290,7 +290,7 @@ def searched_smoothing(
     linears: Mapping[str, nn.Module],
     group: FoldGroup,
     ranges: Mapping[str, InputRange],
-    inputs: InputRounding,
+    inputs: RoundedInputs,
     steps: Steps | None = None,
 ) -> tuple[str, InputScales | None]:
     """Return what `search_smoothing` finds for a group; nothing if none of its consumers was seen at work."""
