@@ -257,7 +257,8 @@ def _record(
     def record(index: int, hidden: Tensor, call: Call) -> Tensor:
         if encoded and index < before:
             return encoded.hidden if index == before - 1 else leave(hidden)
-        entered.append(hidden)
+        if not calls:
+            entered.append(hidden)
         calls.append(call)
         if len(calls) == len(blocks):
             raise _AllRecordedError
@@ -323,18 +324,20 @@ def _unsupported(model: PreTrainedModel, what: str, why: str) -> SourceError:
 
 
 def _checked(compute: Compute, beside: Beside, decoder: int, between: Between) -> Callable[..., Any]:
-    passed: list[Tensor] = []
+    called = 0
+    left: Any = None  # of the last block alone: those of all are gigabytes
     made: tuple[Any, ...] = ()
 
     def forward(*arguments: Any, **keywords: Any) -> Any:
-        nonlocal made
+        nonlocal called, left, made
         keyword = None if arguments else "hidden_states"
-        if isinstance(beside, Mapping) and (first := beside.get(len(passed))):
+        if isinstance(beside, Mapping) and (first := beside.get(called)):
             made = first(*arguments, **keywords)[1:]
         hidden = keywords.pop(keyword) if keyword else arguments[0]
-        if passed and len(passed) != decoder:
-            between(len(passed), passed[-1], hidden)
-        passed.append(compute(len(passed), hidden, Call(arguments[1:], keywords, keyword)))
-        return passed[-1] if beside is None else (passed[-1], *(made if isinstance(beside, Mapping) else beside))
+        if called not in (0, decoder):
+            between(called, left, hidden)
+        left = compute(called, hidden, Call(arguments[1:], keywords, keyword))
+        called += 1
+        return left if beside is None else (left, *(made if isinstance(beside, Mapping) else beside))
 
     return forward

@@ -38,6 +38,8 @@ UNCHAINED = {
     "xlnet": "its hidden states lie token by token, each with its batch",
 }
 """`model_type` of those whose blocks cannot be run one by one -> why."""
+ENTERING = 4
+"""Hidden states of a batch that are there while calls of blocks are recorded."""
 HESSIANS_AT_ONCE = 1 << 34
 """Most bytes of the Hessians of a block's experts; for those of others the text runs through it again."""
 
@@ -145,7 +147,8 @@ def calibrated_work(
     head = shape.tensors.get(f"{HEAD}.weight")
     outside = shape.outside_bytes - (head.size_bytes if head else 0)
     block = hidden + shape.block_bytes + sums + max(running, work)
-    return Work(block, hidden + outside, devices * hidden, processes=devices)
+    entering = hidden + outside + int(ENTERING * hidden * min(1, batch * devices / text.size[0]))
+    return Work(block, entering, devices * hidden, processes=devices)
 
 
 def hessian_turns(inputs: Mapping[str, int]) -> list[list[str]]:

@@ -121,7 +121,8 @@ class KvScales(Transform):
         needed = shape.size_bytes + self.batch_size * self.calibration.sequence_length * widest * 4 * float_bytes(shape)
         needed += eager_bytes(shape.config, self.batch_size, self.calibration.sequence_length)
         on_gpu = device.startswith("cuda")
-        ram = shape.block_bytes + shape.outside_bytes if on_gpu else needed
+        largest = max(info.size_bytes for info in shape.tensors.values())
+        ram = largest if on_gpu else needed  # tensor by tensor
         return Cost(disk_bytes=left.size_bytes, ram_bytes=ram, gpu_bytes=needed if on_gpu else 0), left
 
     def _record(self, checkpoint: Checkpoint, prompts: Tensor | Prompts, context: Context) -> list[RecordingLayer]:

@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from optkit.errors import SourceError
 from optkit.model import blocks
+from tests.support.live_memory import LiveBytes
 from tests.support.skeletons import some_tokens
 
 
@@ -72,6 +73,17 @@ def test_blocks_that_return_tuples_and_take_keywords(form: type, monkeypatch: py
     for block, call in zip(parts, calls, strict=True):
         hidden = call.run(block.module, hidden)
     assert torch.equal(hidden, model(tokens, use_cache=False))
+
+
+def test_recording_holds_no_more_for_many_blocks_than_for_few() -> None:
+    peaks = []
+    for count in (3, 12):
+        model = Custom(between=1)
+        model.layers.extend(TupleBlock(8, 8) for _ in range(count - 3))
+        with LiveBytes() as live:
+            assert len(blocks.record_calls(model, blocks_of(model), {"input_ids": some_tokens(2)})[1]) == count
+        peaks.append(live.peak)
+    assert peaks[0] == peaks[1] > 0
 
 
 def test_hidden_states_that_change_between_blocks_are_refused() -> None:

@@ -126,6 +126,7 @@ def eight_billion() -> ModelShape:
         (Gptq(group_size=128), 140e9, 7.8e9),
         (Gptq(group_size=128), 8e9, 5.651e9),
         (KvScales(), 140e9, 4.989e9),
+        (Prune(sparsity=0.5, method="wanda"), 140e9, 5.812e9),
     ],
 )
 def test_bfloat16_takes_on_a_gpu_what_an_h200_allocated(
@@ -135,6 +136,12 @@ def test_bfloat16_takes_on_a_gpu_what_an_h200_allocated(
     text = Calibration(dataset="c4", samples=128, sequence_length=2048)
     cost, _ = stage.model_copy(update={"calibration": text}).predict(eight_billion, "cuda")
     assert 0.95 <= cost.gpu_bytes / allocated <= 1.05
+
+
+def test_a_model_goes_to_a_gpu_tensor_by_tensor(eight_billion: ModelShape) -> None:
+    text = Calibration(dataset="c4", samples=128, sequence_length=2048)
+    cost, _ = KvScales(calibration=text).predict(eight_billion, "cuda")
+    assert 0.95 <= cost.ram_bytes / 1.085e9 <= 1.05, "what an H200's process took"
 
 
 def test_sampled_inputs_do_not_keep_the_others() -> None:

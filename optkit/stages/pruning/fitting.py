@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from optkit.algorithms.sparsity_pattern import Pattern
 from optkit.errors import StageError
-from optkit.model.calibration_memory import Text, Work, calibrated_work, hessian_bytes
+from optkit.model.calibration_memory import Text, Work, calibrated_work, float_bytes, hessian_bytes
 from optkit.model.linear_layers import Layer
 from optkit.model.shape import ModelShape
 
@@ -77,7 +77,10 @@ def pruning_memory(
     work = FLOAT_BYTES * copies * max(layer.outputs * layer.inputs for layer in layers.values())
     if method == "magnitude" or text is None:
         return Work(shape.block_bytes + max(work, shape.block_bytes))
+    widest, activation = max(layer.inputs for layer in layers.values()), FLOAT_BYTES
     if method == "sparsegpt":
         sums = hessian_bytes(shape, layers, at_once=text.experts == "all")
-        work += 3 * FLOAT_BYTES * max(layer.inputs for layer in layers.values()) ** 2
-    return calibrated_work(shape, layers, text, batch, sums, max(work, shape.block_bytes), devices)
+        work += 3 * FLOAT_BYTES * widest**2
+    elif (activation := float_bytes(shape)) < FLOAT_BYTES:  # inputs are squared in float32
+        sums = FLOAT_BYTES * min(batch, text.size[0]) * text.size[1] * widest
+    return calibrated_work(shape, layers, text, batch, sums, max(work, shape.block_bytes), devices, activation)
