@@ -170,6 +170,14 @@ def steps_alone(session: Any, batch: int, prompt: int, new_tokens: int) -> float
     return batch * REPLAYS / min(times)
 
 
+def print_notes(session: Any, said: tuple[str, ...]) -> tuple[str, ...]:
+    """Print the notes that were not said yet, as they come: a row that no graph made takes minutes. Return all."""
+    for note in session.notes:
+        if note not in said:
+            print(f"<!-- {note} -->", flush=True)
+    return tuple(session.notes)
+
+
 def main() -> None:
     """Make the models, measure each way, print a row for each batch as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -207,6 +215,7 @@ def main() -> None:
             )
             context = EvalContext()
             print(f"<!-- opened in {time.perf_counter() - begin:.1f} s -->", flush=True)
+            said = print_notes(session, ())
             for batch in batches:
                 grid = Throughput(
                     batch_sizes=(batch,), prompts=(given.prompt,), new_tokens=given.new_tokens, limit_s=20, repeats=3
@@ -221,7 +230,7 @@ def main() -> None:
                 decoded = f"{decode.value:,.1f} | {interval} | {'-' if alone is None else f'{alone:,.1f}'}"
                 values = f"{decoded} | {prefill.value:,.0f} | {bandwidth.value / 1e9:,.0f}"
                 print(f"| {weights} | {way} | {batch} | {values} |", flush=True)
-            print(*(f"<!-- {note} -->" for note in session.notes), sep="\n", flush=True)
+                said = print_notes(session, said)
             session.close()
             del session
             gc.collect()

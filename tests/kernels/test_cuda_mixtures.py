@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optkit.kernels.cuda import experts
+from optkit.errors import StageError
+from optkit.kernels.cuda import decoding, experts
 from optkit.kernels.cuda.decoding import GraphDecoder
 from optkit.kernels.cuda.experts import Choices, Mixture, StackedExperts
 from optkit.kernels.cuda.matrix import Matrix
@@ -88,3 +89,24 @@ def test_another_router_is_the_models_own() -> None:
     ours, reference = logits_of_both(model)
     assert float((ours - reference).norm() / reference.norm()) < 1e-4
     assert not any(isinstance(layer.mlp, Mixture) for layer in GraphDecoder(model).layers)
+
+
+@pytest.mark.parametrize("far", [decoding.MOST_PAIRS - 1, decoding.MOST_PAIRS])
+def test_a_graph_is_declined_if_no_text_has_the_models_logits(far: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, tried = decoding.Steps.launch, []
+
+    def launch(steps: decoding.Steps) -> None:
+        own(steps)
+        if int(steps.position) == decoding.TRIED:
+            tried.append(steps.batch)
+            if len(tried) <= far:
+                steps.logits[:, ::2] *= -1  # as if rounding had sent the tokens to other experts
+
+    monkeypatch.setattr(decoding.Steps, "launch", launch)
+    model = random_model("qwen3_moe", KNOWN["qwen3_moe"])
+    if far < decoding.MOST_PAIRS:
+        GraphDecoder(model)
+    else:
+        with pytest.raises(StageError, match=r"its logits are not the model's own \(cosine -?0\.\d+\)"):
+            GraphDecoder(model)
+    assert tried == [2] * decoding.MOST_PAIRS

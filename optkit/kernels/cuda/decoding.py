@@ -53,6 +53,8 @@ TRIED, ALIKE, LEAST_ALIKE = 25, 0.99, 0.6
 at least, of one of them: rounding alone can send a token to another expert. Where it moves the
 model's own logits too, as in 8 bits, less will do.
 """
+MOST_PAIRS = 4
+"""Of such texts: in a deep mixture of few experts, rounding moves most texts far, and some less."""
 EMBEDDED_ERROR = 0.02
 """How far rounding may take embeddings from what the first layer gets."""
 MORE_ROUNDED = 10
@@ -74,6 +76,7 @@ class GraphDecoder:
         self._by_model: dict[int, str] = {}
         self.not_in_prompts: set[str] = set()
         self._tried: set[int] = set()
+        self._expected: dict[int, tuple[Tensor, float]] = {}
         try:
             reason = why_not(model) or why_not_split(model) or self._why_not_read()
         except Exception as error:  # what an unknown model lacks may show anywhere, and compile is left
@@ -95,7 +98,7 @@ class GraphDecoder:
         self.heads, self.kv_heads = int(config.num_attention_heads) // ranks, kv_heads_of(config) // ranks
         self.layers, self.head = read_layers(model), matrix_of(model.lm_head)
         self.norm = norm_of(base.norm, self.embedding[0], self.epsilon)
-        self.embedding_scale, self._expected, self._alike = self._one_pass()
+        self.embedding_scale = self._embedding_scale()
         with self.steps(2, TRIED):
             pass
         self._idle = None
@@ -105,44 +108,65 @@ class GraphDecoder:
         """Return those of the whole vocabulary, float32 [batch, vocabulary], from this process's share."""
         return self.exchange.gathered(logits) if self.exchange else logits
 
-    def _one_pass(self) -> tuple[float, Tensor, float]:
-        """Return by what the model multiplies embeddings, its logits of `TRIED`, and how alike the graph's have to
-        be: rounding alone moves those of some models far, so it is tried by how much.
-        Raises ValueError for a model that does more to its embeddings.
+    @torch.no_grad()
+    def _embedding_scale(self) -> float:
+        """Return by what the model multiplies embeddings.
+        Raises ValueError for a model that does more to them.
         """
         seen: list[Tensor] = []
-        base, tokens = self.model.model, self._tried_tokens()
-        with torch.no_grad():
-            hook = base.layers[0].register_forward_pre_hook(
-                lambda _, given, named: seen.append(given[0] if given else named["hidden_states"]), with_kwargs=True
-            )
-            with hook:
-                logits: Tensor = self.model.forward(input_ids=tokens, use_cache=False).logits[:, -1].float()
-            hidden, embedded = seen[0].flatten().float(), F.embedding(tokens, self.embedding).flatten().float()
-            scale = float((hidden @ embedded / (embedded @ embedded)).to(self.embedding.dtype))
-            if (hidden - scale * embedded).norm() > EMBEDDED_ERROR * hidden.norm():
-                raise ValueError("its embeddings are more than multiplied in front of the first layer")
-            with base.embed_tokens.register_forward_hook(lambda _, given, found: rounded_otherwise(found)):
-                moved: Tensor = self.model.forward(input_ids=tokens, use_cache=False).logits[:, -1].float()
-        stay = float(F.cosine_similarity(moved, logits, dim=-1).min())
-        return scale, logits, max(LEAST_ALIKE, min(ALIKE, 1 - MORE_ROUNDED * (1 - stay)))
+        hook = self.model.model.layers[0].register_forward_pre_hook(
+            lambda _, given, named: seen.append(given[0] if given else named["hidden_states"]), with_kwargs=True
+        )
+        with hook:
+            self._expected_of(0)
+        hidden, embedded = seen[0].flatten().float(), F.embedding(self._texts(0), self.embedding).flatten().float()
+        scale = float((hidden @ embedded / (embedded @ embedded)).to(self.embedding.dtype))
+        if (hidden - scale * embedded).norm() > EMBEDDED_ERROR * hidden.norm():
+            raise ValueError("its embeddings are more than multiplied in front of the first layer")
+        return scale
 
-    def _tried_tokens(self) -> Tensor:
-        count = self.embedding.shape[0]
-        numbers = torch.arange(2 * TRIED, device=self.embedding.device).view(2, TRIED)
-        return numbers.mul_(7919).add_(3).remainder_(count)
+    def _own_logits(self, pair: int) -> Tensor:
+        logits: Tensor = self.model.forward(input_ids=self._texts(pair), use_cache=False).logits
+        return logits[:, -1].float()
+
+    def _expected_of(self, pair: int) -> tuple[Tensor, float]:
+        """Return the model's logits of two texts, and how alike the graph's have to be: rounding alone moves those of
+        some models far, so it is tried by how much.
+        """
+        if pair not in self._expected:
+            logits = self._own_logits(pair)
+            with self.model.model.embed_tokens.register_forward_hook(lambda _, given, found: rounded_otherwise(found)):
+                stay = float(F.cosine_similarity(self._own_logits(pair), logits, dim=-1).min())
+            self._expected[pair] = logits, max(LEAST_ALIKE, min(ALIKE, 1 - MORE_ROUNDED * (1 - stay)))
+        return self._expected[pair]
+
+    def _texts(self, pair: int) -> Tensor:
+        numbers = torch.arange(2 * TRIED * pair, 2 * TRIED * (pair + 1), device=self.embedding.device).view(2, TRIED)
+        return numbers.mul_(7919).add_(3).remainder_(self.embedding.shape[0])
 
     def _why_differs(self, steps: Steps) -> str | None:
         """Return how far the logits of so many sequences are from the model's own, None if they are the same."""
+        nearest = -1.0
+        for pair in range(MOST_PAIRS):
+            alike, least = self._alike(steps, pair), self._expected_of(pair)[1]
+            nearest = max(nearest, alike)
+            reason = None if alike >= least else f"its logits are not the model's own (cosine {nearest:.3f})"
+            reason = self.exchange.first(reason) if self.exchange else reason
+            if not reason:
+                break
+        return reason
+
+    def _alike(self, steps: Steps, pair: int) -> float:
+        """Return the cosine of the graph's logits of two texts with the model's own, of the one that is nearer."""
         which = torch.arange(steps.batch, device=self.embedding.device) % 2
-        tokens = self._tried_tokens()[which]
+        tokens = self._texts(pair)[which]
         steps.prompt(tokens[:, :-1])
         steps.tokens[TRIED - 1] = tokens[:, -1]
         steps.launch()
         logits, cap = self.all_logits(steps.logits), getattr(self.model.config, "final_logit_softcapping", None)
-        found = F.cosine_similarity(cap * torch.tanh(logits / cap) if cap else logits, self._expected[which], dim=-1)
-        alike = max(float(found[text::2].min()) for text in range(min(2, steps.batch)))
-        return None if alike >= self._alike else f"its logits are not the model's own (cosine {alike:.3f})"
+        expected = self._expected_of(pair)[0][which]
+        found = F.cosine_similarity(cap * torch.tanh(logits / cap) if cap else logits, expected, dim=-1)
+        return max(float(found[text::2].min()) for text in range(min(2, steps.batch)))
 
     @property
     def notes(self) -> tuple[str, ...]:
