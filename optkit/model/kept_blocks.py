@@ -153,8 +153,9 @@ class KeptBlocks:
         for number in range(done):
             yield _tensors(self._place, number) if self._place and self._together.first else {}
         try:
-            for number, tensors in enumerate(produced, start=done):
-                made = tensors if self._together.first else {}
+            number = done - 1
+            for tensors in produced:  # enumerate would hold what it gave until it has the next
+                number, made = number + 1, tensors if self._together.first else {}
                 late, size = on_gpu(made.values()), sum(each.nbytes for each in made.values())
                 copies.append(self._writer.submit(own_copies, made, beside_computing(late)))
                 del tensors, made

@@ -1,6 +1,7 @@
 """What is made on a GPU is copied while more is made; its order and its numbers stay."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from optkit.model import copies
 from optkit.model.copies import by_pieces, in_main_memory
+from optkit.model.kept_blocks import KeptBlocks
+from optkit.progress import SilentProgress, SilentTask
 
 
 class OnGpu(Tensor):
@@ -63,3 +66,18 @@ def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch, shape: tuple[int,
     assert found.dtype == dtype
     assert torch.equal(found.float(), given.float())
     assert found.untyped_storage().nbytes() == given.nbytes
+
+
+def test_a_block_goes_before_the_next_one_is_made() -> None:
+    kept = KeptBlocks(None, "cpu", SilentProgress(), "awq", 0)
+
+    def produced() -> Iterator[dict[str, Tensor]]:
+        for number in range(3):
+            block = {"weight": plain(number)}
+            made = weakref.ref(block["weight"])
+            yield block
+            del block
+            kept._writer.submit(int).result()  # behind the thread's copies
+            assert not made()
+
+    assert [float(each["weight"][0]) for each in kept.each(produced(), SilentTask())] == [0, 1, 2]
