@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,17 @@ FIRST = (9, 0)
 """The compute capability whose memory on the chip holds what it reads ahead."""
 
 _compiled: Any = None
+
+
+class Numbers(NamedTuple):
+    """Numbers without zero points; those between two powers of two are equally far apart."""
+
+    mantissa: int
+    """How many times a power of two is halved for the steps up to the next one."""
+    least: int
+    """The exponent below which steps are no smaller."""
+    lowest: int
+    highest: int
 
 
 def use_compiled(operators: Any) -> None:
@@ -75,13 +86,13 @@ def add_gram_(total: Tensor, rows: Tensor, equal_tokens: bool) -> None:
     _compiled.add_gram_(total, rows.float().contiguous(), equal_tokens)
 
 
-def round_columns(rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int | None) -> Tensor:
+def round_columns(rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, numbers: int | Numbers) -> Tensor:
     """Return the codes of GPTQ, float [..., in, out], for weights `rest` [..., in, out] that are used up.
-    Without a `top` code they are numbers of E2M1, without zero points.
+    They are integers up to the one given, or numbers for which `zeros` mean nothing.
 
     scales, zeros: float [..., in, out]; factor: the inverse Hessian's upper Cholesky factor [..., in, in].
     """
-    return _walk()(False, rest, scales, zeros, factor, top)  # type: ignore[no-any-return]
+    return _walk()(False, rest, scales, zeros, factor, numbers)  # type: ignore[no-any-return]
 
 
 def descend_columns(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from optkit.algorithms.column_kernels import Numbers
 from optkit.algorithms.threads import one_thread
 
 Granularity: TypeAlias = Literal["tensor", "channel", "block"]
@@ -35,20 +36,19 @@ class NumberFormat:
     """A set of 8-bit numbers."""
 
     dtype: torch.dtype
-    low: float
-    high: float
+    numbers: Numbers
     reach: float
     """What the largest value of a tile is mapped to."""
 
     def round(self, values: Tensor) -> Tensor:
         """Return the nearest numbers of the format, ties to even, cut at its ends; in its dtype."""
-        cut = values.clamp(self.low, self.high)
+        cut = values.clamp(self.numbers.lowest, self.numbers.highest)
         return (cut if self.dtype.is_floating_point else cut.round_()).to(self.dtype)
 
 
-FLOAT8 = NumberFormat(torch.float8_e4m3fn, -448.0, 448.0, 448.0)
+FLOAT8 = NumberFormat(torch.float8_e4m3fn, Numbers(mantissa=3, least=-6, lowest=-448, highest=448), 448.0)
 """E4M3 of the Open Compute Project's 8-bit floats: no infinities, 448 is the largest."""
-INT8 = NumberFormat(torch.int8, -128.0, 127.0, 127.5)
+INT8 = NumberFormat(torch.int8, Numbers(mantissa=7, least=7, lowest=-128, highest=127), 127.5)
 """Signed integers; as in compressed-tensors the scale is 2 max|x| / 255, so the largest value may
 be cut by half a step.
 """

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from optkit.algorithms import column_kernels
+from optkit.algorithms.column_kernels import Numbers
 from optkit.algorithms.packing import from_bytes, in_bytes
 from optkit.algorithms.scale_search import CHUNK
 from optkit.algorithms.scaled_gptq import compensated_codes
@@ -29,6 +29,7 @@ from optkit.algorithms.threads import one_thread
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of a code's lower three bits."""
 LARGEST = E2M1[-1]
+NUMBERS = Numbers(mantissa=1, least=0, lowest=-6, highest=6)
 MXFP4_BLOCK = 32
 NVFP4_BLOCK = 16
 E8M0_BIAS = 127
@@ -141,13 +142,8 @@ def compensated(weight: Tensor, rounded: MicroscaledWeight, hessian: Tensor) -> 
     weight: float32 [out, in]; hessian: float32 [in, in]. Raises ValueError as `compensated_codes`.
     """
     tile = (1, weight.shape[1] // rounded.scales.shape[1])
-    round_columns = _round_columns if column_kernels.walks(weight) else None
-    values = compensated_codes(weight, hessian, rounded.float_scales(), tile, round_to_e2m1, round_columns)
+    values = compensated_codes(weight, hessian, rounded.float_scales(), tile, round_to_e2m1, NUMBERS)
     return replace(rounded, codes=codes_of(values, values < 0))
-
-
-def _round_columns(rest: Tensor, steps: Tensor, factor: Tensor) -> Tensor:
-    return column_kernels.round_columns(rest, steps, steps, factor, None)
 
 
 def nvfp4_global_scale(weights: Iterable[Tensor]) -> Tensor:

@@ -10,6 +10,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from optkit.algorithms import column_kernels
+from optkit.algorithms.column_kernels import Numbers
 from optkit.algorithms.gptq import HELD_STEP, GptqOptions, damped_inverse_factor, rounding_order
 from optkit.algorithms.pruning import zeros_of_pruning
 from optkit.algorithms.threads import one_thread
@@ -20,8 +22,6 @@ DAMPING = 0.01
 """Added to the Hessian's diagonal, as a fraction of its mean."""
 Rounding: TypeAlias = Callable[[Tensor], Tensor]
 """Returns the nearest numbers of a format, in its dtype."""
-RoundColumns: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Returns codes, [in, out], of weights that are used up, steps and the factor."""
 
 
 def compensated_codes(
@@ -30,13 +30,13 @@ def compensated_codes(
     scales: Tensor,
     tile: tuple[int, int],
     nearest: Rounding,
-    round_columns: RoundColumns | None = None,
+    numbers: Numbers | None = None,
 ) -> Tensor:
     """Return codes [out, in] in the dtype of `nearest`, for a weight float32 [out, in].
 
     scales: float [tiles of outputs, tiles of inputs]. Inputs with the largest activations are
-    rounded first. The zeros of a pruned weight stay. round_columns: a faster way to do what `nearest`
-    does in a loop. Raises ValueError if no damping makes the Hessian positive definite.
+    rounded first. The zeros of a pruned weight stay. numbers: those of `nearest`, if a GPU's kernel can do
+    what it does in a loop. Raises ValueError if no damping makes the Hessian positive definite.
     """
     options = GptqOptions(damping=DAMPING)
     _, factor, _ = damped_inverse_factor(hessian, options)
@@ -45,14 +45,10 @@ def compensated_codes(
     steps = scales.repeat_interleave(tile[0], 0)[: weight.shape[0]].T[torch.div(order, tile[1], rounding_mode="floor")]
     if (zeros := zeros_of_pruning(weight)) is not None:
         steps = steps.masked_fill(zeros.T[order], HELD_STEP)
-    if round_columns:
-        return round_columns(rest, steps, factor)[order.argsort()].T.contiguous()
-    codes = torch.empty_like(rest, dtype=nearest(rest[:1]).dtype)
-    with one_thread():
-        for start in range(0, len(rest), BLOCK):
-            part = slice(start, min(start + BLOCK, len(rest)))
-            codes[part], errors = _round_block(rest[part], steps[part], factor[part, part], nearest)
-            rest[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
+    if numbers and column_kernels.walks(rest):
+        codes = column_kernels.round_columns(rest, steps, steps, factor, numbers).to(nearest(rest[:1]).dtype)
+    else:
+        codes = _round_in_turn(rest, steps, factor, nearest)
     return codes[order.argsort()].T.contiguous()
 
 
@@ -65,6 +61,17 @@ def left_variances(hessian: Tensor) -> Tensor:
     options = GptqOptions(damping=DAMPING)
     _, factor, _ = damped_inverse_factor(hessian, options)
     return factor.diagonal().square().reciprocal()[rounding_order(hessian, options).argsort()]
+
+
+def _round_in_turn(rest: Tensor, steps: Tensor, factor: Tensor, nearest: Rounding) -> Tensor:
+    """Return codes, [in, out], of weights that are used up."""
+    codes = torch.empty_like(rest, dtype=nearest(rest[:1]).dtype)
+    with one_thread():
+        for start in range(0, len(rest), BLOCK):
+            part = slice(start, min(start + BLOCK, len(rest)))
+            codes[part], errors = _round_block(rest[part], steps[part], factor[part, part], nearest)
+            rest[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
+    return codes
 
 
 def _round_block(rest: Tensor, steps: Tensor, factor: Tensor, nearest: Rounding) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ class Fp8(EightBitQuantizer):
     kind: ClassVar[str] = "fp8"
     example: ClassVar[str] = "- fp8: {scales: channel, activations: dynamic}"
     for_tasks: ClassVar[frozenset[Task]] = EVERY_TASK
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     number: ClassVar[Number] = "float"
 
     scales: Literal["channel", "tensor", "block"] = "channel"

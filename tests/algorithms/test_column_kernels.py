@@ -13,6 +13,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from optkit.algorithms import column_kernels, microscaling, scaled_gptq
+from optkit.algorithms.eight_bit import FLOAT8, INT8
 from optkit.algorithms.gptq import _round_in_turn
 from optkit.algorithms.grid import Grid, round_to_nearest
 from optkit.algorithms.microscaling import round_to_e2m1
@@ -78,14 +79,23 @@ def test_weights_are_rounded_and_codes_descend_as_by_the_loops(loops, inputs, ou
     assert same_but_for_ties(descended(), loops(descended))
 
 
+@pytest.mark.parametrize(
+    ("nearest", "numbers", "top"),
+    [
+        (round_to_e2m1, microscaling.NUMBERS, 6),
+        *((each.round, each.numbers, each.numbers.highest) for each in (FLOAT8, INT8)),
+    ],
+    ids=["E2M1", "E4M3", "int8"],
+)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-def test_floats_are_rounded_as_by_the_loop(inputs, outputs, device):
+def test_other_numbers_are_rounded_as_by_the_loop(inputs, outputs, nearest, numbers, top, device):
     values, scales, _, hessian = block(inputs, outputs, device)
-    values *= 3  # beyond 6 steps too
-    weight, tile = values.T.contiguous(), (1, inputs)
-    given = weight, hessian, scales.T.amax(1, keepdim=True).contiguous(), tile, round_to_e2m1
-    expected = scaled_gptq.compensated_codes(*given)
-    assert same_but_for_ties(scaled_gptq.compensated_codes(*given, microscaling._round_columns), expected)
+    weight = values.T.contiguous()
+    scales = weight.abs().amax(1, keepdim=True) / top * 0.9  # the largest lie beyond the numbers
+    given = weight, hessian, scales, (1, inputs), nearest
+    expected, found = scaled_gptq.compensated_codes(*given), scaled_gptq.compensated_codes(*given, numbers)
+    assert found.dtype == expected.dtype
+    assert same_but_for_ties(found.float(), expected.float())
 
 
 def test_layers_are_rounded_side_by_side(device):

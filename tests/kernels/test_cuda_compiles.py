@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from optkit.algorithms.eight_bit import FLOAT8, INT8
+from optkit.algorithms.microscaling import NUMBERS
 from optkit.errors import OptkitError
 from optkit.kernels.cuda import nvrtc
+from optkit.kernels.cuda.columns import macros_of
 from optkit.kernels.cuda.decoding import MOST_CLUSTERED
 from optkit.kernels.cuda.experts import schedule_of
 from optkit.kernels.cuda.nvrtc import SOURCES, compile_source, defined, kept_binary
@@ -116,10 +119,12 @@ def test_what_is_behind_a_product(numbers: str) -> None:
         compiles("finish.cu", {"BITS": 16} | {name: 1 for name in named if name != "INTEGER"})
 
 
-@pytest.mark.parametrize("flags", ["", "DESCEND", "FLOATS"])
+@pytest.mark.parametrize(
+    "macros", [{}, {"DESCEND": 1}, *map(macros_of, (NUMBERS, FLOAT8.numbers, INT8.numbers))], ids=str
+)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
-def test_columns(flags: str, architecture: str) -> None:
-    compiles("columns.cu", dict.fromkeys(flags.split(), 1), architecture)
+def test_columns(macros: dict[str, int], architecture: str) -> None:
+    compiles("columns.cu", macros, architecture)
 
 
 def test_tokens_and_older_gpus() -> None:

@@ -19,6 +19,7 @@ from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.stage import Report
+from optkit.stages.quantizing.input_ranges import InputRange
 from optkit.stages.smoothquant import SmoothQuant
 from tests.conftest import TinyModel
 from tests.support.changes import changing
@@ -257,3 +258,18 @@ def test_nothing_is_smoothed_where_nothing_is_gained() -> None:
     rows, weight = torch.ones(8, 4), torch.ones(3, 4)
     name, found = search_smoothing([Reader(weight, rows, torch.ones(4))], rows[0], weight[0], None)
     assert (name, found.scales.tolist()) == ("none", [1.0] * 4)
+
+
+def test_a_hessian_is_factored_once_for_layers_that_share_it(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[InputRange] = []
+
+    def variances(self: InputRange) -> torch.Tensor:
+        seen.append(self)
+        return self.amax + 1
+
+    monkeypatch.setattr(InputRange, "variances", variances)
+    source = tiny_model("llama")
+    run(source, tmp_path / "made")
+    assert len(seen) == 4 * Checkpoint(source).shape.block_count, "of q, k, v; of o; of gate, up; of down"

@@ -17,7 +17,6 @@ from torch import Tensor, distributed
 
 from optkit.algorithms import column_kernels
 from optkit.algorithms.eight_bit import FLOAT8, INT8, round_inputs
-from optkit.algorithms.microscaling import round_to_e2m1
 from optkit.kernels.cuda import (
     columns,
     decoding,
@@ -279,6 +278,13 @@ def weighted(m: Macros, grid: Any, made: Tensor, shares: Tensor, chosen: Tensor,
     total.copy_(values + total if "RESIDUAL" in m else values)
 
 
+def nearest(m: Macros, values: Tensor, top: float) -> Tensor:
+    cut = values.clamp(m["LOWEST"], top)
+    exponents = (torch.frexp(cut).exponent - 1).clamp(min=m["SMALLEST"] - columns.BIAS) - m["MANTISSA"]
+    step = torch.exp2(exponents.float())
+    return (cut / step).round() * step
+
+
 def block_of_columns(
     m: Macros, grid: Any, values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, codes: Tensor, changed: Tensor,
     inputs: int, outputs: int, top: float, start: int,
@@ -292,9 +298,9 @@ def block_of_columns(
             code = (left / (scale * own) + zero).round().clamp(0, top)
             off = (code - zero) * scale
         else:
-            floats = "FLOATS" in m
-            code = round_to_e2m1(left / scale) if floats else (left / scale + zero).round().clamp(0, top)
-            off = (left - (code if floats else code - zero) * scale) / own
+            apart = "MANTISSA" in m
+            code = nearest(m, left / scale, top) if apart else (left / scale + zero).round().clamp(0, top)
+            off = (left - (code if apart else code - zero) * scale) / own
         rest[..., i + 1 :, :] -= factor[..., at, at + 1 : stop, None] * off[..., None, :]
         codes[..., at, :] = code
         high[..., i, :] = low[..., i, :] = -off

@@ -4,16 +4,18 @@
 // values are in registers; then all warps carry what these 16 changed to the inputs behind them, in shared memory. Matrices are
 // [layers, inputs, outputs], float32.
 //
-// Macros: DESCEND (move codes to the best ones; else round weights); FLOATS (codes are numbers of E2M1).
+// Macros: DESCEND (move codes to the best ones; else round weights). MANTISSA, SMALLEST, LOWEST: codes are numbers with so many bits of
+// mantissa, the smallest exponent of a step and the lowest number, without zero points; `top` is the highest.
 #define SIZE 128
 #define PART 16
 #define LANES 32
 #define WARPS 4
 
 __device__ __forceinline__ float nearest(float value, float top) {
-#ifdef FLOATS
-  value = fminf(fmaxf(value, -6.0f), 6.0f);
-  const float size = fabsf(value), step = size < 2.0f ? 0.5f : size < 4.0f ? 1.0f : 2.0f;
+#ifdef MANTISSA
+  value = fminf(fmaxf(value, (float)(LOWEST)), top);
+  const u32 exponent = __float_as_uint(fabsf(value)) >> 23;
+  const float step = __uint_as_float(((exponent < SMALLEST ? SMALLEST : exponent) - MANTISSA) << 23);
   return ((value / step + 12582912.0f) - 12582912.0f) * step;  // 1.5 * 2^23 leaves no place for fractions
 #else
   return fminf(fmaxf(floorf(value + 0.5f), 0.0f), top);
@@ -67,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS)
 #ifdef DESCEND
         const float code = nearest(value[i] / (scale[i] * own) + zero[i], top), off = (code - zero[i]) * scale[i];
 #else
-#ifdef FLOATS
+#ifdef MANTISSA
         const float code = nearest(value[i] / scale[i], top), off = (value[i] - code * scale[i]) / own;
 #else
         const float code = nearest(value[i] / scale[i] + zero[i], top), off = (value[i] - (code - zero[i]) * scale[i]) / own;

@@ -7,17 +7,20 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from optkit.algorithms.column_kernels import Numbers
 from optkit.algorithms.tensor_cores import add_product_
 from optkit.kernels.cuda.nvrtc import Kernel, compiled
 
 INPUTS, LANES, WARPS = 128, 32, 4
+BIAS = 127
+"""Of the exponent of float32."""
 SHARED_BYTES = 4 * (INPUTS * (INPUTS + LANES) + 16 * LANES)
 """For a block's part of a factor, its values, and what 16 inputs changed."""
 AT_ONCE = 8
 """Blocks of a factor that are in parts: all of them are one and a half times as large as the factor."""
 
 
-def walk(descend: bool, rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int | None) -> Tensor:
+def walk(descend: bool, rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, numbers: int | Numbers) -> Tensor:
     """Return codes as `column_kernels.round_columns` and `descend_columns` do.
     `rest` is used up; `zeros` of a descent are the codes so far.
 
@@ -28,9 +31,10 @@ def walk(descend: bool, rest: Tensor, scales: Tensor, zeros: Tensor, factor: Ten
     codes = torch.empty_like(rest)
     changed = rest.new_empty(*layers, 3 * INPUTS, outputs, dtype=torch.bfloat16)
     pulls = rest.new_empty(*layers, AT_ONCE, 3 * INPUTS, inputs, dtype=torch.bfloat16)
+    top = numbers if isinstance(numbers, int) else numbers.highest
     grid = (-(-outputs // LANES), layers[0] if layers else 1, 1)
-    arguments = (rest, scales, zeros, factor, codes, changed, inputs, outputs, float(top or 0), 0)
-    kernel = _kernel(descend, top is None, rest.get_device())
+    arguments = (rest, scales, zeros, factor, codes, changed, inputs, outputs, float(top), 0)
+    kernel = _kernel(descend, None if isinstance(numbers, int) else numbers, rest.get_device())
     with torch.cuda.device_of(rest):
         from_input = kernel.again(grid, LANES * WARPS, arguments, SHARED_BYTES)
         for block, start in enumerate(range(0, inputs, INPUTS)):
@@ -52,5 +56,11 @@ def _put_parts_(pulls: Tensor, factor: Tensor) -> None:
 
 
 @cache
-def _kernel(descend: bool, floats: bool, device: int) -> Kernel:
-    return compiled("columns.cu", "columns", {"DESCEND": descend, "FLOATS": floats}, device)
+def _kernel(descend: bool, numbers: Numbers | None, device: int) -> Kernel:
+    macros = {"DESCEND": descend} | (macros_of(numbers) if numbers else {})
+    return compiled("columns.cu", "columns", macros, device)
+
+
+def macros_of(numbers: Numbers) -> dict[str, int]:
+    """Return how `columns.cu` is told of numbers."""
+    return {"MANTISSA": numbers.mantissa, "SMALLEST": BIAS + numbers.least, "LOWEST": numbers.lowest}

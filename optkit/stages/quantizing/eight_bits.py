@@ -118,10 +118,10 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
         tile = tile_of(self.scales, (weight.shape[0], weight.shape[1]))
         rows_apart = self.scales == "channel" and zeros_of_pruning(weight) is None
         shared = job.together if rows_apart else ALONE
-        part = shared.part(len(weight))
+        part, form = shared.part(len(weight)), self._numbers()
         try:
             mine = compensated_codes(
-                weight[part], hessian, scales[part] if shared.count > 1 else scales, tile, self._numbers().round
+                weight[part], hessian, scales[part] if shared.count > 1 else scales, tile, form.round, form.numbers
             )
             return shared.whole(mine, len(weight))
         except ValueError as error:

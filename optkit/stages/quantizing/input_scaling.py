@@ -305,7 +305,8 @@ def searched_smoothing(
     input_amax = torch.stack([ranges[name].amax for name in weights]).amax(0)
     weight_amax = torch.stack([weight.abs().amax(0) for weight in weights.values()]).amax(0)
     same = None if group.rows is None else group.rows.to(input_amax.device)
-    given = {id(each): (each.rows, each.variances()) for each in (ranges[name] for name in weights)}
+    seen = {id(ranges[name]): ranges[name] for name in weights}  # each once: variances take a factor of its Hessian
+    given = {key: (each.rows, each.variances()) for key, each in seen.items()}
     readers = [Reader(weight, *given[id(ranges[name])]) for name, weight in weights.items()]
     return search_smoothing(readers, input_amax, weight_amax, same, inputs, steps)
 
