@@ -42,7 +42,9 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     left = dict(meanings())
 
     def explained(found: re.Match[str]) -> str:
-        meaning = left.pop(found["word"], None)
+        meaning = left.get(found["word"])
+        for word in [word for word, each in left.items() if each == meaning]:
+            del left[word]
         return f'<abbr title="{escape(meaning)}">{found[0]}</abbr>' if meaning else found[0]
 
     words = re.compile(rf"\b(?P<word>{'|'.join(sorted(left, key=len, reverse=True))})s?\b")
@@ -57,5 +59,5 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def meanings() -> dict[str, str]:
     """Return the words of the glossary and what they mean, but those that are everyday words too."""
     found = re.findall(r"^\*\*(.+?)\*\*\{ #\S+ \}\n:   (.+(?:\n    .+)*)", glossary(), re.MULTILINE)
-    meant = {word: plain(re.sub(r"\s+See\s\[.*", "", text, flags=re.DOTALL)) for word, text in found}
-    return {word: " ".join(text.split()) for word, text in meant.items()}
+    meant = {words: plain(re.sub(r"\s+See\s\[.*", "", text, flags=re.DOTALL)) for words, text in found}
+    return {word: " ".join(text.split()) for words, text in meant.items() for word in words.split(", ")}

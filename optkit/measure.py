@@ -210,7 +210,7 @@ class Eval(Frozen):
         return {}
 
     def foresee(self, shape: ModelShape) -> Mapping[str, float]:
-        """Return what is known of its metrics before a model of this shape is there."""
+        """Return what is known of its metrics before a model of this shape is there; 0: it has no such number."""
         return {}
 
     def longest_sequence(self) -> int:

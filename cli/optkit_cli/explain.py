@@ -131,7 +131,9 @@ def _metric(name: str) -> Iterator[str]:
         text = meaning.text if meaning else "Its eval says what it means."
         measured = f"Measured by {', '.join(evals)}: `optkit explain {evals[-1]}`."
         sign = ">=" if meaning and meaning.better == "higher" else "<="
-        limit, how = ("LIMIT", "it compares with the baseline") if compares(name, eval_class(evals[0])) else RELATIVE
+        no_ratio = meaning.no_ratio if meaning else ""
+        compared = "it compares with the baseline" if compares(name, eval_class(evals[0])) else no_ratio
+        limit, how = ("LIMIT", compared) if compared else RELATIVE
         other = "" if better else " Write `>=` if more of it is better."
         gate = f'A gate: `{name}: "{sign} {limit}"` ({how}).{other}'
         yield "\n\n".join([f"{name} (metric): {unit}{better}", *map(_wrapped, (text, measured, gate))])
@@ -207,11 +209,11 @@ def _word(name: str) -> Iterator[str]:
 
 
 def _words() -> Mapping[str, str]:
-    """Return the words of the glossary."""
+    """Return the words of the glossary, without the links that follow their meanings."""
     from optkit.recipe.files import glossary
 
     found = re.findall(r"^\*\*(.+?)\*\*\{[^}]*\}\n:   (.+(?:\n    .+)*)", glossary(), re.MULTILINE)
-    return {word: plain(" ".join(text.split())) for word, text in found}
+    return {word: plain(" ".join(text.partition("See [")[0].split())) for word, text in found}
 
 
 def _listed(name: str) -> Iterator[str]:

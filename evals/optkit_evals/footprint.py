@@ -44,8 +44,9 @@ class Footprint(Eval):
     }
 
     def foresee(self, shape: ModelShape) -> Mapping[str, float]:
-        """Return the bytes of the weights, which are nearly those of all files."""
-        return {"weights_bytes": shape.size_bytes, "size_bytes": shape.size_bytes}
+        """Return the bytes of the weights, which are nearly those of all files, and that floats are not quantized."""
+        none = {} if shape.quant_method else {"bits_per_quantized_weight": 0.0}
+        return {"weights_bytes": shape.size_bytes, "size_bytes": shape.size_bytes, **none}
 
     def run(self, session: Opened, context: EvalContext) -> list[Metric]:
         """Count.

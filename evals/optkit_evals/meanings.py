@@ -15,6 +15,8 @@ class Meaning(NamedTuple):
     better: str
     """`higher`, `lower`, or empty if neither is."""
     text: str
+    no_ratio: str = ""
+    """Why a gate does not compare it with the unmodified model, if none does."""
 
 
 def _higher(text: str) -> Meaning:
@@ -83,7 +85,11 @@ MEANINGS: dict[str, Meaning] = {
     "bits_per_weight": _lower(
         "Bits of all tensors, with scales, zero points and embeddings, for each weight of the model."
     ),
-    "bits_per_quantized_weight": _lower("Bits of the quantized layers' tensors, for each weight of these layers."),
+    "bits_per_quantized_weight": Meaning(
+        "lower",
+        "Bits of the quantized layers' tensors, for each weight of these layers.",
+        "without x: an unmodified model in floats has none",
+    ),
     "zeros": _higher("Share of the linear layers' weights that are 0."),
     "cosine_similarity": _higher("Mean cosine of a sentence's embedding and the unmodified model's."),
     "cosine_similarity_p1": _higher("The same cosine at the worst percent of sentences."),

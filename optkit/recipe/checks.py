@@ -187,11 +187,9 @@ def check_gates(recipe: PlacedData, evals: list[Item]) -> tuple[dict[str, str], 
         except ValueError as error:
             problems.append(place.problem(f"{key}: {error}"))
             continue
-        other = next((kind for kind, each in others.items() if gate.name in each.metrics), None)
-        if other and not any(gate.name in each.metrics for each in measuring):
-            message = (
-                f"no eval of the recipe measures '{gate.name}', and {other} would. Write `- {other}` below `evals:`."
-            )
+        would = " or ".join(f"`- {kind}`" for kind, each in others.items() if gate.name in each.metrics)
+        if would and not any(gate.name in each.metrics for each in measuring):
+            message = f"no eval of the recipe measures '{gate.name}'. Write {would} below `evals:`."
             problems.append(recipe.key_place(("gates", key)).problem(message))
             continue
         try:

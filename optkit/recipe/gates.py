@@ -257,7 +257,9 @@ def foreseen_failure(gate: Gate, evals: Iterable[Eval], device: str, artifact: M
         if why := each.unmeasured(device).get(gate.name):
             return f"gate {gate.key} {gate.text} cannot pass: it is not measured on {device}, because {why}"
         value, other = (each.foresee(shape).get(gate.name) for shape in (artifact, baseline))
-        if value is None or gate.of not in ("", "baseline") or (gate.of and not other):
+        if gate.of == "baseline" and other == 0:
+            return f"gate {gate.key} {gate.text} cannot pass: the unmodified model has none of it"
+        if not value or gate.of not in ("", "baseline") or (gate.of and not other):
             continue
         number = value / other if gate.of and other else value
         if gate.judge(Estimate(number, (number * (1 - FORESEEN), number * (1 + FORESEEN)))) is Verdict.FAIL:

@@ -53,8 +53,9 @@ def import_gguf(path: Path, target: Path, progress: Progress) -> dict[str, Any]:
             writer.add(str(tensor_name(tensor.name, layout)), torch.from_numpy(weights.astype("float32")))
             task.advance(note=tensor.name)
     write_configs(gguf, dict(shape.config), target)
-    with progress.task("import the tokenizer", 0):
+    with progress.task("import the tokenizer", 1) as task:
         import_tokenizer(gguf, shape.config, target, progress)
+        task.advance()
     return found
 
 

@@ -111,6 +111,8 @@ class Mx(LearningFields, SharedText, LayerQuantizer):
         }
         if any(reads.values()) != (self.calibration is not None):
             reader = next((name for name, read in reads.items() if read), "")
+            if reader.partition(":")[0] not in self.model_fields_set:
+                reader = "effort"
             raise ValueError(
                 "the calibration text would not be read: take it out, or set rounding: gptq"
                 if self.calibration

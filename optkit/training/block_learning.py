@@ -44,9 +44,16 @@ AVERAGED = 1 / 6
 class BlockLearner:
     """Runs the unmodified model beside the quantized one, block by block, and teaches each block."""
 
-    def __init__(self, skeleton: Skeleton, inputs: BlockInputs, steps: int, seed: int) -> None:
-        """`inputs`: what goes into the first block of both."""
-        self.skeleton, self.steps, self.seed = skeleton, steps, seed
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        inputs: BlockInputs,
+        steps: int,
+        seed: int,
+        told: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`inputs`: what goes into the first block of both; `told` hears of each step."""
+        self.skeleton, self.steps, self.seed, self.told = skeleton, steps, seed, told
         self.wanted = inputs.copied()
         """What the unmodified model has behind the blocks that were entered."""
         self.weights: dict[str, Tensor] = {}
@@ -120,6 +127,7 @@ class BlockLearner:
             call, hidden = batch.calls[index], inputs.at(batch)
             recorded = steps.setdefault((id(call), hidden.shape), RecordedStep(partial(descend, call)))
             recorded(hidden, inputs.at(batch, self.wanted))
+            self.told(f"{self.skeleton.blocks[index].name} learns, step {step + 1} of {self.steps}")
         for mean, each in zip(means, learning, strict=True):
             each.detach().copy_(mean)
 

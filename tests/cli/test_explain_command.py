@@ -141,6 +141,13 @@ def test_a_word_that_shares_its_line_is_found_alone(name: str) -> None:
     assert pages(name)[0].startswith("plain, dithered\n\nSmolLM2-135M of the wheel")
 
 
+def test_a_word_does_not_send_to_a_page_that_a_terminal_does_not_have() -> None:
+    assert pages("W4A4") == pages("W8A8")
+    assert [page for page in pages("GPTQ") if page.startswith("GPTQ\n")] == [
+        "GPTQ\n\nRounding weight by weight, with the rest of the row compensating."
+    ]
+
+
 @pytest.mark.parametrize("name", ["python-reference", "smollm2-135m", "llama_int4"])
 def test_data_sets_models_and_recipes_have_pages(name: str) -> None:
     (page,) = pages(name)

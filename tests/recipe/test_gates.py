@@ -202,10 +202,10 @@ def test_digits_of_other_scripts_are_no_numbers():
 
 
 class Sizes(Eval):
-    metrics: ClassVar[dict[str, str]] = {"size_bytes": "bytes", "energy_per_token_j": "J"}
+    metrics: ClassVar[dict[str, str]] = {"size_bytes": "bytes", "energy_per_token_j": "J", "bits": "bits"}
 
     def foresee(self, shape):
-        return {"size_bytes": shape.size_bytes}
+        return {"size_bytes": shape.size_bytes, "bits": 0.0}
 
     def unmeasured(self, device):
         return {"energy_per_token_j": "it is silent"} if device == "cpu" else {}
@@ -218,6 +218,8 @@ class Sizes(Eval):
         ("size_bytes", "<= 0.69x", "cpu", ""),
         ("size_bytes", "<= 0.8x", "cpu", ""),
         ("size_bytes", "<= 1e6", "cpu", "gate size_bytes <= 1000000 cannot pass: the stages leave about 2.76 MB"),
+        ("bits", "<= 1x", "cpu", "gate bits <= 1x cannot pass: the unmodified model has none of it"),
+        ("bits", ">= 4", "cpu", ""),
         ("energy_per_token_j", "< 1", "cpu", "gate energy_per_token_j < 1 cannot pass: it "
                                              "is not measured on cpu, because it is silent"),
         ("energy_per_token_j", "<= 1", "cuda", ""),

@@ -4,7 +4,7 @@ import pytest
 
 from optkit.errors import Problem, RecipeError
 from optkit.recipe.recipe import load_recipe
-from tests.support.recipe_stand_ins import GOOD, one_problem, problems_of, register_stand_ins
+from tests.support.recipe_stand_ins import GOOD, Score, Speed, one_problem, problems_of, register_stand_ins
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +101,8 @@ description: 4
         ("model: x/y\nstages: [shrink: "
          "{prune: [{patern: a}]}]\n", "recipe:2:28: unknown field 'prune.0.patern'. Did you mean 'pattern'?"),
         ("model: x/y\nevals: [score: {dataset: c4, split: tes}]\n", "'c4' has no split 'tes'."),
-        ("model: x/y\nevals: [speed]\ngates: {score: '< 3'}\n", "recipe:3:9: no eval of the recipe measures 'score', "
-                             "and score would. Write `- score` below `evals:`."),
+        ("model: x/y\nevals: [speed]\ngates: {score: '< 3'}\n", "recipe:3:9: no eval of the recipe measures 'score'. "
+                             "Write `- score` below `evals:`."),
         ("model: x/y\nstages: "
          "[halve]\ngates: {scr: '< 3'}\n", "recipe:3:9: no eval measures 'scr': the recipe has no evals."),
         ("model: x/y\nevals: "
@@ -221,10 +221,14 @@ def test_a_misspelled_eval_may_be_what_a_gate_is_about() -> None:
 
 def test_a_gate_beside_a_bad_eval_still_names_the_eval_that_is_not_listed() -> None:
     told = problems_of("model: x/y\nevals: [speed: {batches: 3}]\ngates: {score: '< 3'}\n")
-    assert (
-        told[1] == "recipe:3:9: no eval of the recipe measures 'score', "
-        "and score would. Write `- score` below `evals:`."
-    )
+    assert told[1] == "recipe:3:9: no eval of the recipe measures 'score'. Write `- score` below `evals:`."
+
+
+def test_a_gate_names_every_eval_that_would_measure_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speed, "metrics", Score.metrics)
+    assert problems_of("model: x/y\nstages: [halve]\ngates: {score: '< 3'}\n") == [
+        "recipe:3:9: no eval of the recipe measures 'score'. Write `- score` or `- speed` below `evals:`."
+    ]
 
 
 def test_two_bad_evals_are_not_called_the_same() -> None:

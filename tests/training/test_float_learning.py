@@ -1,16 +1,19 @@
 """`learn: blocks` of `mx` on tiny models: 4-bit floats that learn, as integers do, in the form that they had."""
 
+import io
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from optkit_cli.progress import LineProgress
 from pydantic import ValidationError
 
 from optkit.errors import StageError
 from optkit.model.checkpoint import Checkpoint
 from optkit.session import open_session
 from optkit.source.calibration import Calibration
-from optkit.stage import Report
+from optkit.stage import Context, Report
 from optkit.stages.cast import Cast
 from optkit.stages.mx import Mx
 from tests.conftest import TinyModel
@@ -69,6 +72,7 @@ def test_an_effort_picks_what_is_not_written(few: Calibration) -> None:
     ("fields", "message"),
     [
         ({"learn": "blocks"}, "learn: blocks needs a text: add calibration: {dataset: c4}, or take it out"),
+        ({"effort": "best"}, "effort needs a text: add calibration: {dataset: c4}, or take it out"),
         ({"copies": 1}, "copies would not be read: take it out, or set learn: blocks"),
         (
             {"type": "mxfp4", "effort": "best", "scale_steps": 8, "calibration": "c4"},
@@ -84,6 +88,27 @@ def test_what_cannot_learn_is_refused(fields: dict[str, Any], message: str) -> N
     with pytest.raises(ValidationError) as refused:
         Mx.model_validate(fields)
     assert message in str(refused.value)
+
+
+def test_progress_tells_steps_and_counts_a_block_as_soon_as_it_learned(
+    tiny_model: TinyModel, tmp_path: Path, few: Calibration
+) -> None:
+    lines = io.StringIO()
+    fields = {"effort": "best", "learning_steps": 2, "scale_steps": 1, "copies": 0, "batch_size": 2}
+    context = Context(progress=LineProgress(lines, interval_s=0, interval_share=0))
+    run_stage(Mx(calibration=few, **fields), tiny_model("qwen2 bfloat16"), tmp_path / "learned", context)
+    told = [re.sub(r"  (in )?\d+:\d\d.*?(?=  |$)", "", line) for line in lines.getvalue().splitlines()]
+    assert [line for line in told if "_proj" not in line] == [
+        "mx  0/2 blocks",
+        "mx  0/2 blocks  0%  model.layers.0 learns, step 1 of 2",
+        "mx  0/2 blocks  0%  model.layers.0 learns, step 2 of 2",
+        "mx  1/2 blocks  50%  model.layers.0",
+        "mx  1/2 blocks  50%  model.layers.1 learns, step 1 of 2",
+        "mx  1/2 blocks  50%  model.layers.1 learns, step 2 of 2",
+        "scales  0/1 steps",
+        "scales  1/1 steps",
+        "mx  2/2 blocks",
+    ]
 
 
 def test_models_that_cannot_learn_are_refused(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -140,6 +140,12 @@ class QuantizationJob:
         built = {modules[name]: opened(modules[name], each).forward for name, each in output.layers.items()}
         with replaced_forward(built):
             self.skeleton.advance_(index, inputs)
+
+    def counted(self, outputs: Iterable[BlockOutput]) -> Iterator[BlockOutput]:
+        """Yield outputs, each told as done: what waits for all of them would not tell before the last."""
+        for block, output in zip(self.skeleton.blocks, outputs, strict=True):
+            self.task.advance(note=block.name)
+            yield output
 
     def modules(self, index: int) -> dict[str, nn.Module]:
         """Return the layers to quantize of a block."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from optkit.common.out_of_resources import out_of_memory
@@ -50,7 +51,7 @@ def block_learner(job: QuantizationJob, inputs: BlockInputs, steps: int) -> Bloc
     from optkit.training.block_learning import BlockLearner
 
     job.details["block_losses"] = {}
-    return BlockLearner(job.skeleton, inputs, steps, job.context.seed)
+    return BlockLearner(job.skeleton, inputs, steps, job.context.seed, partial(job.task.advance, 0))
 
 
 def with_copies(job: QuantizationJob, text: Any, copies: int, batch_size: int, less_memory: str) -> Any:

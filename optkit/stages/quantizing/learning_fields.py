@@ -19,8 +19,8 @@ class LearningFields(Frozen):
     """What each `effort` picks."""
 
     effort: Literal["fast", "balanced", "best"] = Field(default="fast", exclude=True)
-    """Picks fields that are not written: `fast` none, `balanced` `earlier_errors: 0.5` of gptq and `rounding: gptq`
-    of mx, `best` `learn: blocks`, of mx behind `rounding: gptq`."""
+    """Picks fields that are not written. `fast`: none. `balanced`: `earlier_errors: 0.5` in gptq, `rounding: gptq` in
+    mx. `best`: `learn: blocks`, in mx with `rounding: gptq`."""
     learn: Literal["blocks"] | None = Field(default=None, exclude_if=lambda value: value is None)
     """`blocks`: train the codes and scales of each block, so that it returns what the unmodified model has there.
     It takes several times as long."""

@@ -285,12 +285,12 @@ class LayerQuantizer(Transform):
         outputs: Iterable[BlockOutput] = repeat(made, len(blocks))
         if not self.needs_no_text:
             flat = job.kept.each(map(BlockOutput.flat, self.quantized_blocks(job)), job.task)
-            outputs = self.finished(job, map(BlockOutput.of, flat))
+            outputs = self.finished(job, job.counted(map(BlockOutput.of, flat)))
         yield from self._replaced(job, (f"{name}.weight" for name in towers), towers, made)
         for index, (block, output) in enumerate(zip(blocks, outputs, strict=True)):
             layers = output.layers or job.modules(index)
             yield from self._replaced(job, job.skeleton.block_tensors(block), layers, output)
-            job.task.advance(note=block.name)
+            job.task.advance(int(self.needs_no_text), note=block.name)
             left = len(blocks) - index
             if index == 0 and on_gpu and not self.needs_no_text:  # what the first block takes was read before
                 job.read_ahead(outside, ())
