@@ -20,7 +20,8 @@ from torch import Tensor
 
 from optkit.algorithms.awq import InputScales
 from optkit.algorithms.eight_bit import INT8
-from optkit.algorithms.microscaling import LARGEST, MXFP4_BLOCK, NVFP4_BLOCK, e2m1_steps
+from optkit.algorithms.float_errors import FloatErrors, laid
+from optkit.algorithms.microscaling import LARGEST, MXFP4_BLOCK, NVFP4_BLOCK
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Where the search may start."""
@@ -78,20 +79,21 @@ class Steps:
         """What `errors` are to be divided by."""
         return 12 * self.reach**2 if self.block is None else 1.0
 
-    def errors(self, sizes: Tensor, counts: Tensor, over_rows: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the squared error that is expected of rounding rows of numbers.
-        sizes: their magnitudes, float32 [rows, in]; counts: float32 [in], what that of each column counts.
+    def laid(self, values: Tensor) -> Tensor:
+        """Return values, [rows, in], as `errors` is fastest with."""
+        return values if self.block is None else laid(values)
+
+    def errors(self, values: Tensor, by: Callable[..., Tensor], scales: Tensor, counts: Tensor, mean: bool) -> Tensor:
+        """Return the squared error that is expected of rounding rows of numbers, their sum or their mean.
+        values: magnitudes, float32 [rows, in]; by: `torch.mul` or `torch.div`, by such scales; counts: float32
+        [in], what that of each column counts.
         """
         if self.block is None:
-            return over_rows(sizes.amax(1).square()) * counts.sum()
-        blocks = sizes.unflatten(1, (-1, self.block))
-        largest = blocks.amax(2, keepdim=True).clamp(min=TINY)
-        unit = largest / self.reach
-        steps = e2m1_steps((blocks / unit).detach()) * unit
-        errors = torch.minimum(steps.square() / 12, blocks.square())  # what is next to nothing becomes 0
-        if self.reach == LARGEST:
-            errors = errors.masked_fill(blocks == largest, 0)
-        return over_rows((errors * counts.view(-1, self.block)).sum((1, 2)))
+            squares = by(values, scales).amax(1).square()
+            return (squares.mean() if mean else squares.sum()) * counts.sum()
+        factors = by(torch.ones_like(scales), scales)
+        error: Tensor = FloatErrors.apply(values, factors, counts, self.block, self.reach)  # type: ignore[no-untyped-call]
+        return error / len(values) if mean else error
 
 
 OF_FLOATS = {"nvfp4": Steps(NVFP4_BLOCK, LARGEST), "mxfp4": Steps(MXFP4_BLOCK, 4.76)}
@@ -169,9 +171,9 @@ class _Expected:
             largest = input_amax[None] * torch.cat([each.inverse_size() for each in seen]).square().mean().sqrt()
         return _Expected(
             steps,
-            None if inputs == "none" else largest,
+            None if inputs == "none" else steps.laid(largest),
             torch.stack([weight.square().sum(0) for weight in relative]).sum(0),
-            tuple(_some(weight.abs()) for weight in relative),
+            tuple(steps.laid(_some(weight.abs())) for weight in relative),
             tuple(each.variances for each in readers),
         )
 
@@ -181,9 +183,9 @@ class _Expected:
         if self.rows is not None:
             parts = 1 if step is None else max(1, len(self.rows) // BATCH)
             rows = self.rows[(step or 0) % parts :: parts]
-            error = self.steps.errors(rows / scales, scales.square() * self.columns, torch.mean)
+            error = self.steps.errors(rows, torch.div, scales, scales.square() * self.columns, mean=True)
         for weights, variances in zip(self.weights, self.variances, strict=True):
-            error = error + self.steps.errors(weights * scales, variances / scales.square(), torch.sum)
+            error = error + self.steps.errors(weights, torch.mul, scales, variances / scales.square(), mean=False)
         return error / self.steps.divisor
 
 

@@ -45,7 +45,7 @@ class AwqScale(InputScaling):
     kind: ClassVar[str] = "awq_scale"
     unpacks: ClassVar[bool] = True
     example: ClassVar[str] = "- awq_scale: {bits: 3}\n- gptq: {bits: 3}"
-    version: ClassVar[int] = 6
+    version: ClassVar[int] = 7
 
     type: Literal["int", "nvfp4", "mxfp4"] = Field(default="int", exclude_if=lambda value: value == "int")
     """What the weights are going to be: integers, or floats of `mx`."""
