@@ -132,6 +132,16 @@ class Transform(Stage):
                 raise ValueError(f"{name}.{why}. Leave it out.")
         return self
 
+    @property
+    def grid(self) -> Mapping[str, Any]:
+        """What weights are rounded to, in the words of stages that prepare them; empty if nothing is said."""
+        return {}
+
+    @property
+    def prepares(self) -> Mapping[str, Any]:
+        """The `grid` that weights are prepared for, of the next stage that says one; empty for any."""
+        return {}
+
     @classmethod
     def leaves(cls, given: Format) -> Format:
         """Return the format that it leaves of one that it accepts."""
@@ -239,21 +249,15 @@ class Setting(Stage):
         return any(each == format or (each.is_checkpoint and format.is_checkpoint) for each in self.accepts)
 
     def excludes(self, other: Setting, device: str) -> str:
-        """Return why it cannot be honoured beside another setting, without a full stop.
-        It is empty if it can.
-        """
+        """Return why it cannot be honoured beside another setting, without a full stop; empty if it can."""
         return ""
 
     def foreign_code(self) -> str:
-        """Return, in words, the code of others that it has loaded when a model is opened.
-        It is empty if there is none.
-        """
+        """Return, in words, the code of others that it has loaded when a model is opened; empty if none."""
         return ""
 
     def opened_dtype(self) -> str | None:
-        """Return the torch name of the float dtype that the model is opened in.
-        None if the setting does not say.
-        """
+        """Return the torch name of the float dtype that the model is opened in; None if the setting is silent."""
         return None
 
     def computing(self, device: str) -> AbstractContextManager[Any]:
@@ -310,9 +314,7 @@ class Setting(Stage):
         return session
 
     def step_mode(self, device: str) -> str:
-        """Return what makes one call of a decode step's operations, e.g. `reduce-overhead`.
-        It is empty if the setting leaves them alone.
-        """
+        """Return what makes one call of a decode step's operations, e.g. `reduce-overhead`; empty if nothing."""
         return ""
 
     def applies(self, device: str) -> bool:
@@ -320,9 +322,7 @@ class Setting(Stage):
         return True
 
     def forecast(self, shape: ModelShape, device: str) -> str:
-        """Return one line for the plan: what opening a model will need, e.g. of each GPU.
-        It is empty if that is nothing new.
-        """
+        """Return one line for the plan: what opening a model will need, e.g. of each GPU; empty if nothing new."""
         return ""
 
     def describe(self, device: str) -> str:

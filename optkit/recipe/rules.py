@@ -7,6 +7,7 @@ raises the first one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -78,6 +79,7 @@ def broken_rules(
     yield from _tasks([*stages, *evals], start, place)
     yield from _lengths(evals, start)
     yield from _order(stages, start)
+    yield from _unprepared(stages, place)
     yield from _formats(stages, evals, start, place)
     yield from _exclusions(stages, devices, place)
 
@@ -176,6 +178,22 @@ def _restart(accepts: frozenset[Format], found: Format) -> str:
     if found is Format.CHECKPOINT and not stages:
         return "Take it out."
     return f"Put {stages} before it." if stages else f"Start from {found.origin}."
+
+
+def _unprepared(stages: Iterable[Item], place: Placing[Item]) -> Broken[Item]:
+    """Yield the transforms that prepare weights for another grid than the next that rounds them has."""
+    transforms = [item for item in stages if isinstance(item.value, Transform)]
+    for index, item in enumerate(transforms):
+        behind = next((each for each in transforms[index + 1 :] if each.value.grid), None)
+        given, found = item.value.prepares, behind.value.grid if behind else {}
+        if behind and (other := [name for name in given if found.get(name, given[name]) != given[name]]):
+            own, theirs = (", ".join(f"{name}: {_yaml(of[name])}" for name in other) for of in (given, found))
+            what = f"{item.kind} prepares weights for {own}, and {_placed(behind, place)} has {theirs}"
+            yield item, f"{what}. Each grid needs other scales. Let both say the same, or take {item.kind} out."
+
+
+def _yaml(value: object) -> str:
+    return json.dumps(value).strip('"')
 
 
 def _formats(stages: Sequence[Item], evals: Sequence[Item], start: Start, place: Placing[Item]) -> Broken[Item]:

@@ -110,6 +110,10 @@ class AutoBits(Transform):
     devices: Devices = Field(default=1, exclude_if=lambda value: value == 1)
     """GPUs, or on a CPU processes, that `gptq` quantizes on in the end; one measures."""
 
+    @property
+    def grid(self) -> Mapping[str, Any]:
+        return {"type": "int", "rounding": "gptq" if self.method == "gptq" else "nearest"}
+
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
         if self.average_bits is self.size_bytes is self.decode_ms is None:

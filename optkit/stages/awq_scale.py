@@ -38,8 +38,8 @@ class AwqScale(InputScaling):
     Nothing is rounded: the model computes what it did.
 
     A quantizer after it rounds the weights that matter most more finely; `gptq` with few bits gains
-    the most. The grid is the one that the scales are searched for: that of the quantizer. In front
-    of `mx` that is `type`, and inputs that are rounded too lose less.
+    the most. The grid that the scales are searched for has to be the quantizer's: recipes with another
+    are refused. In front of `mx` that is `type`, and inputs that are rounded too lose less.
     """
 
     kind: ClassVar[str] = "awq_scale"
@@ -70,6 +70,11 @@ class AwqScale(InputScaling):
         if named := self.set_among(*unread):
             raise ValueError(f"{named[0]} would not be read with type: {self.type}. Leave it out")
         return self
+
+    @property
+    def prepares(self) -> Mapping[str, Any]:
+        fields = ("bits", "group_size", "symmetric") if self.type == "int" else ("activations",)
+        return {name: getattr(self, name) for name in ("type", *fields, "rounding")}
 
     def run(self, source: Path, target: Path, context: Context) -> Report:
         """Scale block by block, from safetensors to safetensors.

@@ -101,6 +101,10 @@ class Gptq(LearningFields, GptqFields, SharedText, Backed):
         return self
 
     @property
+    def grid(self) -> Mapping[str, Any]:
+        return {**super().grid, "rounding": "gptq"}
+
+    @property
     def beside_unmodified(self) -> str:
         return super().beside_unmodified or ("earlier_errors" if self.earlier_errors else "")
 

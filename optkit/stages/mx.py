@@ -123,6 +123,10 @@ class Mx(LearningFields, SharedText, LayerQuantizer):
         return self
 
     @property
+    def grid(self) -> Mapping[str, Any]:
+        return {"type": self.type, "activations": self.activations, "rounding": self.rounding}
+
+    @property
     def _usual_steps(self) -> Mapping[str, int]:
         return {**super()._usual_steps, "scale_steps": super()._usual_steps["scale_steps"] * (self.type == "nvfp4")}
 

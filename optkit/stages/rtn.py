@@ -5,7 +5,7 @@ No calibration, seconds of work.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from optkit.model.calibration_memory import Work
 from optkit.model.linear_layers import Layer
@@ -39,6 +39,10 @@ class Rtn(Backed):
     """
     backend: Literal["optkit", "llmcompressor", "torchao"] = "optkit"
     """Who does the work: optkit, or another library in an environment of its own (`optkit env`)."""
+
+    @property
+    def grid(self) -> Mapping[str, Any]:
+        return {**super().grid, "rounding": "nearest"}
 
     @property
     def needs_no_text(self) -> bool:

@@ -8,7 +8,15 @@ import pytest
 from optkit.measure import Eval
 from optkit.model.task import ENCODING, Task
 from optkit.recipe.rules import Start, broken_rules
+from optkit.source.calibration import Calibration
 from optkit.stage import Format, Setting, Transform
+from optkit.stages.auto_bits import AutoBits
+from optkit.stages.awq_scale import AwqScale
+from optkit.stages.cast import Cast
+from optkit.stages.fp8 import Fp8
+from optkit.stages.gptq import Gptq
+from optkit.stages.mx import Mx
+from optkit.stages.rtn import Rtn
 from tests.support.recipe_stand_ins import Fuse, Providers, Speed, Threads, Tone, Weigh
 
 
@@ -86,3 +94,45 @@ def test_two_of_a_setting_without_places() -> None:
     assert told(Speed(), Speed(prompt=1), Speed()) == [
         "the eval speed is here twice with the same fields. Remove one of them."
     ]
+
+
+NVFP4, C4 = {"type": "nvfp4"}, Calibration(dataset="c4")
+
+
+@pytest.mark.parametrize(
+    ("scales", "quantizer", "own", "theirs"),
+    [
+        ({}, Gptq(bits=3), "bits: 4", "bits: 3"),
+        ({"bits": 3, "symmetric": False}, Gptq(bits=3, group_size=None),
+         "group_size: 64, symmetric: false", "group_size: null, symmetric: true"),
+        ({}, Rtn(), "rounding: gptq", "rounding: nearest"),
+        ({}, Mx(rounding="gptq", calibration=C4), "type: int", "type: nvfp4"),
+        (NVFP4, Gptq(), "type: nvfp4", "type: int"),
+        (NVFP4, Mx(type="mxfp4"), "type: nvfp4, rounding: gptq", "type: mxfp4, rounding: nearest"),
+        (NVFP4, Mx(effort="best", activations="dynamic", calibration=C4), "activations: none", "activations: dynamic"),
+        ({}, Fp8(), "type: int", "type: fp8"),
+        (NVFP4, AutoBits(average_bits=4.5), "type: nvfp4", "type: int"),
+    ],
+)  # fmt: skip
+def test_scales_for_another_grid_than_that_of_the_quantizer(
+    scales: Any, quantizer: Transform, own: str, theirs: str
+) -> None:
+    (message,) = told(AwqScale(**scales), Cast(dtype="bfloat16"), quantizer)
+    kind = type(quantizer).__name__.lower()
+    assert message == (
+        f"awqscale prepares weights for {own}, and {kind} has {theirs}. Each grid needs other scales. Let both say "
+        "the same, or take awqscale out."
+    )
+
+
+def test_scales_for_the_grid_of_the_quantizer() -> None:
+    floats = {"type": "mxfp4", "activations": "dynamic"}
+    for scales, behind in (
+        ({}, [Gptq(), Gptq(bits=3)]),
+        ({"bits": 3, "group_size": None, "rounding": "nearest"}, [Rtn(bits=3, group_size=None)]),
+        (floats, [Mx(effort="best", calibration=C4, **floats)]),
+        ({}, [AutoBits(average_bits=4.5)]),
+        ({}, []),
+    ):
+        messages = told(AwqScale(**scales), *behind)
+        assert not any("prepares" in message for message in messages)

@@ -61,6 +61,10 @@ class WeightQuantizer(LayerQuantizer):
     `symmetric` or `method: rtn`. `keep` leaves them as they are. The longest pattern that matches a
     layer decides."""
 
+    @property
+    def grid(self) -> Mapping[str, Any]:
+        return {"type": "int", "bits": self.bits, "group_size": self.group_size, "symmetric": self.symmetric}
+
     @field_validator("group_size", mode="before")
     @classmethod
     def _per_channel(cls, value: Any) -> Any:

@@ -63,6 +63,10 @@ class LayerQuantizer(Transform):
     """`vision` too: the linear layers in the blocks of a vision or audio tower. What stands between
     it and the decoder (projector, merger) stays as it is."""
 
+    @property
+    def grid(self) -> Mapping[str, Any]:
+        return {"type": self.kind}
+
     @model_validator(mode="after")
     def _reachable(self) -> Self:
         if "text" not in self.towers:
