@@ -53,7 +53,7 @@ TRIED, ALIKE, LEAST_ALIKE = 25, 0.99, 0.6
 at least, of one of them: rounding alone can send a token to another expert. Where it moves the
 model's own logits too, as in 8 bits, less will do.
 """
-MOST_PAIRS = 4
+MOST_PAIRS = 8
 """Of such texts: in a deep mixture of few experts, rounding moves most texts far, and some less."""
 EMBEDDED_ERROR = 0.02
 """How far rounding may take embeddings from what the first layer gets."""
