@@ -113,6 +113,11 @@ class OnnxQuantize(Transform):
     exclude: Distinct[Name] = ()
     """Glob patterns: what to leave as it is."""
 
+    @property
+    def grid(self) -> Mapping[str, Any]:
+        given = {"bits": self.bits, "group_size": self.block_size, "symmetric": self.symmetric}
+        return {"type": "int", **given, "rounding": "nearest"} if self.method == "weights" else {}
+
     @model_validator(mode="after")
     def _meaningful(self) -> Self:
         changed = {name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default}

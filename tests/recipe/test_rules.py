@@ -16,6 +16,8 @@ from optkit.stages.cast import Cast
 from optkit.stages.fp8 import Fp8
 from optkit.stages.gptq import Gptq
 from optkit.stages.mx import Mx
+from optkit.stages.onnx import Onnx
+from optkit.stages.onnx_quantize import OnnxQuantize
 from optkit.stages.rtn import Rtn
 from tests.support.recipe_stand_ins import Fuse, Providers, Speed, Threads, Tone, Weigh
 
@@ -111,13 +113,15 @@ NVFP4, C4 = {"type": "nvfp4"}, Calibration(dataset="c4")
         (NVFP4, Mx(type="mxfp4"), "type: nvfp4, rounding: gptq", "type: mxfp4, rounding: nearest"),
         (NVFP4, Mx(effort="best", activations="dynamic", calibration=C4), "activations: none", "activations: dynamic"),
         ({}, Fp8(), "type: int", "type: fp8"),
+        ({"bits": 3, "symmetric": False, "rounding": "nearest"}, OnnxQuantize(block_size=64), "bits: 3", "bits: 4"),
         (NVFP4, AutoBits(average_bits=4.5), "type: nvfp4", "type: int"),
     ],
 )  # fmt: skip
 def test_scales_for_another_grid_than_that_of_the_quantizer(
     scales: Any, quantizer: Transform, own: str, theirs: str
 ) -> None:
-    (message,) = told(AwqScale(**scales), Cast(dtype="bfloat16"), quantizer)
+    between = Onnx() if isinstance(quantizer, OnnxQuantize) else Cast(dtype="bfloat16")
+    (message,) = told(AwqScale(**scales), between, quantizer)
     kind = type(quantizer).__name__.lower()
     assert message == (
         f"awqscale prepares weights for {own}, and {kind} has {theirs}. Each grid needs other scales. Let both say "
