@@ -44,8 +44,8 @@ def comparison_view(comparison: Comparison) -> list[RenderableType]:
     notes = [("note", line) for line in (*comparison.notes, *tables.left_out_lines(comparison))]
     notes += [("noise", tables.floor_text(floor, comparison.column(floor.column))) for floor in _floors(comparison)]
     protocols = [(f"[{number}]", line) for number, line in enumerate(tables.protocol_lines(comparison), start=1)]
-    words = "\n".join(dict.fromkeys(tables.legend(comparison, group) for group in comparison.groups))
-    return found + spaced(indented(warned), indented(protocols), indented(notes), Text(words, style="dim"))
+    words = Text(tables.legend(comparison, *comparison.groups), style="dim")
+    return found + spaced(indented(warned), indented(protocols), indented(notes), words)
 
 
 @dataclass(frozen=True)

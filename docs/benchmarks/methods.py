@@ -2,22 +2,28 @@
 as a Markdown table.
 
     python docs/benchmarks/methods.py DATA MODEL... [--only PATTERN] [--store DIR] [--device DEVICE]
-        [--seed N] [--bos window]
+        [--seed N] [--bos window] [--text half] [--samples 64]
 
 DATA holds `wikitext2_raw/` and `c4_sample/`. Calibrated on 64 x 512 tokens of C4; perplexity on the
 first 15 windows of 2048 tokens of WikiText-2's test split, through optkit's session. What the store
 holds is not measured again (its times and GPU memory are then shown as `-`). `--bos window` puts the
 token that begins a text in front of each window, of the calibration too; Gemma needs it.
+
+`--text` calibrates on a third of C4's sample, of WikiText-2's validation split or of half of each: the
+N-th of `--seed N`, from 0 to 2. KL is then measured on the last tenth of C4's documents too, which no
+third has.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -127,8 +133,8 @@ class Found:
     """What one method made of one model."""
 
     perplexity: float
-    divergence: float | None
-    """Nats a token; None for the unmodified model."""
+    divergences: list[float]
+    """Nats a token, on each text; none for the unmodified model."""
     size_bytes: float
     bits: float | None
     """For each weight of the quantized layers."""
@@ -147,15 +153,43 @@ class Spent:
     """The most that torch held on the GPU in this process."""
 
 
+@dataclass(frozen=True)
+class Texts:
+    """What methods calibrate on, and on which further text KL is measured."""
+
+    bos: str = "tokenizer"
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    """Fields in place of those of `TEXT`."""
+    further: Path | None = None
+
+
+def thirds(data: Path, text: str, number: int, samples: int, bos: str, place: Path) -> Texts:
+    """Write a third of a text into a directory, and what of C4 no third has."""
+    files = sorted((data / "c4_sample").glob("*.jsonl"))
+    documents = [json.loads(line)["text"] for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    last = len(documents) * 9 // 10
+    wikitext2 = (data / "wikitext2_raw" / "wiki.valid.raw").read_text(encoding="utf-8")
+    third = len(wikitext2) // 3
+    parts = ["\n\n".join(documents[number:last:3]), wikitext2[number * third : (number + 1) * third]]
+    shorter = min(map(len, parts))
+    chosen = {"c4": parts[:1], "wikitext2": parts[1:], "half": [part[:shorter] for part in parts]}[text]
+    written = {"calibration.txt": chosen, "further.txt": documents[last:]}
+    for name, each in written.items():
+        (place / name).write_text("\n\n".join(each), encoding="utf-8")
+    return Texts(bos, {"dataset": str(place / "calibration.txt"), "samples": samples}, place / "further.txt")
+
+
 def measure(
-    name: str, model: Path, data: Path, store: Path | None, device: str, seed: int = 0, bos: str = "tokenizer"
+    name: str, model: Path, data: Path, store: Path | None, device: str, seed: int = 0, texts: Texts | None = None
 ) -> Found:
     """Run a method and measure what it leaves."""
-    evals = [_with_bos(each, bos) for each in EVALS if METHODS[name] or "divergence" not in each]
+    texts = texts or Texts()
+    further = [{"divergence": {"dataset": str(texts.further), "window": 2048, "windows": 15}}] if texts.further else []
+    evals = [_with(each, bos=texts.bos) for each in [*EVALS, *further] if METHODS[name] or "divergence" not in each]
     recipe = {
         "name": "method",
         "model": {"name": str(model)},
-        "stages": [_with_bos(each, bos) for each in METHODS[name]],
+        "stages": [_with(each, bos=texts.bos, **texts.calibration) for each in METHODS[name]],
         "evals": evals,
         "attribution": False,
         "seed": seed,
@@ -183,23 +217,23 @@ def measure(
     bits = numbers.get("bits_per_quantized_weight")
     return Found(
         numbers["perplexity"],
-        numbers.get("kl_divergence"),
+        [row.metric.value for row in scorecard.rows if row.metric.name == "kl_divergence"],
         numbers["size_bytes"],
         bits,
         spent if todo.pending else None,
     )
 
 
-def _with_bos(part: Any, bos: str) -> Any:
-    """Return a stage or an eval whose texts begin as asked."""
+def _with(part: Any, **fields: Any) -> Any:
+    """Return a stage or an eval whose texts have these fields."""
     if not isinstance(part, dict):
         return part
-    added = {"bos": bos} if "dataset" in part else {}
-    return {name: _with_bos(value, bos) for name, value in part.items()} | added
+    added = fields if "dataset" in part else {}
+    return {name: _with(value, **fields) for name, value in part.items()} | added
 
 
 def main() -> None:
-    """Print a line as each method is measured on all models."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("models", type=Path, nargs="+")
@@ -208,20 +242,35 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bos", choices=("tokenizer", "window", "text", "none"), default="tokenizer")
+    parser.add_argument("--text", choices=("c4", "wikitext2", "half"))
+    parser.add_argument("--samples", type=int, default=64)
     asked = parser.parse_args()
-    names = [f"{what} {model.name}" for what in ("perplexity", "KL") for model in asked.models]
+    with tempfile.TemporaryDirectory() as place:
+        thirds_of = asked.text, asked.seed, asked.samples, asked.bos, Path(place)
+        print_rows(asked, thirds(asked.data, *thirds_of) if asked.text else Texts(asked.bos))
+
+
+def print_rows(asked: argparse.Namespace, texts: Texts) -> None:
+    """Print a line as each method is measured on all models."""
+    kinds = ["KL", *(["KL, C4"] if texts.further else [])]
+    names = [f"{what} {model.name}" for what in ("perplexity", *kinds) for model in asked.models]
     print("| method | bits |", " | ".join(names), "| size | user CPU | time | GPU |")
     print("|---" * (len(names) + 6) + "|")
     for name in METHODS:
         if fnmatch(name, asked.only):
             try:
-                where = asked.store, asked.device, asked.seed, asked.bos
+                where = asked.store, asked.device, asked.seed, texts
                 found = [measure(name, model, asked.data, *where) for model in asked.models]
             except optkit.OptkitError as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 continue
             cells = [name, _cell(found[0].bits, ".2f"), *(f"{each.perplexity:.3f}" for each in found)]
-            cells += [*(_cell(each.divergence, ".4f") for each in found), f"{found[0].size_bytes / 1e6:.0f} MB"]
+            cells += [
+                f"{each.divergences[index]:.4f}" if each.divergences else "-"
+                for index in range(len(kinds))
+                for each in found
+            ]
+            cells += [f"{found[0].size_bytes / 1e6:.0f} MB"]
             spent = next((each.spent for each in found if each.spent), None)
             cells += [f"{spent.cpu_s:.0f} s", f"{spent.wall_s:.1f} s"] if spent else ["-", "-"]
             cells += [f"{spent.gpu_bytes / 2**30:.2f} GiB" if spent and spent.gpu_bytes else "-"]

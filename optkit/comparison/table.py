@@ -186,8 +186,12 @@ def protocol_lines(comparison: Comparison) -> list[str]:
     return [f"{', '.join(its)}: {line}" for its, line in zip(titles.values(), footnotes([*titles]), strict=True)]
 
 
-def legend(comparison: Comparison, group: Group) -> str:
-    """Return what the words and signs of a group's table mean."""
+def legend(comparison: Comparison, *groups: Group) -> str:
+    """Return what the words and signs of the tables of groups mean, each sentence once."""
+    return " ".join(dict.fromkeys(line for group in groups for line in _legend(comparison, group) if line))
+
+
+def _legend(comparison: Comparison, group: Group) -> list[str]:
     *most, last = (comparison.column(key).title for key in group.axes)
     axes = f"{', '.join(most)} and {last}" if most else last
     entries = comparison.members(group)
@@ -195,7 +199,7 @@ def legend(comparison: Comparison, group: Group) -> str:
     near = f"of {'those that pass' if passing else 'all, since none surely passes'}, the nearest to the best of each"
     standings = {standing(entry) for entry in entries}
     pick = f"Pick: of those that pass, the best by {comparison.best}." if comparison.best else f"Pick: {near}."
-    words = [
+    return [
         f"x: ratio to {'the' if of_one_model(entries) else 'its own'} unmodified model, behind it its 95% interval. "
         "↓: less is better, ↑: more.",
         f"Behind: another is at least as good in {axes} and measurably better in one; the others are the front."
@@ -204,7 +208,6 @@ def legend(comparison: Comparison, group: Group) -> str:
         pick if PICK in standings else "",
         f"Knee: {near}." if KNEE in standings else "",
     ]
-    return " ".join(filter(None, words))
 
 
 def to_markdown(comparison: Comparison) -> str:
@@ -235,7 +238,7 @@ def _parts(comparison: Comparison) -> Iterator[str]:
     lines = [floor_text(floor, comparison.column(floor.column)) for floor in comparison.floors]
     yield "Noise floor\n\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
     yield "\n".join(f"- {line}" for line in [*comparison.notes, *left_out_lines(comparison)])
-    yield "\n\n".join(dict.fromkeys(legend(comparison, group) for group in comparison.groups))
+    yield legend(comparison, *comparison.groups)
     protocols = protocol_lines(comparison)
     yield f"Protocols\n\n{numbered(protocols)}" if protocols else ""
 

@@ -139,6 +139,7 @@ def test_numbers_of_other_protocols_are_never_ranked_together() -> None:
     other = card("other", [perplexity(LOSSES, longer), decode(TURNS), size(1e6)], BASELINE)
     found = compared(GOOD, SMALL, other)
     assert [set(group.entries) for group in found.groups] == [{"good", "small"}, {"other"}]
+    assert legend(found, *found.groups).count("x: ratio to the unmodified model") == 1
     assert found.groups[1].differs == (
         "perplexity: first 12 windows of 512 tokens, not first 12 windows of 256 tokens",
     )
