@@ -115,6 +115,7 @@ class AwqScale(InputScaling):
                 refused.update(scaled.refused)
                 changed.extend(scaled.changed)
                 yield scaled.changed
+                del scaled  # before the next block's is made
 
         with context.progress.task(STAGE, len(skeleton.blocks), "blocks") as task:
             write_blocks(skeleton, target, kept.each(scaled_blocks(), task), task, processes)

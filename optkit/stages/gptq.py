@@ -190,11 +190,13 @@ class Gptq(LearningFields, GptqFields, SharedText, Backed):
                     stay |= set(job.details["rounded_to_nearest"])
                     starts = {name: coded_integers(job, name, weight) for name, weight in quantized.items()}
                     quantized |= learned_block(job, learner, index, inputs, starts, stay, self.keep_zeros)
+                    del starts
                 if (not once and job.is_read(index)) or (learner and index + 1 < len(skeleton.blocks)):
                     if earlier:
                         earlier.leave_(index, inputs)
                     self._advance_(job, inputs, index, quantized)
             yield quantized
+            del quantized  # before the next block's is made
         job.inputs = inputs
         if not job.details["expert_tokens"]:
             del job.details["expert_tokens"]

@@ -196,6 +196,7 @@ class Mx(LearningFields, SharedText, LayerQuantizer):
                 if index + 1 < len(job.skeleton.blocks):
                     job.skeleton.advance_(index, inputs)
             yield found
+            del found  # before the next block's is made
         tell_few_tokens(job, self.kind)
 
     def _read(self, job: QuantizationJob) -> BlockInputs:
@@ -269,6 +270,7 @@ class Mx(LearningFields, SharedText, LayerQuantizer):
                 if job.is_read(index) or (learner and index + 1 < len(skeleton.blocks)):
                     job.advance_(inputs, self._opened, index, BlockOutput(layers))
             yield BlockOutput(layers)
+            del layers  # before the next block's is made
         tell_few_tokens(job, self.kind)
 
     def finished(self, job: QuantizationJob, outputs: Iterable[BlockOutput]) -> Iterable[BlockOutput]:

@@ -188,6 +188,7 @@ class Rotate(Transform):
                 rotated = self._rotate_block(job, index, inputs)
             job.changed.extend(rotated)
             yield rotated
+            del rotated  # before the next block's is made
 
     def _rotate_block(self, job: _Job, index: int, inputs: BlockInputs) -> dict[str, Tensor]:
         import torch

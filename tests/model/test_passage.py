@@ -3,10 +3,11 @@
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeAlias
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +18,10 @@ from optkit import environment
 from optkit.common.garbage import uncollected
 from optkit.model import blocks, calibration_memory, entering, kept_blocks, memory
 from optkit.model.checkpoint import Checkpoint
+from optkit.model.kept_blocks import KeptBlocks
 from optkit.model.passage import Passage
+from optkit.model.skeleton import Skeleton
+from optkit.progress import Task
 from optkit.source.calibration import Calibration
 from optkit.stage import Transform
 from optkit.stages.awq import Awq
@@ -34,6 +38,7 @@ QUICK = ("balanced", "learning", "nvfp4", "auto_bits", "prune", "prune_structure
 """Between them they take hidden states in all ways: in turn, at random, several models' together."""
 
 
+Made: TypeAlias = Mapping[str, Tensor]
 GOING = ("gptq", "balanced", "prune", "prune_structured")
 
 
@@ -136,10 +141,39 @@ def test_other_models_leave_the_same_bytes(
     assert files(tmp_path / "resumed") == files(tmp_path / "whole")
 
 
+def watch_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See that what was made of a block is gone when the next one is loaded."""
+    each, load_ = KeptBlocks.each, Skeleton.load_
+    made: list[weakref.ref[Tensor]] = []
+    keeping: list[KeptBlocks] = []
+
+    def watched(
+        kept: KeptBlocks, produced: Iterable[Mapping[str, Tensor]], task: Task
+    ) -> Iterator[Mapping[str, Tensor]]:
+        def seen() -> Iterator[Mapping[str, Tensor]]:
+            for tensors in produced:
+                made[:] = map(weakref.ref, tensors.values())
+                yield tensors
+                del tensors
+
+        keeping.append(kept)
+        yield from each(kept, seen(), task)
+        keeping.clear()
+
+    def loading(skeleton: Skeleton, name: str, device: str | torch.device) -> None:
+        for kept in keeping:
+            kept._writer.submit(int).result()  # behind the thread's copies
+            assert not any(tensor() is not None for tensor in made)
+        load_(skeleton, name, device)
+
+    monkeypatch.setattr(KeptBlocks, "each", watched)
+    monkeypatch.setattr(Skeleton, "load_", loading)
+
+
 @pytest.mark.parametrize(
     "kind", [name if name in GOING else pytest.param(name, marks=pytest.mark.slow) for name in STREAMING]
 )
-def test_states_go_with_the_stage(
+def test_states_go_with_the_stage_and_blocks_before_the_next_one(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[torch.UntypedStorage]] = []
@@ -151,6 +185,7 @@ def test_states_go_with_the_stage(
 
     monkeypatch.setattr(entering, "room_for_states", room)
     monkeypatch.setattr(blocks, "room_for_states", room)
+    watch_blocks(monkeypatch)
     source = tiny_model("llama bfloat16")
     with uncollected():
         run(STREAMING[kind](few), source, tmp_path / "made", tmp_path / "work")

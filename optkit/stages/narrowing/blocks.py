@@ -106,6 +106,7 @@ class NarrowerBlocks:
             with out_of_memory(block.name, self.device, self.less_memory):
                 tensors = self._narrowed_block(kept[number])
             yield tensors
+            del tensors  # before the next block's is made
 
     def _narrowed_block(self, index: int) -> dict[str, Tensor]:
         skeleton, block, inputs = self.skeleton, self.skeleton.blocks[index], self.chooser.inputs

@@ -84,6 +84,7 @@ class BlockPruner:
                 if inputs is not None and index + 1 < len(skeleton.blocks):
                     skeleton.advance_(index, inputs)
             yield pruned
+            del pruned  # before the next block's is made
 
     def _prune_(self, modules: Mapping[str, nn.Module], index: int, inputs: BlockInputs | None) -> None:
         """Put pruned weights into the modules of a loaded block."""

@@ -149,6 +149,7 @@ class EightBitQuantizer(SharedText, LayerQuantizer):
                 if index + 1 < len(skeleton.blocks):
                     job.advance_(inputs, self._opened, index, output)
             yield output
+            del output  # before the next block's is made
         tell_few_tokens(job, self.kind)
 
     def _calibrated_block(

@@ -166,6 +166,7 @@ class WeightQuantizer(LayerQuantizer):
             output = BlockOutput(self._packed(job, quantized))
             del quantized  # unpacked codes are twice as large, and the next block has its own
             yield output
+            del output  # before the next block's is made
 
     def quantized_weights(self, job: QuantizationJob) -> Iterator[Mapping[str, QuantizedWeight]]:
         """Yield the quantized layers of each block, in order."""
