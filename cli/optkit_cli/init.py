@@ -109,28 +109,30 @@ def _fitting(answers: Answers, file: Path) -> tuple[str, Plan]:
         try:
             plan = pipeline.plan(load_recipe(text))
         except StageError as error:
-            refused = error
+            refused = refused or error
             continue
         except RecipeError as error:
-            raise UsageError(
-                "no recipe of init is for this model",
-                where=f"--model {answers.model}",
-                why=error.problems[0].message,
-                remedy="For an encoder: optkit run minilm_onnx_int8 --model MODEL",
-            ) from error
+            why, remedy = error.problems[0].message, "For an encoder: optkit run minilm_onnx_int8 --model MODEL"
+            raise _no_recipe(answers, why, remedy) from error
         beside = _beside(plan)
         before, after = plan.steps[0].size_bytes + beside, plan.steps[-1].size_bytes + beside
         if not answers.size or after <= _most(answers.size, before):
             return text, plan
-        smallest = min(smallest or (after, ""), (after, f"{form.name}, {size_text(after)} ({after / before:.2f}x)"))
+        found = after, f"{form.name}, {size_text(after)} ({after / before:.2f}x)"
+        smallest = min(smallest or found, found)
     if smallest is None and refused:
-        raise refused
+        remedy = "Start from a recipe of `optkit list recipes`, and set that there"
+        raise _no_recipe(answers, str(refused).rstrip("."), remedy) from refused
     raise UsageError(
         f"no form that {answers.target} opens on {answers.device} is so small",
         where=f"--size {answers.size}",
         why=f"The smallest is {smallest[1] if smallest else 'none'}",
         remedy="Take a larger size, or remove parts of the model first: optkit explain prune_structured",
     )
+
+
+def _no_recipe(answers: Answers, why: str, remedy: str) -> UsageError:
+    return UsageError("no recipe of init is for this model", where=f"--model {answers.model}", why=why, remedy=remedy)
 
 
 def _beside(plan: Plan) -> int:

@@ -110,7 +110,7 @@ FORMS = {
     )
 }
 USUAL = "INT4"
-"""What is taken if no size is asked for."""
+"""What is taken if no size is asked for and the model takes it."""
 OPENED: dict[tuple[Target, Device], tuple[str, ...]] = {
     ("vllm", "cuda"): ("FP8", "mixed INT4 and INT8", "INT4", "INT4, groups of 64"),
     ("vllm", "cpu"): ("W8A8", "INT4", "INT4, groups of 64"),
@@ -178,10 +178,11 @@ class Answers:
     """A limit as gates write it, e.g. `0.3x` or `4000000000`; empty for the usual form."""
 
     def forms(self) -> Iterator[Form]:
-        """Yield the forms to choose from, those that lose least first; only one if no size is asked
-        for.
+        """Yield the forms to choose from, those that lose least first; from the usual one if no size is asked
+        for, as a model may take smaller ones alone: experts have no zero points.
         """
-        for name in OPENED[self.target, self.device] if self.size else (USUAL,):
+        opened = OPENED[self.target, self.device]
+        for name in opened if self.size else opened[opened.index(USUAL) :]:
             if self.stages(FORMS[name]):
                 yield FORMS[name]
 

@@ -1,5 +1,6 @@
 """`optkit init`: from answers to a recipe on disk, with its cost; mistakes are told."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,27 @@ def test_the_form_that_loses_least_and_fits_is_taken(
     said = capsys.readouterr().err
     assert "--size 1kB: no form that transformers opens on cpu is so small. The smallest is INT" in said
     assert "Take a larger size" in said
+
+
+def test_a_form_that_a_model_takes_is_taken_and_one_that_is_refused_is_not_the_smallest(
+    here: Path, tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["init", "--model", str(tiny_model("mixtral")), "--device", "cpu"]
+    assert main(given) == 0
+    assert load_recipe(here / "recipe.yaml").stages[0].value.symmetric
+    assert main([*given, "there.yaml", "--size", "1kB"]) == 2
+    assert re.search(r"The smallest is INT4, groups of 64, \d+ kB \(0\.\d\dx\)\.", capsys.readouterr().err)
+
+
+def test_a_model_that_takes_no_form_is_told_what_the_first_one_lacks(
+    here: Path, tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(tiny_model("gpt2"))
+    assert main(["init", "--model", model, "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert f"error: --model {model}: no recipe of init is for this model. rtn.format: 8 layers are" in said
+    assert said.endswith("Set format: gptq. Start from a recipe of `optkit list recipes`, and set that there.\n")
+    assert not (here / "recipe.yaml").exists()
 
 
 def test_the_recipe_names_its_file_where_it_is_to_be_typed(here: Path, tiny_model: Callable[[str], Path]) -> None:

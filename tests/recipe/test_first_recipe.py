@@ -37,7 +37,7 @@ def test_every_form_is_opened_by_somebody() -> None:
 @pytest.mark.parametrize("model", ["org/model", "./here", "/a/b c", "true", "x: y", "smollm2-135m", "a.gguf"])
 def test_the_model_is_the_one_that_was_named(model: str) -> None:
     answers = Answers("vllm", "cpu", "quick", model)
-    (form,) = answers.forms()
+    form = next(answers.forms())
     assert read_yaml(answers.recipe(form, "recipe.yaml"), "").data["model"] == model
 
 
