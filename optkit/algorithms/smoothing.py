@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -88,12 +88,30 @@ class Steps:
         values: magnitudes, float32 [rows, in]; by: `torch.mul` or `torch.div`, by such scales; counts: float32
         [in], what that of each column counts.
         """
+        factors, error = by(torch.ones_like(scales), scales), counts.sum()
         if self.block is None:
-            squares = by(values, scales).amax(1).square()
-            return (squares.mean() if mean else squares.sum()) * counts.sum()
-        factors = by(torch.ones_like(scales), scales)
-        error: Tensor = FloatErrors.apply(values, factors, counts, self.block, self.reach)  # type: ignore[no-untyped-call]
+            squares: Tensor = LargestSquares.apply(values, factors)  # type: ignore[no-untyped-call]
+            error = squares * error
+        else:
+            error = FloatErrors.apply(values, factors, counts, self.block, self.reach)  # type: ignore[no-untyped-call]
         return error / len(values) if mean else error
+
+
+class LargestSquares(torch.autograd.Function):
+    """The sum of the squares of each row's largest number: of values, float32 [rows, in], times factors, [in],
+    of which it has slopes. Of equal numbers the first one moves; autograd would go through all of them again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, factors: Tensor) -> Tensor:
+        largest, place = (values * factors).max(1)
+        squares = largest.square()
+        ctx.save_for_backward(torch.zeros_like(factors).index_put_((place,), 2 * squares, accumulate=True) / factors)
+        return squares.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+        return None, slopes[0] * ctx.saved_tensors[0]
 
 
 OF_FLOATS = {"nvfp4": Steps(NVFP4_BLOCK, LARGEST), "mxfp4": Steps(MXFP4_BLOCK, 4.76)}

@@ -42,7 +42,7 @@ class SmoothQuant(EightBitQuantizer):
     kind: ClassVar[str] = "smoothquant"
     prepares_whole_blocks: ClassVar[bool] = True
     example: ClassVar[str] = "- smoothquant: {alpha: search, calibration: {dataset: c4}}"
-    version: ClassVar[int] = 8
+    version: ClassVar[int] = 9
     number: ClassVar[Number] = "int"
     scales: ClassVar[Scales] = "channel"
 

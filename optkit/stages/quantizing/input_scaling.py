@@ -49,7 +49,7 @@ SEARCH_ROWS = 4096
 """Inputs of each layer that smoothing is searched on; on a quarter of them the divergence of 8 bits was 4
 to 9% larger.
 """
-ROW_COPIES, ROW_COPIES_OF_FLOATS = 7, 5
+ROW_COPIES, ROW_COPIES_OF_FLOATS = 4, 5
 """Float32 copies of the sampled inputs of some layers that searching their smoothing holds at once."""
 WEIGHT_COPIES = 5
 """The same of their weights."""
