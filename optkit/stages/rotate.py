@@ -148,9 +148,7 @@ class Rotate(Transform):
             )
             details["untied_lm_head_bytes"] = lm_head_bytes
         notes = (
-            (f"rotate: lm_head is no longer tied to the embedding, which takes {lm_head_bytes:,} bytes more",)
-            if untied
-            else ()
+            (f"lm_head is no longer tied to the embedding, which takes {lm_head_bytes:,} bytes more",) if untied else ()
         )
         return Report(changed=len(set(job.changed)), skipped=job.unrotated_heads, details=details, notes=notes)
 

@@ -169,7 +169,7 @@ def test_nothing_to_rotate_is_an_error() -> None:
 def test_the_prediction_is_what_comes_out(tiny_model: TinyModel, target: Path, kind: str) -> None:
     report = rotate(tiny_model(kind), target)
     untied = predicted(Rotate(), tiny_model(kind), target).disk_bytes - Checkpoint(tiny_model(kind)).shape.size_bytes
-    said = ("rotate: lm_head is no longer tied to the embedding, which takes 131,072 bytes more",)
+    said = ("lm_head is no longer tied to the embedding, which takes 131,072 bytes more",)
     assert report.notes == (said if untied else ())
     assert report.details["untied_lm_head_bytes"] == untied == (512 * 64 * 4 if kind in ("llama", "gemma") else 0)
 
