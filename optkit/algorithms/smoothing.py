@@ -88,10 +88,10 @@ class Steps:
         values: magnitudes, float32 [rows, in]; by: `torch.mul` or `torch.div`, by such scales; counts: float32
         [in], what that of each column counts.
         """
-        factors, error = by(torch.ones_like(scales), scales), counts.sum()
+        factors = by(torch.ones_like(scales), scales)
+        error: Tensor
         if self.block is None:
-            squares: Tensor = LargestSquares.apply(values, factors)  # type: ignore[no-untyped-call]
-            error = squares * error
+            error = LargestSquares.apply(values, factors) * counts.sum()  # type: ignore[no-untyped-call]
         else:
             error = FloatErrors.apply(values, factors, counts, self.block, self.reach)  # type: ignore[no-untyped-call]
         return error / len(values) if mean else error
