@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from optkit.errors import OptkitError
 from optkit.store.contents import Contents, Pruned, StoredStep
 from optkit.store.exchange import Exchanged
 from optkit.store.work import StoredWork
@@ -74,7 +76,7 @@ def _unfinished(pruned: Pruned) -> tuple[str, str]:
 def _steps(steps: Sequence[StoredStep], when: str) -> Table:
     rows: list[tuple[Text | str, ...]] = []
     for step in steps:
-        name = Text.assemble(step.kind, (f" {_fields(step.fields)}" if step.kind != "model" else "", "dim"))
+        name = Text.assemble(step.kind, (f" {_fields(step)}" if step.kind != "model" else "", "dim"))
         rows.append((name, step.model or "-", *_facts(step, step.key)))
     return plain_table("step", "model", ">size", f">{when}", "key", rows=rows)
 
@@ -88,14 +90,16 @@ def _facts(kept: StoredStep | StoredWork, key: str) -> tuple[str, str, Text]:
     return size_text(kept.size_bytes), _age(kept.last_use), Text(key[:12], style="dim")
 
 
-def _fields(fields: Mapping[str, Any]) -> str:
-    """Return the fields that tell two steps of a kind apart: numbers and words, no lists."""
-    shown = {
-        name: value
-        for name, value in fields.items()
-        if isinstance(value, int | float | str) and value not in (True, False, "")
-    }
-    return ", ".join(f"{name} {value}" for name, value in shown.items())
+def _fields(step: StoredStep) -> str:
+    """Return the fields that a recipe had to say: numbers and words unlike those of the stage, no lists."""
+    from optkit.recipe.registry import stage_class
+
+    usual: dict[str, Any] = {}
+    with contextlib.suppress(OptkitError):  # of a package that is not here
+        usual = {name: field.default for name, field in stage_class(step.kind).model_fields.items()}
+    said = ((name, value) for name, value in step.fields.items() if value != usual.get(name))
+    words = ((name, str(value).lower() if isinstance(value, bool) else value) for name, value in said)
+    return ", ".join(f"{name} {value}" for name, value in words if isinstance(value, int | float | str))
 
 
 def _age(moment: float) -> str:

@@ -53,7 +53,7 @@ def store(place: Path) -> Store:
         2000,
         35,
         kind="rtn",
-        fields={"bits": 4, "format": "gptq", "symmetric": True, "include": ["*"]},
+        fields={"bits": 4, "format": "gptq", "symmetric": False, "include": ["*"]},
         source_key=MODEL,
     )
     finish(store, TUNED, 1000, 0, kind="gptq", fields={"bits": 2}, source_key="d" * 64, model="other")
@@ -80,7 +80,7 @@ def test_what_each_step_is(store: Store, capsys: pytest.CaptureFixture[str]) -> 
         f"{store.root} 7 kB in 3 steps, 2 measurements",
         "step model size last use key",
         f"gptq bits 2 other 1 kB just now {TUNED[:12]}",
-        f"rtn bits 4, format gptq smol 2 kB 35 days ago {ROUNDED[:12]}",
+        f"rtn format gptq, symmetric false smol 2 kB 35 days ago {ROUNDED[:12]}",
         f"model smol 4 kB 40 days ago {MODEL[:12]}",
         "2 kB of it are in artifacts too and take no further space",
     ]
@@ -134,7 +134,7 @@ def test_old_steps_and_measurements_go(store: Store, capsys: pytest.CaptureFixtu
     words = ("store", "prune", "--older-than", "30d", "--store", str(store.root))
     table = [
         "step model size last use key",
-        f"rtn bits 4, format gptq smol 2 kB 35 days ago {ROUNDED[:12]}",
+        f"rtn format gptq, symmetric false smol 2 kB 35 days ago {ROUNDED[:12]}",
         f"model smol 4 kB 40 days ago {MODEL[:12]}",
     ]
     left = f"1 step, 1 kB, left in {store.root}"
