@@ -38,9 +38,9 @@ def notes_on_size(origin: ModelShape, before: ModelShape, after: ModelShape) -> 
     if after.size_bytes > origin.size_bytes:
         method = origin.quant_method
         yield (
-            f"it is larger than the model that the recipe starts from: {size_text(after.size_bytes)} beside "
-            f"{size_text(origin.size_bytes)}{f' in {method}' if method else ''}; deploy that one, or leave this stage "
-            "out"
+            f"it is {size_text(after.size_bytes - origin.size_bytes)} larger than the model that the recipe starts "
+            f"from, which has {size_text(origin.size_bytes)}{f' in {method}' if method else ''}; deploy that one, or "
+            "leave this stage out"
         )
 
 
