@@ -5,6 +5,8 @@ cost of one more pass through the model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,9 +20,17 @@ SHARE = 0.5
 
 @torch.no_grad()
 def redrawn(
-    skeleton: Skeleton, tokens: Tensor, copies: int, device: str, batch_size: int, seed: int, less_memory: str
+    skeleton: Skeleton,
+    tokens: Tensor,
+    copies: int,
+    device: str,
+    batch_size: int,
+    seed: int,
+    less_memory: str,
+    told: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Return copies of a text, int64 [sequences, length] -> [copies * sequences, length].
+    `told` is called behind each block.
     A token is drawn from what the model expects behind those before it in the text as it is; the first of each
     sequence stays. One block is on the device at a time. Raises as `Skeleton.capture_inputs` and `loaded` do.
     """
@@ -28,6 +38,7 @@ def redrawn(
     for index, block in enumerate(skeleton.blocks):
         with skeleton.loaded(block, device, less_memory):
             skeleton.advance_(index, inputs)
+        told()
     skeleton.load_outside_(device)
     generator, drawn = torch.Generator(device).manual_seed(seed), []
     vocabulary = skeleton.model.get_output_embeddings().weight.shape[0]

@@ -94,12 +94,15 @@ def test_progress_tells_steps_and_counts_a_block_as_soon_as_it_learned(
     tiny_model: TinyModel, tmp_path: Path, few: Calibration
 ) -> None:
     lines = io.StringIO()
-    fields = {"effort": "best", "learning_steps": 2, "scale_steps": 1, "copies": 0, "batch_size": 2}
+    fields = {"effort": "best", "learning_steps": 2, "scale_steps": 1, "copies": 1, "batch_size": 2}
     context = Context(progress=LineProgress(lines, interval_s=0, interval_share=0))
     run_stage(Mx(calibration=few, **fields), tiny_model("qwen2 bfloat16"), tmp_path / "learned", context)
     told = [re.sub(r"  (in )?\d+:\d\d.*?(?=  |$)", "", line) for line in lines.getvalue().splitlines()]
     assert [line for line in told if "_proj" not in line] == [
         "mx  0/2 blocks",
+        "copies of the text  0/2 blocks",
+        "copies of the text  1/2 blocks  50%",
+        "copies of the text  2/2 blocks",
         "mx  0/2 blocks  0%  model.layers.0 learns, step 1 of 2",
         "mx  0/2 blocks  0%  model.layers.0 learns, step 2 of 2",
         "mx  1/2 blocks  50%  model.layers.0",

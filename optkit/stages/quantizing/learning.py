@@ -65,8 +65,12 @@ def with_copies(job: QuantizationJob, text: Any, copies: int, batch_size: int, l
     context = job.context
 
     def made() -> list[list[int]]:
-        with out_of_memory("the copies of the text", context.device, less_memory):
-            found = redrawn(job.skeleton, text, copies, context.device, batch_size, context.seed, less_memory)
+        with (
+            context.progress.task("copies of the text", len(job.skeleton.blocks), "blocks") as task,
+            out_of_memory("the copies of the text", context.device, less_memory),
+        ):
+            how = context.device, batch_size, context.seed, less_memory
+            found = redrawn(job.skeleton, text, copies, *how, task.advance)
         return found.tolist()  # type: ignore[no-any-return]
 
     return torch.cat([text, torch.tensor(job.kept.measured("copies", made))])
