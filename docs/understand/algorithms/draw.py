@@ -162,7 +162,7 @@ def by_size() -> Lines:
 def by_scale() -> Lines:
     """Return the error of keys in float8, by the scale relative to that of their largest."""
     keys = torch.randn(1, 1, TOKENS, 64, generator=torch.Generator().manual_seed(0))
-    exact, line = float(keys.abs().max()) / FLOAT8.high, []
+    exact, line = float(keys.abs().max()) / FLOAT8.numbers.highest, []
     for power in range(-3, 13):
         code = Float8Code(exact * 2**power)
         line.append((2.0**power, _apart(code.decode(code.encode(keys), keys.dtype), keys)))
