@@ -20,12 +20,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # else what a run says woul
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 
 from optkit.progress import SilentProgress
 from optkit.source.calibration import Calibration
 from optkit.stage import Context, Report
 from tests.support.remedies import watch
 from tests.support.tiny_models import save_tiny_model
+
+settings.register_profile("seeded", derandomize=True, deadline=None, database=None)
+settings.load_profile("seeded")
 
 TinyModel = Callable[[str], Path]
 TinyEncoder = Callable[[str], tuple[Path, Path]]
@@ -74,9 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed what a test or its fixtures draw without a generator of their own, so that a test draws
-    the same alone and after others.
-    """
+    """Seed what a test or its fixtures draw without a generator of their own: alone they draw the same."""
     random.seed(0)
     for name, seeding in (("numpy", "random.seed"), ("torch", "manual_seed")):
         if name in sys.modules:
@@ -119,9 +121,7 @@ def watched_errors() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """Return the directory of a tiny random float32 model; the same one for every test, so copy it
-    before changing it.
-    """
+    """Return the directory of a tiny random float32 model, the same for every test: copy it before changing it."""
     return _made_once(tmp_path_factory.mktemp("tiny"), save_tiny_model)
 
 

@@ -20,8 +20,8 @@ LETTER = 7
 TICKS = 5
 SMALLEST_SPAN = 1e-300
 """Of an axis: what is left of a smaller one cannot be divided any more."""
-SMALLEST_SHARE = 1e-12
-"""Of the largest value on an axis: between closer ones there are too few floats."""
+SMALLEST_SHARE = 1e-9
+"""Of the largest value on an axis: between closer ones floats are too far apart."""
 MOST_POWERS = 10
 Attributes: TypeAlias = dict[str, Any]
 

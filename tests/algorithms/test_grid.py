@@ -40,7 +40,7 @@ def test_rounding_equals_compressed_tensors(bits: int, symmetric: bool, group_si
     assert torch.equal(round_to_nearest(weight, scales, zeros, grid).dequantize(), theirs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     bits=st.sampled_from((2, 3, 4, 5, 6, 8)),
     symmetric=st.booleans(),

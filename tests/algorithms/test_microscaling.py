@@ -49,7 +49,6 @@ def random_weight(outputs: int, inputs: int, seed: int, dtype: torch.dtype = tor
     return weight.to(dtype)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=40))
 def test_rounding_finds_the_nearest_value(values: list[float]) -> None:
     assert round_to_e2m1(torch.tensor(values)).tolist() == [nearest(value) for value in values]
@@ -134,7 +133,7 @@ def compressors() -> dict[str, tuple[Any, Any]]:
     }
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(1, 9),
     st.integers(1, 5),

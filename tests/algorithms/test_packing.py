@@ -39,7 +39,7 @@ def random_weight(
     return QuantizedWeight(random_codes(rows, columns, bits, seed=seed), scales.half().float(), zeros, bits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 90),
@@ -114,7 +114,7 @@ def autoawq_pack(codes: torch.Tensor) -> torch.Tensor:
     return words
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     eights=st.integers(1, 6), groups=st.integers(1, 4), group_size=st.sampled_from((8, 16, 32)), seed=st.integers(0, 99)
 )

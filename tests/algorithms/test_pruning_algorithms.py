@@ -23,7 +23,7 @@ def layer(outputs: int = 12, inputs: int = 160, tokens: int = 600, seed: int = 0
     return torch.randn(outputs, inputs, generator=generator) * 0.05, mixed * torch.rand(inputs, generator=generator)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     pattern=st.integers(2, 9).flatmap(lambda of: st.builds(Pattern, st.integers(1, of - 1), st.just(of))),
     rows=st.integers(1, 5),
@@ -47,7 +47,7 @@ def test_a_pattern_keeps_the_highest_of_every_group(
     assert not follows(torch.ones_like(scores), pattern)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 5),
     inputs=st.integers(2, 40),

@@ -33,7 +33,7 @@ def read(weight: PackedWeight) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(blocks_of("layer", weight).numpy(), kind)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 999),
     form=st.sampled_from([(4, True), (4, False), (8, True)]),

@@ -201,7 +201,7 @@ def test_a_head_in_4_bits_can_cost_too_much(
         run_stage(Onnx(lm_head=4), tmp_path / "packed", tmp_path / "onnx")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.sampled_from([4, 8]), st.integers(1, 5), st.integers(1, 40), st.integers(0, 99))
 def test_bytes_and_back(bits: int, rows: int, count: int, seed: int) -> None:
     codes = torch.randint(0, 1 << bits, (rows, count), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))

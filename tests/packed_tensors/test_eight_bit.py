@@ -66,7 +66,7 @@ def test_bytes_and_scales_equal_compressed_tensors(number: str, granularity: str
         torch.testing.assert_close(dequantize(ours, scales, tile), unpacked, rtol=1e-6, atol=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 150),
     columns=st.integers(1, 150),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from optkit_evals.serving import refuse_other_engines
 from optkit_evals.throughput import Throughput
@@ -277,7 +277,6 @@ def test_settings_that_hold_addresses_are_refused_at_their_line(tiny_model: Tiny
         )
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=12),
     st.integers(1, 400),

@@ -115,7 +115,7 @@ def test_what_is_not_at_hand_is_not_said(tiny_model, texts, tmp_path):
     written=st.integers(0, 20),
     sequences=st.integers(0, 200),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_least_that_is_enough(tokens, epochs, together, held_out, written, sequences):
     budget = Budget(4, together, held_out, tokens, epochs)
 

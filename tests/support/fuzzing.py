@@ -27,9 +27,7 @@ def damages(examples: int) -> Callable[[Callable[..., None]], Callable[..., None
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         drawn = given(draw=st.integers(0, 2**32 - 1).map(lambda number: Random(number + SEED)))(test)
         quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-        return settings(
-            max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=quiet
-        )(drawn)
+        return settings(max_examples=examples, suppress_health_check=quiet)(drawn)
 
     return decorate
 

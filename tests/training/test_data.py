@@ -50,7 +50,7 @@ def test_documents_end_and_running_text_runs_on(tiny_model, texts):
 
 
 @given(sequences=st.integers(3, 60), held_out=st.integers(1, 59), seed=st.integers(0, 9), count=st.integers(1, 200))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_held_out_is_never_trained_on_and_an_epoch_has_every_row_once(sequences, held_out, seed, count):
     if held_out >= sequences:
         return

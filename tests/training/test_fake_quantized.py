@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from optkit.algorithms.eight_bit import INT8, rounded_inputs
@@ -30,7 +30,6 @@ def test_gradients_go_through_rounded_inputs_as_they_come() -> None:
     assert torch.allclose(layer.weight.grad, outer.T @ rounded, atol=1e-5)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([2, 3, 4, 8]), st.booleans(), st.sampled_from(["minmax", "mse"]))
 def test_it_begins_with_the_codes_that_it_is_given(seed: int, bits: int, symmetric: bool, search: str) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -39,7 +39,7 @@ def plain_divergence(student: torch.Tensor, teacher: torch.Tensor, temperature: 
 
 
 @given(seed=st.integers(0, 2**16), temperature=st.floats(0.5, 4.0))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_divergence(seed, temperature):
     student, teacher = drawn(seed, 5, 17).requires_grad_(), drawn(seed + 1, 5, 17)
     found = losses.divergence(student, teacher, temperature)
@@ -52,7 +52,7 @@ def test_divergence(seed, temperature):
 
 
 @given(seed=st.integers(0, 2**16), temperature=st.floats(0.5, 4.0), count=st.integers(1, 16))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_top_divergence(seed, temperature, count):
     """The rest of the probability is one more outcome, on both sides."""
     student, teacher = drawn(seed, 4, 17).requires_grad_(), drawn(seed + 1, 4, 17)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from optkit import pipeline
@@ -50,7 +50,6 @@ def step(made: TrainingRecord, kind: str = "distill") -> StepLine:
     )
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=700), st.integers(1, 90))
 def test_a_thinned_curve_is_bounded_and_keeps_the_mean_and_the_end(losses: list[float], most: int) -> None:
     whole = points(losses)
@@ -86,7 +85,6 @@ def test_the_sentence_says_what_was_reached_and_what_it_took() -> None:
     )
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 9), min_size=1, max_size=300), st.integers(1, 40))
 def test_of_many_held_out_losses_those_that_the_sentence_says_are_kept(losses: list[float], most: int) -> None:
     whole = [Judged(step=step, tokens=512 * step, loss=loss) for step, loss in enumerate(losses)]
