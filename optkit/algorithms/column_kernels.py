@@ -8,6 +8,7 @@ input. Tensors are [in, out], float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pkgutil import resolve_name
@@ -92,7 +93,7 @@ def round_columns(rest: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, n
 
     scales, zeros: float [..., in, out]; factor: the inverse Hessian's upper Cholesky factor [..., in, in].
     """
-    return _walk()(False, rest, scales, zeros, factor, numbers)  # type: ignore[no-any-return]
+    return _walk()(False, rest, scales, zeros, factor, numbers)
 
 
 def descend_columns(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, top: int) -> Tensor:
@@ -100,12 +101,13 @@ def descend_columns(gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Te
 
     codes, scales: float [..., in, out]; hessian: float [..., in, in].
     """
-    return _walk()(True, gradient, scales, codes, hessian, top)  # type: ignore[no-any-return]
+    return _walk()(True, gradient, scales, codes, hessian, top)
 
 
 @cache
-def _walk() -> Any:
-    return resolve_name(WALK)
+def _walk() -> Callable[..., Tensor]:
+    found: Callable[..., Tensor] = resolve_name(WALK)
+    return found
 
 
 def round_block(values: Tensor, scales: Tensor, zeros: Tensor, factor: Tensor, top: int) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,6 @@ blocks are worked on at once, and comparisons are arithmetic, since masks of ano
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,15 +25,19 @@ FINEST = 0.5**2 / 12
 TINY = 1e-30
 
 
-class FloatErrors(torch.autograd.Function):
-    """The sum of what squared errors count: values, float32 [rows, in], times factors are rounded in blocks of columns.
+def with_slopes(value: Tensor, *slopes: tuple[Tensor, Tensor]) -> Tensor:
+    """Return a value with its slopes at numbers, each beside them: autograd need not know how it was made."""
+    return value + sum(((numbers - numbers.detach()) * slope).sum() for numbers, slope in slopes)
+
+
+def float_errors(values: Tensor, factors: Tensor, counts: Tensor, block: int, reach: float) -> Tensor:
+    """Return the sum of what squared errors count: values, float32 [rows, in], times factors are rounded in
+    blocks of columns.
 
     values: magnitudes, best one column behind the other in memory (`laid`); factors, counts: float32 [in],
     of which it has slopes.
     """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, factors: Tensor, counts: Tensor, block: int, reach: float) -> Tensor:
+    with torch.no_grad():
         columns = values.T.unflatten(0, (-1, block))
         step = max(1, AT_ONCE[values.device.type] // (block * len(values)))
         parts = zip(
@@ -43,13 +45,8 @@ class FloatErrors(torch.autograd.Function):
         )
         found = [_errors(*part, reach) for part in parts]
         errors, slopes = (torch.cat(each).flatten() for each in zip(*found, strict=True))
-        ctx.save_for_backward(slopes / factors, errors)
-        return errors @ counts
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        of_factors, of_counts = ctx.saved_tensors
-        return None, slopes[0] * of_factors, slopes[0] * of_counts, None, None
+        error, of_factors = errors @ counts, slopes / factors
+    return with_slopes(error, (factors, of_factors), (counts, errors))
 
 
 def laid(values: Tensor) -> Tensor:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from optkit.algorithms.awq import InputScales
 from optkit.algorithms.eight_bit import INT8
-from optkit.algorithms.float_errors import FloatErrors, laid
+from optkit.algorithms.float_errors import float_errors, laid, with_slopes
 from optkit.algorithms.microscaling import LARGEST, MXFP4_BLOCK, NVFP4_BLOCK
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -89,29 +89,22 @@ class Steps:
         [in], what that of each column counts.
         """
         factors = by(torch.ones_like(scales), scales)
-        error: Tensor
         if self.block is None:
-            error = LargestSquares.apply(values, factors) * counts.sum()  # type: ignore[no-untyped-call]
+            squares, slopes = _largest_squares(values, factors)
+            error = with_slopes(squares, (factors, slopes)) * counts.sum()
         else:
-            error = FloatErrors.apply(values, factors, counts, self.block, self.reach)  # type: ignore[no-untyped-call]
+            error = float_errors(values, factors, counts, self.block, self.reach)
         return error / len(values) if mean else error
 
 
-class LargestSquares(torch.autograd.Function):
-    """The sum of the squares of each row's largest number: of values, float32 [rows, in], times factors, [in],
-    of which it has slopes. Of equal numbers the first one moves; autograd would go through all of them again.
+@torch.no_grad()
+def _largest_squares(values: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of the squares of each row's largest number, of values, float32 [rows, in], times factors, [in],
+    and its slopes at these. Of equal numbers the first one moves; autograd would go through all of them again.
     """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, factors: Tensor) -> Tensor:
-        largest, place = (values * factors).max(1)
-        squares = largest.square()
-        ctx.save_for_backward(torch.zeros_like(factors).index_put_((place,), 2 * squares, accumulate=True) / factors)
-        return squares.sum()
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        return None, slopes[0] * ctx.saved_tensors[0]
+    largest, place = (values * factors).max(1)
+    squares = largest.square()
+    return squares.sum(), torch.zeros_like(factors).index_put_((place,), 2 * squares, accumulate=True) / factors
 
 
 OF_FLOATS = {"nvfp4": Steps(NVFP4_BLOCK, LARGEST), "mxfp4": Steps(MXFP4_BLOCK, 4.76)}

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optkit.algorithms import float_errors
-from optkit.algorithms.float_errors import FloatErrors, laid
+from optkit.algorithms.float_errors import AT_ONCE, float_errors, laid
 from optkit.algorithms.smoothing import OF_FLOATS
 
 
@@ -25,7 +24,7 @@ def expected(values: Tensor, factors: Tensor, counts: Tensor, block: int, reach:
 def test_the_error_and_its_slopes_are_those_of_the_formula(
     type: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(float_errors.AT_ONCE, "cpu", at_once)
+    monkeypatch.setitem(AT_ONCE, "cpu", at_once)
     torch.manual_seed(0)
     block, reach = OF_FLOATS[type].block or 0, OF_FLOATS[type].reach
     values = torch.randn(40, 3 * block).abs() ** 3  # many next to nothing
@@ -38,7 +37,7 @@ def test_the_error_and_its_slopes_are_those_of_the_formula(
     wide = [each.detach().double().requires_grad_() for each in (factors, counts)]
     reference = expected(values.double(), wide[0], wide[1], block, reach)
     for given in (values, laid(values)):
-        found = FloatErrors.apply(given, factors, counts, block, reach)  # type: ignore[no-untyped-call]
+        found = float_errors(given, factors, counts, block, reach)
         assert float(found.detach()) == pytest.approx(float(reference.detach()), rel=1e-5)
         slopes = torch.autograd.grad(3 * found, (factors, counts))
         for slope, known in zip(slopes, torch.autograd.grad(reference, wide, retain_graph=True), strict=True):
